@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# No config.json of a model is larger, also where it names every matrix of every expert.
+MAX_CONFIG_BYTES = 64 << 20
+
 
 def user_path(raw: str) -> Path:
     """The path, with the home folder that a leading ~ or ~NAME stands for; ValueError where there is none."""
@@ -19,8 +22,18 @@ def user_path(raw: str) -> Path:
         raise ValueError("its ~ stands for a home folder, and there is none; write the path out") from None
 
 
+def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """The whole file; ValueError, before anything is read, where it is larger than `max_bytes`."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > max_bytes else file.read(max_bytes + 1)
+        if max(size, len(content)) > max_bytes:
+            raise ValueError(f"it has {max(size, len(content))} bytes and at most {max_bytes} are read")
+        return content
+
+
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """`json.loads`, which is to raise ValueError and nothing else for whatever somebody wrote."""
+    """`json.loads`, with ValueError as its only error, also for lists that are nested too deep."""
     try:
         return json.loads(text, **hooks)
     except RecursionError:

@@ -193,13 +193,15 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, object]:
     expected = sum(nbytes for _, _, nbytes in runs)
     peak = peak_over_share(spec, reader, args, expected)
     layers = {index: make_layer(spec, reader, index, args) for index in spec.moe_layers}
-    times: dict[str, list[float]] = {"plain": [], "load": []}
+    unchecked = CheckpointReader(directory, allow_nonfinite=True)
+    times: dict[str, list[float]] = {"plain": [], "load": [], "unchecked": []}
     load(spec, reader, layers, args.device)
     check_loaded(spec, reader, layers)
     for _ in range(args.repeats):
         for name, function in (
             ("plain", lambda: read_plainly(runs)),
             ("load", lambda: load(spec, reader, layers, args.device)),
+            ("unchecked", lambda: load(spec, unchecked, layers, args.device)),
         ):
             if args.cache == "cold":
                 drop_from_cache(directory)
@@ -223,6 +225,7 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, object]:
         "load_s": [round(value, 4) for value in sorted(times["load"])],
         "plain_gb_s": round(rates["plain"], 3),
         "load_gb_s": round(rates["load"], 3),
+        "finite_check": round(statistics.median(times["load"]) / statistics.median(times["unchecked"]) - 1, 4),
         "ratio": round(rates["load"] / rates["plain"], 3),
         "target_ratio": TARGET_RATIO,
         "repack_layer_s": round(repacks[1], 4),
@@ -269,6 +272,7 @@ def main() -> None:
             shutil.rmtree(made)
     print(f"{row['bytes'] / 1e6:.0f} MB in {row['runs']} runs, {args.cache} cache, {args.device}")
     print(f"plain read {row['plain_gb_s']:.2f} GB/s, load {row['load_gb_s']:.2f} GB/s, ratio {row['ratio']:.2f}")
+    print(f"looking for NaN and infinity: {row['finite_check']:+.1%} of loading without it")
     print(f"most host memory while loading: {row['peak_over_share']:.2f} x the bytes loaded")
     print(f"repacking a layer: {row['repack_layer_s'] * 1e3:.0f} ms, {row['repack_over_load']:.2f} of loading it")
     versions = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}

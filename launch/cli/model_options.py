@@ -53,6 +53,10 @@ class ModelConfig(GangConfig):
         ),
     )
 
+    allow_nonfinite: bool = field(
+        default=False, metadata=option(None, "load weights that hold NaN or infinity too, which are refused otherwise")
+    )
+
     def check_quantize(self) -> None:
         """Raises OptionError where --quantize is asked for a checkpoint that is quantized already."""
         if self.quantize == "none":

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ep.files import parse_json, user_path
+from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded, user_path
 from moe_ep.launch.cli.options import OptionError, whole
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -52,7 +52,7 @@ def checkpoint_folder(raw: str) -> Path:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """The config.json of a checkpoint, as far as options go into it: without torch, which `moe_ep.checkpoint` needs."""
-    return parse_json((folder / "config.json").read_bytes())
+    return parse_json(read_bounded(folder / "config.json", MAX_CONFIG_BYTES))
 
 
 def input_file(raw: str, rule: str) -> Path:

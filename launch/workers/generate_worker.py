@@ -168,6 +168,7 @@ def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: tor
         num_redundant_experts=config.num_redundant_experts,
         dtype=dtype,
         device=device,
+        allow_nonfinite=config.allow_nonfinite,
         # Decoding sends few rows, and on GPUs a backend of fixed capacity needs no host for that.
         decode_max_num_tokens=min(config.batch_size, DECODE_MAX_NUM_TOKENS) if device.type == "cuda" else None,
         on_layer=lambda done, total: progress.report("loading layers", done, total),

@@ -49,7 +49,7 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
     """
     device = torch.device(rank_env.device)
     dtype = torch_dtype(config.dtype, device)
-    with CheckpointReader(_model(config)) as reader, torch.inference_mode():
+    with CheckpointReader(_model(config), config.allow_nonfinite) as reader, torch.inference_mode():
         spec = model_spec(reader.config, reader)
         started = time.perf_counter()
         stack = _load(config, rank_env, reader, spec, dtype, device)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moe_ep.activation import gate_limit
+from moe_ep.checkpoint.finite import check_finite
 from moe_ep.checkpoint.formats import QuantizationConfig
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.model_spec import model_spec
@@ -74,6 +75,8 @@ def layer_from_checkpoint(
     source: str | os.PathLike[str] | CheckpointReader,
     layer_index: int,
     dtype: torch.dtype | None = None,
+    *,
+    allow_nonfinite: bool = False,
     **options: Any,
 ) -> Layer:
     """Makes one layer of a checkpoint and loads this rank's experts into it.
@@ -83,6 +86,7 @@ def layer_from_checkpoint(
         source: the checkpoint's folder, or a reader of it.
         layer_index: counted over all layers of the model, dense ones included.
         dtype: of activations and plain weights; None for the config's.
+        allow_nonfinite: whether weights may hold NaN or infinity; of a path, as a reader has a setting of its own.
         options: arguments of `make` that take the place of the checkpoint's.
 
     Returns:
@@ -94,7 +98,9 @@ def layer_from_checkpoint(
         ValueError: a layer without experts, or options that do not fit.
     """
     with contextlib.ExitStack() as stack:
-        reader = source if isinstance(source, CheckpointReader) else stack.enter_context(CheckpointReader(source))
+        reader = source
+        if not isinstance(reader, CheckpointReader):
+            reader = stack.enter_context(CheckpointReader(reader, allow_nonfinite))
         spec = model_spec(reader.config, reader)
         layer = make(**layer_options(reader, spec, layer_index, dtype) | options)
         load_moe_layer(reader, spec, layer_index, layer)
@@ -343,8 +349,9 @@ def _check_values(reader: CheckpointReader, source: Source, slot: Slot, tensor: 
         raise CheckpointError(
             f"{where}: expected a parameter of the layer for it, found none, and it cannot be left out"
         )
-    if slot.layout.role is Role.GROUPS and tensor.is_floating_point() and not tensor.float().isfinite().all():
-        raise CheckpointError(f"{where}: expected finite numbers, found NaN or infinity; fetch it again")
+    # Exponents that are stored as bytes are numbers only now.
+    if slot.layout.role is Role.GROUPS and not reader.allow_nonfinite:
+        check_finite(reader.index_file if source.info is None else source.info.file, source.name, tensor)
 
 
 def _hand_over(

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from moe_ep.checkpoint.formats import ModelQuantization, quantization_config
+from moe_ep.checkpoint.finite import MAY_BE_NONFINITE, check_finite, has_nonfinite
+from moe_ep.checkpoint.formats import ModelQuantization, quantization_config, with_settings_beside
 from moe_ep.errors import CheckpointError
-from moe_ep.files import parse_json
+from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -76,26 +77,76 @@ class TensorInfo:
         return TensorInfo(name, self.file, self.dtype, self.shape[1:], offset, self.row_bytes)
 
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file by name.
+@dataclass
+class OpenFile:
+    """A safetensors file that was opened once, for its header and its data alike.
+
+    Attributes:
+        fd: None after `close`; opened again when needed.
+        identity: device, inode, size and mtime when its header was read.
+        tensors: what the header says, by name.
+    """
+
+    path: Path
+    fd: int | None
+    identity: tuple[int, ...]
+    tensors: dict[str, TensorInfo]
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+        self.fd = None
+
+    def check_unchanged(self) -> None:
+        """CheckpointError if the file was written to, replaced or removed since its header was read."""
+        try:
+            now = [os.stat(self.path)] + ([] if self.fd is None else [os.fstat(self.fd)])
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: expected the file whose header was read, found {error.strerror}; fetch it again"
+            ) from None
+        if any(_identity(stat) != self.identity for stat in now):
+            raise CheckpointError(
+                f"{self.path}: expected the file whose header was read, found one of another inode, size or mtime; it "
+                f"was written or replaced meanwhile, load it again when it is complete"
+            )
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def open_safetensors(file: Path) -> OpenFile:
+    """Opens a safetensors file and reads its header.
 
     Raises:
         CheckpointError: the file is missing, truncated or longer than its header says, or the header is not JSON of
             this form, repeats a name, has an unknown dtype, or ranges that overlap, leave a hole or do not fit a shape.
     """
     try:
-        with file.open("rb") as stream:
-            file_bytes = os.fstat(stream.fileno()).st_size
-            prefix = stream.read(_LENGTH_BYTES)
-            header_bytes = int.from_bytes(prefix, "little")
-            if len(prefix) < _LENGTH_BYTES or header_bytes > min(file_bytes - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{file}: the header should have {header_bytes} bytes and the file has {file_bytes}; "
-                    f"it is truncated or no safetensors file; fetch it again"
-                )
-            raw = stream.read(header_bytes)
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise CheckpointError(f"{file}: expected a safetensors file, found none; fetch it again") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: expected a readable safetensors file, found {error.strerror}") from error
+    try:
+        stat = os.fstat(fd)
+        return OpenFile(file, fd, _identity(stat), _read_header(file, fd, stat.st_size))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _read_header(file: Path, fd: int, file_bytes: int) -> dict[str, TensorInfo]:
+    try:
+        prefix = os.pread(fd, _LENGTH_BYTES, 0)
+        header_bytes = int.from_bytes(prefix, "little")
+        if len(prefix) < _LENGTH_BYTES or header_bytes > min(file_bytes - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{file}: the header should have {header_bytes} bytes and the file has {file_bytes}; "
+                f"it is truncated or no safetensors file; fetch it again"
+            )
+        raw = os.pread(fd, header_bytes, _LENGTH_BYTES)
     except OSError as error:
         raise CheckpointError(f"{file}: expected a readable safetensors file, found {error.strerror}") from error
     entries = parse_json_object(raw, f"{file}: header")
@@ -180,17 +231,19 @@ def _check_ranges(file: Path, tensors: list[TensorInfo], data_start: int, file_b
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MODELOPT_NAME = "hf_quant_config.json"
+_MAX_INDEX_BYTES = 256 << 20
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; CheckpointError where the file is missing, cannot be read or holds something else."""
+def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON object; CheckpointError where the file is missing, too large, cannot be read or holds something else."""
     if not os.path.isfile(file):
         raise CheckpointError(f"{file}: expected the checkpoint's {file.name}, found {_instead_of(file)}")
     try:
-        return parse_json_object(file.read_bytes(), str(file))
+        return parse_json_object(read_bounded(file, max_bytes), str(file))
     except OSError as error:
         raise CheckpointError(f"{file}: expected a readable file, found {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}; fetch it again") from None
 
 
 def _instead_of(file: Path) -> str:
@@ -201,35 +254,39 @@ def _instead_of(file: Path) -> str:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json, with a quantization that stands elsewhere under quantization_config: where NVIDIA's tool leaves it,
-    in a file beside it, or under the name that compressed-tensors had for it first.
+    """config.json, with settings of quantization from other places under `quantization_config`.
 
     Raises:
-        CheckpointError: a file that is missing or holds no JSON object.
+        CheckpointError: a file that is missing, too large or holds no JSON object.
     """
-    config, beside = read_json(directory / "config.json"), directory / MODELOPT_NAME
-    if config.get("quantization_config") is None and "compression_config" in config:
-        config["quantization_config"] = config.pop("compression_config")
-    if config.get("quantization_config") is None and beside.is_file():
-        found = read_json(beside).get("quantization")
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{beside}: expected an object named quantization, found {found!r}")
-        config["quantization_config"] = {"quant_method": "modelopt", **found}
-    return config
+    return with_settings_beside(read_json(directory / "config.json"), directory, read_json)
 
 
-def find_tensors(directory: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint directory by name.
+def find_tensors(directory: Path) -> tuple[dict[Path, OpenFile], dict[str, TensorInfo]]:
+    """The safetensors files of a checkpoint directory, opened, and every tensor by name.
+
+    Files are chosen as in transformers: model.safetensors comes before an index, whose shards it may have replaced;
+    any other .safetensors file that the index does not name is left alone. Of a tensor that several shards hold, the
+    index says which copy counts, and without its word the last shard in the order of names.
 
     Raises:
-        CheckpointError: no safetensors, an index that names files or tensors that are not there, a tensor in two files.
+        CheckpointError: no safetensors, or an index that names files or tensors that are not there.
     """
     index, single = directory / INDEX_NAME, directory / SINGLE_NAME
-    # In transformers' order, which leaves the index of shards that a single file has replaced.
-    if single.is_file():
-        return read_header(single)
-    if index.is_file():
-        return _tensors_of_index(index)
+    files: dict[Path, OpenFile] = {}
+    try:
+        if single.is_file():
+            files[single] = open_safetensors(single)
+            tensors = files[single].tensors
+            # An index that counts the single file among its shards is about this file and those beside it.
+            if index.is_file() and SINGLE_NAME in (weight_map := _weight_map(index)).values():
+                tensors = _tensors_of_index(index, weight_map, files) | tensors
+            return files, tensors
+        if index.is_file():
+            return files, _tensors_of_index(index, _weight_map(index), files)
+    except BaseException:
+        _close_all(files)
+        raise
     for file in (single, index):
         if os.path.lexists(file):
             raise CheckpointError(f"{file}: expected a file, found {_instead_of(file)}; fetch it again")
@@ -247,36 +304,42 @@ def find_tensors(directory: Path) -> dict[str, TensorInfo]:
     raise CheckpointError(f"{directory}: expected {single.name} or {index.name}, found {''.join(found)}")
 
 
-def _tensors_of_index(index: Path) -> dict[str, TensorInfo]:
-    weight_map = read_json(index).get("weight_map")
+def _weight_map(index: Path) -> dict[str, Any]:
+    weight_map = read_json(index, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names, found {weight_map!r}")
-    headers: dict[str, dict[str, TensorInfo]] = {}
-    owners: dict[str, str] = {}
-    for tensor, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise CheckpointError(
-                f"{index}: tensor {tensor}: expected the name of a file beside it, found {file_name!r}"
-            )
-        if file_name in headers:
+    return weight_map
+
+
+def names_in_index(directory: Path) -> set[str]:
+    """The tensors that an index names, which a single file beside it may lack; empty without an index."""
+    index = directory / INDEX_NAME
+    return set(_weight_map(index)) if index.is_file() else set()
+
+
+def _tensors_of_index(index: Path, weight_map: dict[str, Any], files: dict[Path, OpenFile]) -> dict[str, TensorInfo]:
+    """Every tensor of the shards that the index names; opens those that are not in `files` yet."""
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index}: tensor {tensor}: expected the name of a file beside it, found {name!r}")
+        file = index.parent / name
+        if file in files:
             continue
-        file = index.parent / file_name
         if not os.path.isfile(file):
             raise CheckpointError(
-                f"{index}: tensor {tensor}: expected in {file_name}, found {_instead_of(file)}; fetch it again"
+                f"{index}: tensor {tensor}: expected in {name}, found {_instead_of(file)}; fetch it again"
             )
-        headers[file_name] = read_header(file)
-        for name in headers[file_name]:
-            if name in owners:
-                raise CheckpointError(f"{file}: tensor {name}: expected in one shard, found in {owners[name]} too")
-            owners[name] = file_name
+        files[file] = open_safetensors(file)
+    tensors = {name: info for file in sorted(files) for name, info in files[file].tensors.items()}
     for name, file_name in weight_map.items():
-        if name not in headers[file_name]:
-            found = f"in {owners[name]}" if name in owners else "in no shard"
+        named = files[index.parent / file_name].tensors
+        if name not in named:
+            found = f"in {tensors[name].file.name}" if name in tensors else "in no shard"
             raise CheckpointError(
                 f"{index.parent / file_name}: tensor {name}: expected here by the index, found {found}"
             )
-    return {name: headers[file_name][name] for name, file_name in weight_map.items()}
+        tensors[name] = named[name]
+    return tensors
 
 
 BATCH_BYTES = 8 << 20
@@ -284,13 +347,18 @@ READ_THREADS = 4
 # So much is read by the caller: starting threads would take longer.
 FEW_BYTES = 1 << 20
 _ALIGNMENT = 64
+# Read at once where the bytes are looked at next, and then found in the L2 cache.
+_STEP_BYTES = 1 << 20
 
 
 class CheckpointReader:
     """A checkpoint directory: `config.json` and `model.safetensors`, or shards with `model.safetensors.index.json`.
 
     Everything that can be checked without the data is checked when the reader is made, so a reader that exists has
-    every tensor its index names, whole.
+    every tensor its index names, whole. Each file is opened once, and a read fails if the file has changed since.
+
+    Args:
+        allow_nonfinite: whether tensors may hold NaN or infinity. They are refused as they are read otherwise.
 
     Example:
         >>> reader = CheckpointReader("Qwen3-30B-A3B")
@@ -301,20 +369,20 @@ class CheckpointReader:
 
     Raises:
         CheckpointError: no such directory, no safetensors in it, JSON or header that does not parse, a shard that is
-            missing or truncated, a tensor that is in another shard than the index says, or in two.
+            missing or truncated, a tensor that is in another shard than the index says.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], allow_nonfinite: bool = False) -> None:
         self.directory = Path(directory)
+        self.allow_nonfinite = allow_nonfinite
         if not self.directory.is_dir():
             raise CheckpointError(
                 f"{self.directory}: expected a checkpoint directory, found none; nothing is fetched from a hub, so "
                 f"download the checkpoint and give its folder"
             )
         self.config: dict[str, Any] = read_config(self.directory)
-        self._tensors = find_tensors(self.directory)
+        self._files, self._tensors = find_tensors(self.directory)
         self._names = sorted(self._tensors)
-        self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._bytes_read = 0
         self._spare_buffers: list[torch.Tensor] = []
@@ -389,6 +457,7 @@ class CheckpointReader:
             shape = (max(stop - start, 0), *shape[1:])
         tensor = torch.empty(shape, dtype=info.dtype, device="cpu")
         self._fill(info.file, info.offset + start * info.row_bytes, _as_bytes(tensor))
+        self._check(info, tensor)
         return tensor
 
     def read_rows(self, name: str, row_ids: torch.Tensor) -> torch.Tensor:
@@ -412,6 +481,7 @@ class CheckpointReader:
             if first < last:
                 offset = info.offset + int(distinct[first]) * info.row_bytes
                 self._fill(info.file, offset, buffer[first * info.row_bytes : last * info.row_bytes])
+        self._check(info, tensor)
         return tensor[positions]
 
     def read_many(
@@ -449,13 +519,17 @@ class CheckpointReader:
                 batch, buffer, pieces = pending.popleft()
                 for piece in pieces:
                     piece.result()
+                self._files[batch.file].check_unchanged()
                 bytes_ahead -= batch.nbytes
                 for info, position in batch.tensors:
-                    yield info.name, _view(buffer, position, info)
+                    tensor = _view(buffer, position, info)
+                    if batch.is_suspect:
+                        check_finite(info.file, info.name, tensor)
+                    yield info.name, tensor
                 if reuse_buffers:
                     self._spare_buffers.append(buffer)
                 # Otherwise the buffer would stay alive during the next wait.
-                del buffer, pieces
+                del buffer, pieces, tensor
         finally:
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -464,15 +538,48 @@ class CheckpointReader:
         """Fills the buffer in pieces, so that several threads read one large tensor; at once without a pool."""
         view = _as_bytes(buffer)
         pieces = [
-            (offset + start, view[position + start : position + min(start + BATCH_BYTES, nbytes)])
+            (offset + start, position + start, min(BATCH_BYTES, nbytes - start))
             for offset, position, nbytes in batch.runs
             for start in range(0, nbytes, BATCH_BYTES)
         ]
         if pool is not None:
-            return [pool.submit(self._fill, batch.file, *piece) for piece in pieces]
+            return [pool.submit(self._read_piece, batch, view, *piece) for piece in pieces]
         for piece in pieces:
-            self._fill(batch.file, *piece)
+            self._read_piece(batch, view, *piece)
         return []
+
+    def _read_piece(self, batch: _Batch, view: memoryview, offset: int, position: int, nbytes: int) -> None:
+        """Reads a piece of a batch, and looks for NaN and infinity while it is in the cache of this core.
+
+        A piece holds whole tensors, or a part of one that is read in several: then it starts at the tensor's start or
+        a multiple of `BATCH_BYTES` behind it, so that no element is divided.
+        """
+        first = bisect_right(batch.spans, position, key=lambda span: span.start) - 1
+        spans = [span for span in batch.spans[max(first, 0) :] if span.dtype in MAY_BE_NONFINITE]
+        spans = [] if self.allow_nonfinite else [span for span in spans if span.start < position + nbytes]
+        step = _STEP_BYTES if 2 * sum(span.stop - span.start for span in spans) > nbytes else nbytes
+        for start in range(position, position + nbytes, step):
+            stop = min(start + step, position + nbytes)
+            self._fill(batch.file, offset + start - position, view[start:stop])
+            while spans and spans[0].start < stop:
+                span, size = spans[0], spans[0].dtype.itemsize
+                # An element of which a step has read one half is looked at in the next one.
+                low, high = (span.start + (max(edge - span.start, 0)) // size * size for edge in (start, stop))
+                if has_nonfinite(view[low : min(high, span.stop)], span.dtype):
+                    batch.is_suspect = True
+                if span.stop > stop:
+                    break
+                spans.pop(0)
+
+    def check_unchanged(self) -> None:
+        """CheckpointError if a file of the checkpoint was written, replaced or removed since the reader was made."""
+        for file in self._files.values():
+            file.check_unchanged()
+
+    def _check(self, info: TensorInfo, tensor: torch.Tensor) -> None:
+        self._files[info.file].check_unchanged()
+        if not self.allow_nonfinite:
+            check_finite(info.file, info.name, tensor)
 
     def _buffer(self, nbytes: int, reuse: bool) -> torch.Tensor:
         """Room for a batch: a spare buffer, or a new one in the place of a spare one that is too small."""
@@ -508,24 +615,42 @@ class CheckpointReader:
 
     def _open(self, file: Path) -> int:
         with self._lock:
-            if file not in self._files:
+            opened = self._files[file]
+            if opened.fd is None:
                 try:
-                    self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                    opened.fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
                     raise CheckpointError(
                         f"{file}: expected the file whose header was read, found {error.strerror}; fetch it again"
                     ) from None
-            return self._files[file]
+                opened.check_unchanged()
+            return opened.fd
+
+
+@dataclass
+class _Span:
+    dtype: torch.dtype
+    start: int
+    stop: int
 
 
 @dataclass
 class _Batch:
-    """What one thread reads into one buffer: `(offset in the file, position in the buffer, bytes)` for each run."""
+    """What is read into one buffer.
+
+    Attributes:
+        runs: `(offset in the file, position in the buffer, bytes)` of ranges without a gap.
+        tensors: each with its position in the buffer.
+        spans: ranges of the buffer whose tensors have one dtype, in order.
+        is_suspect: whether one of the tensors holds NaN or infinity.
+    """
 
     file: Path
     nbytes: int = 0
     runs: list[tuple[int, int, int]] = field(default_factory=list)
     tensors: list[tuple[TensorInfo, int]] = field(default_factory=list)
+    spans: list[_Span] = field(default_factory=list)
+    is_suspect: bool = False
 
     def add(self, info: TensorInfo) -> None:
         if self.runs and self.runs[-1][0] + self.runs[-1][2] == info.offset:
@@ -538,6 +663,10 @@ class _Batch:
             self.runs.append((info.offset, position, info.nbytes))
         self.tensors.append((info, position))
         self.nbytes = position + info.nbytes
+        if self.spans and self.spans[-1].dtype == info.dtype and self.spans[-1].stop == position:
+            self.spans[-1].stop = self.nbytes
+        else:
+            self.spans.append(_Span(info.dtype, position, self.nbytes))
 
 
 def _make_batches(infos: list[TensorInfo]) -> list[_Batch]:
@@ -562,6 +691,6 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.flatten().view(torch.uint8).numpy().data
 
 
-def _close_all(files: dict[Path, int]) -> None:
-    while files:
-        os.close(files.popitem()[1])
+def _close_all(files: dict[Path, OpenFile]) -> None:
+    for file in files.values():
+        file.close()

@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.checkpoint.finite import check_finite
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.checkpoint.loading import read_linear
 from moe_ep.checkpoint.reader import read_config
@@ -65,7 +66,7 @@ def load_without_experts(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with _quiet(), _refusals_of_transformers(path):
-        model, info = _without_experts(kind, shapes).from_pretrained(
+        model, info = _without_experts(kind, shapes, reader).from_pretrained(
             path,
             config=config,
             local_files_only=True,
@@ -75,6 +76,9 @@ def load_without_experts(
             **options,
         )
     model.__class__ = kind
+    if not reader.allow_nonfinite:
+        for name, tensor in model.state_dict().items():
+            check_finite(reader.index_file, name, tensor)
     model.to(device)
     unread = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
     _fill_dequantized(model, reader, unread)
@@ -119,7 +123,7 @@ def _kind_and_config(path: Path) -> tuple[Any, Any]:
     return kind, config if isinstance(config, kind.config_class) else config.get_text_config()
 
 
-def _without_experts(kind: Any, shapes: list[ExpertsShape]) -> Any:
+def _without_experts(kind: Any, shapes: list[ExpertsShape], reader: CheckpointReader) -> Any:
     """The model class `kind`, made without its experts, whose shapes are put into `shapes`."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -134,8 +138,26 @@ def _without_experts(kind: Any, shapes: list[ExpertsShape]) -> Any:
         for name, module in found:
             shapes.append(experts_shape(name, module))
             self.set_submodule(name, ExpertsPlace())
+        _check_sizes(self, reader)
 
     return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
+
+
+def _check_sizes(model: Any, reader: CheckpointReader) -> None:
+    """CheckpointError for weights far larger than any that the files could fill, before memory is allocated for them.
+
+    The model is on the meta device here. A byte holds at most two weights, and a name that the files have too may be
+    of a module that transformers puts together from several tensors.
+    """
+    largest = max((reader.info(name).nbytes for name in reader.names()), default=0)
+    for name, param in model.named_parameters():
+        on_disk = reader.info(name) if name in reader else None
+        held = 2 * largest if on_disk is None else 8 * on_disk.nbytes // on_disk.dtype.itemsize
+        if param.numel() > held:
+            found = f"none of more than {largest} bytes" if on_disk is None else str(on_disk.shape)
+            raise CheckpointError(
+                f"{reader.index_file}: expected {name} of shape {tuple(param.shape)} as config.json says, found {found}"
+            )
 
 
 @contextmanager

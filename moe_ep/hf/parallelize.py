@@ -70,6 +70,7 @@ def parallelize(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     attn_implementation: str | None = None,
+    allow_nonfinite: bool = False,
     num_redundant_experts: int = 0,
     process_group: dist.ProcessGroup | None = None,
     max_num_tokens: int | None = None,
@@ -91,6 +92,7 @@ def parallelize(
         dtype: from a path: of activations and weights that are not quantized; None for the config's.
         device: where the model goes; None leaves it where it is, on the CPU from a path.
         attn_implementation: from a path, of transformers; None for its choice.
+        allow_nonfinite: from a path: whether weights may hold NaN or infinity; they are refused otherwise.
         num_redundant_experts: physical experts beyond the model's, replicas for `eplb`.
         process_group: the EP ranks; None for the default group, or this process alone.
         max_num_tokens: capacity of a fixed-capacity backend, tokens per rank of one pass; larger batches take several.
@@ -135,7 +137,14 @@ def parallelize(
     with torch.no_grad():
         if isinstance(model_or_path, (str, os.PathLike)):
             model = _from_path(
-                Path(model_or_path), dtype, device, attn_implementation, quantize, options, on_layer or _nobody
+                Path(model_or_path),
+                dtype,
+                device,
+                attn_implementation,
+                quantize,
+                options,
+                on_layer or _nobody,
+                allow_nonfinite,
             )
         else:
             given = {"dtype": dtype, "attn_implementation": attn_implementation}
@@ -230,8 +239,9 @@ def _from_path(
     quantize: str,
     options: dict[str, Any],
     on_layer: OnLayer,
+    allow_nonfinite: bool,
 ) -> Any:
-    with CheckpointReader(path) as reader:
+    with CheckpointReader(path, allow_nonfinite) as reader:
         spec = model_spec(reader.config, reader)
         check_experts(reader, spec)
         quantization = expert_quantization(reader.config, quantize)

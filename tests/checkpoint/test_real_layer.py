@@ -102,7 +102,9 @@ def test_redundant_experts_are_read_once(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     reader = CheckpointReader(tmp_path)
     spec = model_spec(reader.config)
-    layer = make_layer(reader, spec, torch.bfloat16, parallel_config=rank_of(1, 0), num_redundant_experts=4)
+    layer = make_layer(
+        reader, spec, torch.bfloat16, parallel_config=rank_of(1, 0), enable_eplb=True, num_redundant_experts=4
+    )
     load_moe_layer(reader, spec, 0, layer)
     assert torch.equal(layer.w13_weight[:4], layer.w13_weight[4:])
     assert reader.bytes_read == 4 * 3 * 32 * 64 * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from moe_ep.checkpoint.config_values import LANGUAGE_PARTS
@@ -139,21 +140,72 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization | None]] = {
 }
 
 
+def _method_of_hf_quant_config(settings: Mapping[str, Any]) -> str:
+    return modelopt.METHODS[0]
+
+
+def _method_of_quantize_config(settings: Mapping[str, Any]) -> str:
+    return "awq" if settings.keys() & {"w_bit", "q_group_size", "zero_point"} else "gptq"
+
+
+# Files beside config.json in which tools leave their settings, and the method of settings that do not name theirs.
+_BESIDE: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "hf_quant_config.json": _method_of_hf_quant_config,
+    "quantize_config.json": _method_of_quantize_config,
+    "quant_config.json": lambda settings: "awq",
+    "quantization_config.json": lambda settings: auto_round.METHOD,
+    "quant_cfg.json": _method_of_hf_quant_config,
+}
+
+
+def with_settings_beside(
+    config: dict[str, Any], directory: Path, read: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """A config.json with all settings of its quantization under `quantization_config`.
+
+    They may stand under the name that compressed-tensors had for them first, or in a file beside config.json. What
+    config.json says comes first; a file of the same method adds what it leaves out.
+    """
+    if config.get("quantization_config") is None and "compression_config" in config:
+        config["quantization_config"] = config.pop("compression_config")
+    for name, method_of in _BESIDE.items():
+        file = directory / name
+        if not file.is_file():
+            continue
+        content = read(file)
+        settings = next((content[key] for key in ("quantization", "quantization_config") if key in content), content)
+        if not isinstance(settings, Mapping):
+            raise CheckpointError(f"{file}: expected an object of settings, found {settings!r}")
+        settings = {"quant_method": method_of(settings), **settings}
+        found = _settings(config)
+        if found is None:
+            config["quantization_config"] = settings
+        elif found.get("quant_method", settings["quant_method"]) == settings["quant_method"]:
+            found.update({key: value for key, value in settings.items() if found.get(key) is None})
+    return config
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The object under `quantization_config`, of the whole model or of its language model."""
+    parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]
+    found = next(filter(None, (part.get("quantization_config") for part in parts)), None)
+    if found is not None and not isinstance(found, dict):
+        raise CheckpointError(f"config.json: quantization_config: expected an object, found {found!r}")
+    return found
+
+
 def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
     """How a checkpoint is quantized, from its config.json; None where it is plain.
 
     Raises:
         CheckpointError: a quant_method that is not known (the known ones are listed), or one with bad settings.
     """
-    parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]
-    values = next(filter(None, (part.get("quantization_config") for part in parts)), None)
+    values = _settings(config)
     if not values and config.get("model_type") == "inkling2" and not config.get("transformers_version"):
         # Whose config does not say it, as transformers knows (INKLING2_QUANTIZATION_CONFIG).
         values = {"quant_method": "mxfp8"}
     if not values:
         return None
-    if not isinstance(values, Mapping):
-        raise CheckpointError(f"config.json: quantization_config: expected an object, found {values!r}")
     method = values.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(f"config.json: quantization_config: {one_of('quant_method', method, list(FORMATS))}")
@@ -165,5 +217,6 @@ def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
                 f"are not computed, so quantize without it"
             )
     # DeepSeek-V4 says it of its experts beside the settings of the others.
+    parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]
     of_experts = next(filter(None, (part.get("expert_dtype") for part in parts)), None)
     return FORMATS[method](({} if of_experts is None else {"expert_dtype": of_experts}) | dict(values))
