@@ -1,5 +1,5 @@
-"""Which rank this process is: by torchrun's variables, then Slurm's, then those a gang of ours sets for its workers;
-else the process is alone."""
+"""Finds this process's rank from the variables of its launcher: torchrun's, then Slurm's, then those that a gang sets
+for its workers. A process with none of them is alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ LOOPBACK = "127.0.0.1"
 # A gang sets these for its own workers; they are not for users.
 _GANG_PREFIX = "MOE_EP_GANG_"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Only a step started by srun has this one; a batch script or an allocation has most of the others.
-_SLURM_STEP = "SLURM_STEP_NODELIST"
-_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+# Slurm sets variables of two kinds: of the job, which batch scripts and shells of an allocation have too, and of the
+# step, SLURM_STEP_*. Only the latter describe the processes that were started together with this one.
+_STEP_NODELIST, _STEP_NUM_TASKS = "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"
+_STEP_TASKS_PER_NODE, _STEP_ID = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_ID"
+_SLURM_STEP = (_STEP_NODELIST, _STEP_NUM_TASKS, _STEP_TASKS_PER_NODE, _STEP_ID)
+# Ids from here up are a batch script's step, an interactive shell's (salloc with use_interactive_step) and such.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# What mpirun and mpiexec say of the number of processes that they started.
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +62,7 @@ class RankEnv:
 
     def export(self) -> None:
         """Makes this process's environment say the same, so that `resolve_rank_env` finds it again."""
-        for name in (*_TORCHRUN, _SLURM_STEP):
+        for name in (*_TORCHRUN, *_SLURM_STEP):
             os.environ.pop(name, None)
         for field in fields(self):
             os.environ[_GANG_PREFIX + field.name.upper()] = str(getattr(self, field.name))
@@ -69,13 +75,31 @@ def resolve_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
         ConfigError: the variables of a launcher are incomplete, not numbers, or contradict each other.
     """
     variables = os.environ if environ is None else environ
-    if "RANK" in variables or "WORLD_SIZE" in variables:
+    if is_torchrun_rank(variables):
         return _from_torchrun(variables)
-    if _SLURM_STEP in variables:
-        return _from_slurm(variables)
-    if _GANG_PREFIX + "RANK" in variables:
-        return _from_gang(variables)
-    return RankEnv()
+    found = slurm_rank_env(variables)
+    if found is None or found.world_size == 1:
+        if _GANG_PREFIX + "RANK" in variables:
+            return _from_gang(variables)
+        found = RankEnv()  # one task, such as `srun --pty bash`, starts a gang as any shell does
+    _check_mpi(variables, found.world_size)
+    return found
+
+
+def is_torchrun_rank(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun started this process."""
+    variables = os.environ if environ is None else environ
+    return "RANK" in variables or "WORLD_SIZE" in variables
+
+
+def slurm_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
+    """The place among the tasks of a step that srun started; None outside of such a step.
+
+    Raises:
+        ConfigError: Slurm's variables are incomplete, not numbers, or contradict each other.
+    """
+    variables = os.environ if environ is None else environ
+    return _from_slurm(variables) if _is_in_slurm_step(variables) else None
 
 
 def _from_torchrun(variables: Mapping[str, str]) -> RankEnv:
@@ -93,22 +117,63 @@ def _from_torchrun(variables: Mapping[str, str]) -> RankEnv:
     )
 
 
+def _is_in_slurm_step(variables: Mapping[str, str]) -> bool:
+    """Whether srun started this process: neither a batch script nor the shell of an allocation has that."""
+    in_step = _STEP_NODELIST in variables or _STEP_NUM_TASKS in variables
+    return in_step and _number(variables, _STEP_ID, 0) < _FIRST_SPECIAL_STEP
+
+
 def _from_slurm(variables: Mapping[str, str]) -> RankEnv:
-    _require(variables, _SLURM, "srun")
-    node_rank = _number(variables, "SLURM_NODEID", 0)
-    world_size = _number(variables, "SLURM_NTASKS")
+    if _number(variables, _STEP_NUM_TASKS, 0) == 1:
+        return RankEnv(source="slurm")
+    per_node = variables.get(_STEP_TASKS_PER_NODE, "")
+    # Job-wide SLURM_NTASKS counts only where the step says nothing.
+    size_name = _STEP_NUM_TASKS if variables.get(_STEP_NUM_TASKS) or per_node else "SLURM_NTASKS"
+    needed = (_STEP_NODELIST, "SLURM_PROCID", "SLURM_LOCALID", *(() if per_node else (size_name,)))
+    _require(variables, needed, "srun")
+    counts = _tasks_of_nodes(per_node) if per_node else []
+    world_size = _number(variables, size_name, sum(counts) if counts else None)
+    rank, node_rank = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_NODEID", 0)
+    master = first_host(variables[_STEP_NODELIST])
+    # Ranks and nodes are counted over all components of such a step; its other variables know one component.
+    if rank >= world_size or (node_rank > 0 and variables.get("SLURMD_NODENAME") == master):
+        raise ConfigError(
+            f"SLURM_PROCID is {rank} and SLURM_NODEID {node_rank} on {master}, in a step of {world_size} tasks: steps "
+            f"over several components of a heterogeneous job are not supported; start one by srun --het-group, or "
+            f"unset the SLURM variables to run alone"
+        )
+    if counts and node_rank >= len(counts):
+        raise ConfigError(
+            f"SLURM_NODEID is {node_rank} and {_STEP_TASKS_PER_NODE} ({per_node}) lists {len(counts)} node(s); start "
+            f"through srun, or unset the SLURM variables to run alone"
+        )
+    local_world_size = counts[node_rank] if counts else world_size
+    is_one_node = len(counts) == 1 if counts else variables[_STEP_NODELIST] == master
+    given = variables.get("MASTER_ADDR")
     # A port of its own for each step of each job, below the range the kernel hands out.
-    port = 10000 + (_number(variables, "SLURM_JOB_ID", 0) * 31 + _number(variables, "SLURM_STEP_ID", 0)) % 20000
+    port = 10000 + (_number(variables, "SLURM_JOB_ID", 0) * 31 + _number(variables, _STEP_ID, 0)) % 20000
     return RankEnv(
-        rank=_number(variables, "SLURM_PROCID"),
+        rank=rank,
         world_size=world_size,
         local_rank=_number(variables, "SLURM_LOCALID"),
-        local_world_size=_tasks_on_node(variables.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)), node_rank),
+        local_world_size=local_world_size,
         node_rank=node_rank,
-        master_addr=variables.get("MASTER_ADDR") or first_host(variables[_SLURM_STEP]),
+        master_addr=given or (LOOPBACK if is_one_node else master),
         master_port=_number(variables, "MASTER_PORT", port),
         source="slurm",
     )
+
+
+def _check_mpi(variables: Mapping[str, str], world_size: int) -> None:
+    """Refuses a process that mpirun started: each of them would be alone, and do the work of all."""
+    for name in _MPI_SIZES:
+        size = _number(variables, name, 1)
+        if size not in (1, world_size):
+            raise ConfigError(
+                f"{name} is {size}: mpirun or mpiexec started this process, and ranks are taken from torchrun's and "
+                f"srun's variables only; start it by one of them, or name a --launcher, such as local, that starts "
+                f"its own workers"
+            )
 
 
 def _from_gang(variables: Mapping[str, str]) -> RankEnv:
@@ -144,21 +209,16 @@ def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list: `gpu[03-05,9],x1` -> `gpu03`."""
     match = re.match(r"((?:[^,\[\]]|\[[^\[\]]+\])+)(,|$)", nodelist)
     if match is None:
-        raise ConfigError(f"{_SLURM_STEP} is {nodelist!r}; it must be a Slurm node list such as node[01-04]")
+        raise ConfigError(f"{_STEP_NODELIST} is {nodelist!r}; it must be a Slurm node list such as node[01-04]")
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[1])
 
 
-def _tasks_on_node(tasks_per_node: str, node_rank: int) -> int:
-    """Ranks of one node of Slurm's compressed list: `4(x2),3` is 4, 4, 3."""
+def _tasks_of_nodes(tasks_per_node: str) -> list[int]:
+    """Ranks of each node in Slurm's compressed list: `4(x2),3` is 4, 4, 3."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {tasks_per_node!r}; it must read like 4(x2),3")
+            raise ConfigError(f"{_STEP_TASKS_PER_NODE} is {tasks_per_node!r}; it must read like 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
-    if node_rank >= len(counts):
-        raise ConfigError(
-            f"SLURM_NODEID is {node_rank} and SLURM_STEP_TASKS_PER_NODE ({tasks_per_node}) lists {len(counts)} "
-            f"node(s); start through srun, or unset the SLURM variables to run alone"
-        )
-    return counts[node_rank]
+    return counts

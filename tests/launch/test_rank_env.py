@@ -65,6 +65,93 @@ FROM_GANG = RankEnv(
 )  # fmt: skip
 
 
+# What Slurm sets in each kind of process, as Slurm 23 does; a job of two nodes and eight tasks.
+JOB = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_JOB_NODELIST": "gpu[03-04]",
+    "SLURM_NODELIST": "gpu[03-04]",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_NPROCS": "8",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+}
+ONE_TASK = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu03",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+STEP = JOB | {
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "gpu04",
+}
+RANK_6_OF_8 = replace(FROM_SLURM, world_size=8)
+
+
+def without(variables: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+SLURM_KINDS = {
+    "salloc": (JOB, RankEnv()),
+    "salloc without -n": (without(JOB, "SLURM_NTASKS", "SLURM_NPROCS"), RankEnv()),
+    "salloc, interactive step": (JOB | ONE_TASK | {"SLURM_STEP_ID": "4294967290"}, RankEnv()),
+    "the same without -n": (without(ONE_TASK, "SLURM_STEP_ID"), RankEnv()),
+    "the same with the job's number of tasks": (JOB | ONE_TASK | {"SLURM_STEP_ID": "4294967290",
+        "SLURM_STEP_NUM_TASKS": "8"}, RankEnv()),
+    "sbatch, batch step": (JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}, RankEnv()),
+    "sbatch from an interactive step": (JOB | ONE_TASK | {"SLURM_STEP_ID": "4294967291"}, RankEnv()),
+    "srun --pty bash": (JOB | ONE_TASK, RankEnv()),
+    "srun": (without(STEP, "SLURM_NTASKS", "SLURM_NPROCS"), RANK_6_OF_8),
+    "srun -n 8": (STEP, RANK_6_OF_8),
+    "srun -n 8 in a larger job": (STEP | {"SLURM_NTASKS": "64", "SLURM_TASKS_PER_NODE": "32(x2)"}, RANK_6_OF_8),
+    "srun -n 3 on a part of the nodes": (STEP | {"SLURM_STEP_NODELIST": "gpu04", "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_PROCID": "2", "SLURM_NODEID": "0"},
+        replace(FROM_SLURM, rank=2, world_size=3, local_world_size=3, node_rank=0, master_addr="127.0.0.1")),
+    "srun in a heterogeneous job": (STEP | {"SLURM_HET_SIZE": "2", "SLURM_NTASKS_HET_GROUP_0": "64"}, RANK_6_OF_8),
+    "srun --mpi=pmi2": (STEP | {"PMI_RANK": "6", "PMI_SIZE": "8"}, RANK_6_OF_8),
+    "srun --mpi=pmix": (STEP | {"PMIX_RANK": "6", "PMIX_NAMESPACE": "slurm.pmix.1234567.2"}, RANK_6_OF_8),
+    "an interactive step with pmi2": (JOB | ONE_TASK | {"PMI_RANK": "0", "PMI_SIZE": "1"}, RankEnv()),
+    "torchrun in a step": (JOB | ONE_TASK | TORCHRUN, FROM_TORCHRUN),
+    "a gang's worker in a step": (JOB | ONE_TASK | GANG, FROM_GANG),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SLURM_KINDS)
+def test_slurm(kind: str) -> None:
+    variables, expected = SLURM_KINDS[kind]
+    assert resolve_rank_env(variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        # Ranks of the second component of a step over two: of one task, of as many, and of more than the first.
+        (STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}, "heterogeneous"),
+        (STEP | {"SLURM_STEP_NODELIST": "x[1-4]", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "4(x4)",
+            "SLURMD_NODENAME": "x1"}, "heterogeneous"),
+        (JOB | ONE_TASK | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE is 4"),
+        (STEP | {"PMI_SIZE": "64"}, "PMI_SIZE is 64"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS is 'many'"),
+    ],
+)  # fmt: skip
+def test_slurm_variables_that_no_gang_can_be_made_of(variables: dict[str, str], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        resolve_rank_env(variables)
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -74,10 +161,8 @@ FROM_GANG = RankEnv(
         (GANG, FROM_GANG),
         (TORCHRUN | SLURM | GANG, FROM_TORCHRUN),
         (SLURM | GANG, FROM_SLURM),
-        # An allocation or a batch script, not a step: alone.
-        ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}, RankEnv()),
     ],
-    ids=["alone", "torchrun", "slurm", "gang", "torchrun-first", "slurm-second", "batch-script"],
+    ids=["alone", "torchrun", "slurm", "gang", "torchrun-first", "slurm-second"],
 )
 def test_resolves(variables: dict[str, str], expected: RankEnv) -> None:
     assert resolve_rank_env(variables) == expected
