@@ -3,26 +3,21 @@
     results = LocalGang(4).run(function, arg, ...)      # function(rank_env, arg, ...) in every worker
 
 The first worker that fails ends the whole gang; the error names its rank, its node and the cause, and not the
-errors that its death brings upon the others.
+errors that its death causes in the others.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
+import logging
 import os
 import re
 import signal
 import socket
-import tempfile
-import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
 from moe_ep import env
@@ -48,7 +43,7 @@ _ECHO = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """Why a worker ended before its time.
+    """Why a worker ended before its work was done.
 
     Attributes:
         node: address or name of its machine.
@@ -72,17 +67,63 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one rank's function: a value or a failure."""
+    """What one rank's function returned, or its failure."""
 
     value: Any = None
     failure: WorkerFailure | None = None
+
+
+class Outcomes:
+    """The outcomes of a gang's ranks as they become known; decides when the gang ends.
+
+    It ends when every rank has answered, or at the first failure. A failure that looks like the consequence of a peer's
+    waits `ECHO_GRACE_S` for that one.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.pending = set(ranks)
+        self.failures: list[WorkerFailure] = []
+        self._values: dict[int, Any] = {}
+        self._deadline = float("inf")
+
+    def add(self, rank: int, outcome: Outcome) -> None:
+        """Records a rank's outcome; one that comes after the first is ignored."""
+        if rank not in self.pending:
+            return
+        self.pending.discard(rank)
+        if outcome.failure is None:
+            self._values[rank] = outcome.value
+            return
+        self.failures.append(outcome.failure)
+        grace_s = ECHO_GRACE_S if outcome.failure.echo else 0.0
+        self._deadline = min(self._deadline, time.monotonic() + grace_s)
+
+    @property
+    def are_final(self) -> bool:
+        return not self.pending or time.monotonic() >= self._deadline
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until they are final whatever comes; infinite while no rank has failed."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    @property
+    def cause(self) -> WorkerFailure | None:
+        """The failure to report: the first that is no echo, or else the first; None where no rank has failed."""
+        return first_cause(self.failures) if self.failures else None
+
+    def results(self) -> list[Any]:
+        """The values in rank order; raises what ends the gang where a rank has failed."""
+        if self.failures:
+            raise gang_error(first_cause(self.failures))
+        return [value for _, value in sorted(self._values.items())]
 
 
 OnItem = Callable[[Any], None]
 
 
 def ignore(item: object) -> None:
-    """What becomes of items where nobody waits for them."""
+    """Drops an item."""
 
 
 class Gang(ABC):
@@ -97,7 +138,7 @@ class Gang(ABC):
         return True
 
     def close(self) -> None:
-        """Gives back what the gang holds beyond its workers; `run` does it too, and a second time does no harm."""
+        """Frees what the gang holds beyond its workers; `run` does it too, and a second time does no harm."""
         return
 
     @abstractmethod
@@ -123,13 +164,20 @@ def run_rank(
     args: Sequence[Any],
     timeout_s: float | None = None,
     store: dist.Store | None = None,
+    *,
+    exports: bool = True,
 ) -> Outcome:
-    """The worker's side: joins the process group, calls the function, and turns what it raises into a failure."""
+    """The worker's side: joins the process group, calls the function, and turns what it raises into a failure.
+
+    Args:
+        store: the rendezvous store, where this process holds it.
+        exports: whether the environment is made to say which rank this is.
+    """
     try:
         import torch
 
-        set_up_logging()
-        if rank_env.source in ("ray", "local"):
+        set_up_logging(rank_env.rank)
+        if exports:
             rank_env.export()
         torch.set_num_threads(_num_threads(rank_env))
         init_process_group(rank_env, timeout_s=timeout_s, store=store)
@@ -220,73 +268,33 @@ def num_local_gpus() -> int:
     return min(len(devices), len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
 
 
-def warm_fork_server() -> ForkServerContext:
-    """Where local workers are forked from: a process that has imported torch, which it begins to do now.
+def set_up_logging(rank: int | None = None) -> None:
+    """Sends the moe_ep loggers to stderr at MOE_EP_LOG_LEVEL.
 
-    Neither it nor the workers hear ctrl-C: the driver does, and ends them.
-
-    Raises:
-        GangError: its socket cannot be made, as where the folder for temporary files has a long path.
+    Args:
+        rank: named in every line; None for a process that is no worker.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    # Started with the server otherwise, where it would undo the next line.
-    resource_tracker.ensure_running()
-    with interrupts.unheard_by_children():
-        try:
-            forkserver.ensure_running()
-        except OSError as error:
-            raise GangError(
-                f"no worker can be started with a socket in {tempfile.gettempdir()} ({error}); set TMPDIR to another "
-                f"folder, with a short path"
-            ) from error
-    return context
-
-
-def wait_for_fork_server(context: ForkServerContext) -> None:
-    """Returns when it forks at once. A driver that is interrupted while it waits for a worker leaves a broken one."""
-    with interrupts.held_back():
-        process = context.Process(target=int)
-        process.start()
-        process.join()
-
-
-def end_with(pid: int) -> None:
-    """Has this process end when another one of this machine does, however it ends.
-
-    A forked worker needs it: the server that forked it lives as long as any worker, and not as long as the driver.
-    """
-
-    def watch() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            wait([os.pidfd_open(pid)])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="moe_ep-end-with").start()
-
-
-def set_up_logging() -> None:
-    """Sends the moe_ep loggers to stderr at MOE_EP_LOG_LEVEL."""
-    import logging
-
     logger = logging.getLogger("moe_ep")
     logger.setLevel(env.LOG_LEVEL.get())
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-        said: set[str] = set()
-        # Layers choose alike, and a model has many: what was chosen and why is said once.
-        handler.addFilter(lambda record: record.levelno != logging.INFO or not _is_in(said, record.getMessage()))
+    name = "" if rank is None else f" [rank {rank}]"
+    handler = next((handler for handler in logger.handlers if isinstance(handler, _Handler)), None)
+    if handler is None and not logger.handlers:
+        handler = _Handler()
         logger.addHandler(handler)
+    if handler is not None:
+        handler.setFormatter(logging.Formatter(f"%(levelname)s{name} %(name)s: %(message)s"))
 
 
-def _is_in(said: set[str], text: str) -> bool:
-    """Whether this was said before; from now on it was."""
-    before = len(said)
-    said.add(text)
-    return len(said) == before
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes each INFO message once: layers make the same choices, and a model has many."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: set[str] = set()
 
-def use_loopback_for_gloo() -> None:
-    """Keeps gloo's sockets of a gang on one machine off the network."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if record.levelno == logging.INFO and text in self._shown:
+            return False
+        self._shown.add(text)
+        return bool(super().filter(record))

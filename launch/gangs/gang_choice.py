@@ -10,10 +10,10 @@ from typing import ClassVar, TypeVar
 from moe_ep.launch.cli.option_values import endpoint, ray_address
 from moe_ep.launch.cli.options import OptionError, at_least, one_of, option
 from moe_ep.launch.gangs.gang import Gang, num_local_gpus
-from moe_ep.launch.gangs.rank_env import resolve_rank_env
-from moe_ep.launch.gangs.ray_cluster import joined_address
+from moe_ep.launch.gangs.rank_env import RankEnv, is_torchrun_rank, resolve_rank_env, slurm_rank_env
+from moe_ep.launch.gangs.ray_gang import joined_address
 
-LAUNCHERS = ("ray", "torchrun", "local")
+LAUNCHERS = ("ray", "torchrun", "slurm", "local")
 DEFAULT_WORKERS = 4
 
 
@@ -27,7 +27,8 @@ class GangConfig:
         default=None,
         metadata=option(
             one_of(*LAUNCHERS),
-            "ray, torchrun or local (default: ray, or torchrun in a process that torchrun or srun started)",
+            "ray, torchrun, slurm or local (default: torchrun or slurm in a process that torchrun or srun started as "
+            "one of several, or else ray)",
         ),
     )
     address: str | None = field(
@@ -89,8 +90,8 @@ def _foreseen(config: GangConfig) -> tuple[int | None, str | None]:
     if config.launcher == "ray" and joins:
         return config.ep_size, None if config.device == "auto" else config.device
     num_local, device = _here(config)
-    started = resolve_rank_env()
-    if config.launcher == "torchrun" and started.source in ("torchrun", "slurm"):
+    started = _started_as(config)
+    if started is not None:
         return started.world_size, device
     return config.ep_size or num_local * config.nnodes, device
 
@@ -119,9 +120,23 @@ def _check_together(config: GangConfig) -> None:
 
 
 def _launcher(config: GangConfig) -> str:
+    """The launcher that was named, or else the one whose variables this process has."""
     if config.launcher is not None:
         return config.launcher
-    return "torchrun" if resolve_rank_env().source in ("torchrun", "slurm") else "ray"
+    source = resolve_rank_env().source
+    return source if source in ("torchrun", "slurm") else "ray"
+
+
+def _started_as(config: GangConfig) -> RankEnv | None:
+    """The rank that this process is already, by the variables of the launcher and of no other; None for a driver."""
+    if config.launcher == "torchrun" and is_torchrun_rank():
+        return resolve_rank_env()
+    if config.launcher == "slurm":
+        found = slurm_rank_env()
+        if found is None:
+            raise OptionError("--launcher is 'slurm' and srun did not start this process; start it by srun")
+        return found
+    return None
 
 
 def _make_gang(config: GangConfig) -> Gang:
@@ -130,21 +145,22 @@ def _make_gang(config: GangConfig) -> Gang:
         from moe_ep.launch.gangs.local_gang import LocalGang
 
         return LocalGang(config.ep_size or num_local, device)
-    if config.launcher == "torchrun":
+    if config.launcher in ("torchrun", "slurm"):
         from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
 
-        gang = TorchrunGang(
+        started = _started_as(config)
+        if started is not None and config.ep_size not in (None, started.world_size):
+            raise OptionError(
+                f"--ep-size is {config.ep_size} and {config.launcher} started {started.world_size} ranks; leave it "
+                f"out or start as many"
+            )
+        return TorchrunGang(
             config.ep_size // config.nnodes if config.ep_size else num_local,
             device,
             num_nodes=config.nnodes,
             rdzv_endpoint=config.rdzv_endpoint,
+            started=started or RankEnv(),
         )
-        if config.ep_size not in (None, gang.world_size):
-            raise OptionError(
-                f"--ep-size is {config.ep_size} and torchrun started {gang.world_size} ranks; leave it out or start as "
-                f"many"
-            )
-        return gang
     from moe_ep.launch.gangs.ray_gang import RayGang
 
     return RayGang(config.ep_size, config.device, config.address, default_world_size=DEFAULT_WORKERS)

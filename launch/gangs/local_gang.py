@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import signal
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
-from typing import TYPE_CHECKING, Any
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
 
-from moe_ep.launch.gangs import interrupts, progress
+from moe_ep.errors import ConfigError, GangError, rank_list
+from moe_ep.launch.gangs import interrupts, progress, waiting
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
     OnItem,
     Outcome,
-    WorkerFailure,
+    Outcomes,
     check_room,
     death_of,
-    end_with,
     failure_of,
-    first_cause,
-    gang_error,
     ignore,
     run_rank,
-    use_loopback_for_gloo,
-    wait_for_fork_server,
-    warm_fork_server,
 )
+from moe_ep.launch.gangs.processes import Process, children
 from moe_ep.launch.gangs.rank_env import LOOPBACK, RankEnv
 from moe_ep.launch.gangs.rendezvous import listen_store
+from moe_ep.launch.gangs.waiting import Wait
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-
-_POLL_S = 0.5
+POLL_S = 0.5
+# Workers import torch and the program before they answer, which takes some seconds on a busy machine.
+_START_QUIET_S, _LEAST_START_LIMIT_S = 15.0, 120.0
+# The exit code of a worker whose program makes a gang while the worker imports it.
+_UNGUARDED = 117
+_fork_server: set[Process] = set()
 
 
 class LocalGang(Gang):
@@ -46,100 +49,260 @@ class LocalGang(Gang):
 
     They are forked from a server process that has imported torch once, and end when this process or the server does.
 
+    Args:
+        timeout_s: how long ranks wait for each other; None takes MOE_EP_DISPATCH_TIMEOUT_S.
+        source: the launcher that the ranks name.
+
     Raises:
         NoRoomError: fewer GPUs here than ranks, or far fewer cores.
     """
 
-    def __init__(self, world_size: int, device: str = "cpu", timeout_s: float | None = None) -> None:
+    def __init__(
+        self, world_size: int, device: str = "cpu", timeout_s: float | None = None, source: str = "local"
+    ) -> None:
         check_room(world_size, device)
         self.world_size = world_size
         self.device = device
         self._timeout_s = timeout_s
+        self._source = source
         self._context = warm_fork_server()
 
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
-        workers: dict[Connection, tuple[int, ForkServerProcess]] = {}
-        display = progress.ProgressDisplay()
-        display.say(f"starting {progress.workers(self.world_size)}")
+        ranks = local_rank_envs(self.world_size, self.device, source=self._source)
+        outcomes = Outcomes(range(self.world_size))
+        with LocalWorkers(self._context, ranks, self._timeout_s, fn, args) as workers:
+            while not outcomes.are_final:
+                for event in workers.events(min(outcomes.left_s, POLL_S)):
+                    if event.kind == "port":
+                        workers.tell(event.content)
+                    elif event.kind == "item":
+                        on_item(event.content)
+                    else:
+                        outcomes.add(event.rank, event.content)
+        return outcomes.results()
+
+
+def local_rank_envs(
+    count: int, device: str, *, source: str, first: int = 0, world_size: int | None = None, node_rank: int = 0,
+    master_addr: str = LOOPBACK,
+) -> list[RankEnv]:  # fmt: skip
+    """The ranks of this machine, from `first` on."""
+    return [
+        RankEnv(
+            rank=first + i,
+            world_size=world_size or count,
+            local_rank=i,
+            local_world_size=count,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            source=source,
+            device=f"cuda:{i}" if device == "cuda" else "cpu",
+        )
+        for i in range(count)
+    ]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a worker tells its driver: kind "port" (of the store that rank 0 holds), "item", or "outcome"."""
+
+    rank: int
+    kind: str
+    content: Any
+
+
+class LocalWorkers:
+    """Worker processes of this machine that wait for rank 0's port, run a function and answer; a context manager, at
+    whose end none of them is left.
+
+    Raises:
+        ConfigError: the function cannot be imported by another process.
+    """
+
+    def __init__(
+        self,
+        context: ForkServerContext,
+        ranks: Sequence[RankEnv],
+        timeout_s: float | None,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+    ) -> None:
+        _check_importable(fn)
+        self._context, self._ranks = context, ranks
+        self._timeout_s, self._fn, self._args = timeout_s, fn, args
+        self._processes: dict[Connection, tuple[int, ForkServerProcess]] = {}
+        self._open: set[Connection] = set()
+        self._silent = {rank_env.rank for rank_env in ranks}
+        self._display = progress.ProgressDisplay()
+
+    def __enter__(self) -> LocalWorkers:
+        limit_s = max(waiting.limit_of(self._timeout_s), _LEAST_START_LIMIT_S)
+        self._display.say(f"starting {progress.workers(len(self._ranks))}")
+        self._start = Wait(lambda: f"{rank_list(sorted(self._silent))} to start", limit_s, _START_QUIET_S)
         try:
-            wait_for_fork_server(self._context)
-            for rank in range(self.world_size):
+            _wait_for_fork_server(self._context, self._start)
+            for rank_env in self._ranks:
                 ours, theirs = self._context.Pipe()
-                process = self._context.Process(
+                worker = self._context.Process(
                     target=_serve,
-                    args=(theirs, os.getpid(), self._rank_env(rank), self._timeout_s, fn, args),
+                    args=(theirs, os.getpid(), rank_env, self._timeout_s, self._fn, tuple(self._args)),
                     daemon=True,
                 )
-                process.start()
+                worker.start()
                 theirs.close()
-                workers[ours] = (rank, process)
-            return _watch(workers, display, on_item)
-        finally:
-            display.close()
-            for _, process in workers.values():
-                process.kill()
-            for connection, (_, process) in workers.items():
-                process.join()
-                connection.close()
+                self._processes[ours] = (rank_env.rank, worker)
+                self._open.add(ours)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
 
-    def _rank_env(self, rank: int) -> RankEnv:
-        return RankEnv(
-            rank=rank,
-            world_size=self.world_size,
-            local_rank=rank,
-            local_world_size=self.world_size,
-            source="local",
-            device=f"cuda:{rank}" if self.device == "cuda" else "cpu",
+    def __exit__(self, *error: object) -> None:
+        self._display.close()
+        for _, worker in self._processes.values():
+            worker.kill()
+        for connection, (_, worker) in self._processes.items():
+            worker.join()
+            connection.close()
+
+    def events(self, timeout_s: float, also: Sequence[Any] = ()) -> Iterator[Event]:
+        """Waits for messages and yields them; a worker that died has a failure for its outcome. Progress is shown.
+
+        Args:
+            timeout_s: how long to wait for the first.
+            also: sockets whose readability ends the wait, too.
+
+        Raises:
+            GangError: workers did not start within the limit.
+        """
+        interrupts.check()
+        if self._silent:
+            self._start.look()
+        for ready in wait([*self._open, *also], timeout=timeout_s):
+            if isinstance(ready, Connection) and ready in self._open:
+                event = self._receive(ready)
+                if event is not None:
+                    yield event
+
+    def tell(self, port: int) -> None:
+        """Tells all but rank 0 at which port they meet."""
+        for connection, (rank, _) in self._processes.items():
+            if rank != 0:
+                with contextlib.suppress(OSError):  # of one that died, as the end of its pipe says
+                    connection.send(port)
+
+    def _receive(self, connection: Connection) -> Event | None:
+        rank, worker = self._processes[connection]
+        try:
+            kind, content = connection.recv()
+        except (EOFError, ConnectionError):
+            worker.join(ECHO_GRACE_S)
+            failure = death_of(worker.exitcode, rank)
+            if rank in self._silent and (worker.exitcode or 0) > 0:
+                failure = replace(failure, cause=_why_not_started(worker.exitcode))
+            kind, content = "outcome", Outcome(failure=failure)
+        self._silent.discard(rank)
+        if kind == "outcome":
+            self._open.discard(connection)
+        elif kind == "progress":
+            self._display(content)
+            return None
+        elif kind == "started":
+            return None
+        return Event(rank, kind, content)
+
+
+def _check_importable(fn: Callable[..., Any]) -> None:
+    """Refuses to make a gang where its workers cannot import what they are to run."""
+    if getattr(process.current_process(), "_inheriting", False):
+        os._exit(_UNGUARDED)  # a worker, which is importing the program
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(fn, "__module__", "") == "__main__" and not (file and os.path.isfile(file)):
+        raise ConfigError(
+            f"{getattr(fn, '__qualname__', fn)} is defined in a program that was read from stdin or typed, which "
+            f"workers cannot import; put it into a file"
         )
 
 
-def _watch(
-    workers: dict[Connection, tuple[int, ForkServerProcess]],
-    display: Callable[[progress.Progress], None],
-    on_item: OnItem,
-) -> list[Any]:
-    """Serves the workers' messages until all have answered, or one has failed."""
-    results: dict[int, Any] = {}
-    failures: list[WorkerFailure] = []
-    pending = dict(workers)
-    deadline = float("inf")
-    while pending and time.monotonic() < deadline:
-        interrupts.check()
-        for ready in wait(list(pending), timeout=min(deadline - time.monotonic(), _POLL_S)):
-            connection: Connection = ready  # type: ignore[assignment]
-            rank, process = pending[connection]
-            try:
-                kind, content = connection.recv()
-            except (EOFError, ConnectionError):
-                process.join(ECHO_GRACE_S)
-                kind, content = "outcome", Outcome(failure=death_of(process.exitcode, rank))
-            if kind == "port":
-                for other in workers:
-                    if other is not connection:
-                        _tell(other, content)
-            elif kind == "progress":
-                display(content)
-            elif kind == "item":
-                on_item(content)
-            else:
-                del pending[connection]
-                if content.failure is None:
-                    results[rank] = content.value
-                else:
-                    failures.append(content.failure)
-        if any(not failure.echo for failure in failures):
-            break
-        if failures:
-            deadline = min(deadline, time.monotonic() + ECHO_GRACE_S)
-    if failures:
-        raise gang_error(first_cause(failures))
-    return [results[rank] for rank in range(len(workers))]
+def _why_not_started(exitcode: int | None) -> str:
+    file = getattr(sys.modules["__main__"], "__file__", None) or "the program"
+    if exitcode == _UNGUARDED:
+        return (
+            f"{file} starts a gang whenever it is imported, and its workers import it; put what starts it under "
+            f"if __name__ == '__main__':"
+        )
+    return (
+        f"a worker could not import {file} or the function it is to run, and ended with exit code {exitcode} "
+        f"(its traceback stands above); both must be importable from files"
+    )
 
 
-def _tell(connection: Connection, message: Any) -> None:
-    # One that died does not hear it; the end of its pipe says so.
-    with contextlib.suppress(OSError):
-        connection.send(message)
+def warm_fork_server() -> ForkServerContext:
+    """Where local workers are forked from: a process that has imported torch, which it begins to do now.
+
+    Neither it nor the workers hear ctrl-C: the driver does, and ends them.
+
+    Raises:
+        GangError: its socket cannot be made, as where the folder for temporary files has a long path.
+    """
+    if getattr(process.current_process(), "_inheriting", False):
+        os._exit(_UNGUARDED)
+    global _fork_server
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    # Started with the server otherwise, where it would undo the next line.
+    resource_tracker.ensure_running()
+    before = children(os.getpid())
+    with interrupts.unheard_by_children():
+        try:
+            forkserver.ensure_running()
+            _fork_server = children(os.getpid()) - before or _fork_server
+        except OSError as error:
+            raise GangError(
+                f"no worker can be started with a socket in {tempfile.gettempdir()} ({error}); set TMPDIR to another "
+                f"folder, with a short path"
+            ) from error
+    return context
+
+
+@contextlib.contextmanager
+def ending_fork_server() -> Iterator[None]:
+    """Kills the fork server where the block fails: while it imports torch it would hold stderr open for seconds, and
+    whoever reads what this command says would wait for that."""
+    try:
+        yield
+    except BaseException:
+        for pid, _ in _fork_server:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
+
+
+def _wait_for_fork_server(context: ForkServerContext, start: Wait) -> None:
+    """Returns when it forks at once: a process that is started before waits for it without hearing signals."""
+
+    def fork_one() -> None:
+        first = context.Process(target=int)
+        first.start()
+        first.join()
+
+    with ending_fork_server():
+        waiting.call(fork_one, start)
+
+
+def end_with(pid: int) -> None:
+    """Has this process end when another one of this machine does, however it ends.
+
+    A forked worker needs it: the server that forked it lives as long as any worker, and not as long as the driver.
+    """
+
+    def watch() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            wait([os.pidfd_open(pid)])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="moe_ep-end-with").start()
 
 
 def _serve(
@@ -150,15 +313,21 @@ def _serve(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """The worker process: finds its peers through rank 0's store, runs the function and answers."""
+    """The worker process: meets its peers at rank 0's store, runs the function and answers."""
     end_with(driver_pid)
-    use_loopback_for_gloo()
     if rank_env.rank == 0:
         progress.set_sink(lambda report: connection.send(("progress", report)))
         progress.set_receiver(lambda item: connection.send(("item", item)))
     try:
         try:
-            port, store = _meet(connection, rank_env.rank, timeout_s)
+            connection.send(("started", None))
+            store = None
+            if rank_env.rank == 0:
+                store = listen_store(rank_env.master_addr, timeout_s)
+                port = store.port
+                connection.send(("port", port))
+            else:
+                port = connection.recv()
             outcome = run_rank(replace(rank_env, master_port=port), fn, args, timeout_s, store)
             progress.set_sink(None)
             connection.send(("outcome", outcome))
@@ -169,13 +338,5 @@ def _serve(
     except (EOFError, BrokenPipeError):
         os._exit(1)  # The driver is gone, or is ending the gang.
     # Rank 0 holds the store: nobody leaves before the driver has heard from everybody and ends the gang.
-    threading.Event().wait()
-
-
-def _meet(connection: Connection, rank: int, timeout_s: float | None) -> tuple[int, dist.Store | None]:
-    """The port of rank 0's store, and on rank 0 the store."""
-    if rank != 0:
-        return connection.recv(), None
-    store = listen_store(LOOPBACK, timeout_s)
-    connection.send(("port", store.port))
-    return store.port, store
+    while True:
+        time.sleep(3600)

@@ -1,8 +1,8 @@
-"""What workers tell the driver while they work: how far they are, and results that must outlive them.
+"""What workers tell the driver while they work: progress, what they wait for, and results that must outlive them.
 
-Rank 0 calls `report(label, done, total)` and `hand_over(item)`; the gang that started it decides where that goes: over
-its pipe or actor to the driver, which draws a bar with `ProgressDisplay` and passes items on, or straight there where
-rank 0 speaks to the user itself. What comes before the first report, the gang says itself.
+Rank 0 calls `report(label, done, total)`, `say(text)` and `hand_over(item)`. The gang decides where that goes: over a
+pipe or an actor to the driver, which shows it with `ProgressDisplay` and passes items on, or straight there where rank
+0 speaks to the user itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Progress = tuple[str, int, int]
+# A step of some work (label, done, total), or a sentence.
+Progress = tuple[str, int, int] | str
 # Work that ends sooner than this is not worth a bar.
 _QUIET_S = 2.0
 _CLEAR_LINE = "\r\x1b[2K"
@@ -28,27 +29,35 @@ def report(label: str, done: int, total: int) -> None:
         _sink((label, done, total))
 
 
+def say(text: str) -> None:
+    """Shows a sentence on a line of its own on the driver's stderr, or on this process's where it has no driver."""
+    if _sink is not None:
+        _sink(text)
+    else:
+        _write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}moe-ep: {text}\n")
+
+
 def set_sink(sink: Callable[[Progress], None] | None) -> None:
-    """Where this process's reports go."""
+    """Sets where this process's reports go."""
     global _sink
     _sink = sink
 
 
 def hand_over(item: Any) -> None:
-    """Gives the driver something at once that can be pickled: `Gang.run` says what becomes of it. Rank 0's alone is
-    heard."""
+    """Passes a picklable item to the driver at once (see `Gang.run`); only rank 0's items arrive."""
     if _receiver is not None:
         _receiver(item)
 
 
 def set_receiver(receiver: Callable[[Any], None] | None) -> None:
-    """Where this process's items go."""
+    """Sets where this process's items go."""
     global _receiver
     _receiver = receiver
 
 
 class ProgressDisplay:
-    """One line on stderr, gone when the work is: a sentence, then a bar a label; silent where stderr is no terminal."""
+    """One line on stderr, erased when the work is over: a sentence, then a bar for each label; none without a
+    terminal."""
 
     def __init__(self) -> None:
         self._on = sys.stderr.isatty()
@@ -65,6 +74,11 @@ class ProgressDisplay:
             self._said = True
 
     def __call__(self, progress: Progress) -> None:
+        """Shows a worker's report."""
+        if isinstance(progress, str):
+            self.close()
+            _write(f"moe-ep: {progress}\n")
+            return
         label, done, total = progress
         if not self._on:
             return
@@ -82,7 +96,7 @@ class ProgressDisplay:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Leaves nothing on the line."""
+        """Erases the line."""
         self._end_bar()
         self._clear()
 
@@ -98,8 +112,8 @@ class ProgressDisplay:
 
 
 def _write(text: str) -> None:
-    """Onto a terminal that may be gone: as tqdm's bars, a sentence less ends no work."""
-    with contextlib.suppress(OSError):
+    """Writes to stderr; a terminal that is gone ends no work."""
+    with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()
 

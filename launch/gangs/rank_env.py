@@ -61,11 +61,15 @@ class RankEnv:
             )
 
     def export(self) -> None:
-        """Makes this process's environment say the same, so that `resolve_rank_env` finds it again."""
-        for name in (*_TORCHRUN, *_SLURM_STEP):
+        """Makes this process's environment say the same, so that `resolve_rank_env` finds it again: as torchrun does
+        where that is the source."""
+        for name in (*_TORCHRUN, "GROUP_RANK", *_SLURM_STEP):
             os.environ.pop(name, None)
-        for field in fields(self):
-            os.environ[_GANG_PREFIX + field.name.upper()] = str(getattr(self, field.name))
+        values = {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        if self.source == "torchrun":
+            os.environ.update({name: values[name.lower()] for name in _TORCHRUN}, GROUP_RANK=values["node_rank"])
+        else:
+            os.environ.update({_GANG_PREFIX + name.upper(): value for name, value in values.items()})
 
 
 def resolve_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
@@ -124,17 +128,19 @@ def _is_in_slurm_step(variables: Mapping[str, str]) -> bool:
 
 
 def _from_slurm(variables: Mapping[str, str]) -> RankEnv:
-    if _number(variables, _STEP_NUM_TASKS, 0) == 1:
+    if _number(variables, _STEP_NUM_TASKS, 0) == 1 and _number(variables, "SLURM_PROCID", 0) == 0:
         return RankEnv(source="slurm")
     per_node = variables.get(_STEP_TASKS_PER_NODE, "")
     # Job-wide SLURM_NTASKS counts only where the step says nothing.
     size_name = _STEP_NUM_TASKS if variables.get(_STEP_NUM_TASKS) or per_node else "SLURM_NTASKS"
-    needed = (_STEP_NODELIST, "SLURM_PROCID", "SLURM_LOCALID", *(() if per_node else (size_name,)))
-    _require(variables, needed, "srun")
+    nodelist = variables.get(_STEP_NODELIST, "")
+    is_one_node = bool(nodelist) and first_host(nodelist) == nodelist
+    size_names = () if per_node else (size_name,) if is_one_node else (size_name, _STEP_TASKS_PER_NODE)
+    _require(variables, (_STEP_NODELIST, "SLURM_PROCID", "SLURM_LOCALID", *size_names), "srun")
     counts = _tasks_of_nodes(per_node) if per_node else []
     world_size = _number(variables, size_name, sum(counts) if counts else None)
     rank, node_rank = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_NODEID", 0)
-    master = first_host(variables[_STEP_NODELIST])
+    master = first_host(nodelist)
     # Ranks and nodes are counted over all components of such a step; its other variables know one component.
     if rank >= world_size or (node_rank > 0 and variables.get("SLURMD_NODENAME") == master):
         raise ConfigError(
@@ -148,7 +154,6 @@ def _from_slurm(variables: Mapping[str, str]) -> RankEnv:
             f"through srun, or unset the SLURM variables to run alone"
         )
     local_world_size = counts[node_rank] if counts else world_size
-    is_one_node = len(counts) == 1 if counts else variables[_STEP_NODELIST] == master
     given = variables.get("MASTER_ADDR")
     # A port of its own for each step of each job, below the range the kernel hands out.
     port = 10000 + (_number(variables, "SLURM_JOB_ID", 0) * 31 + _number(variables, _STEP_ID, 0)) % 20000

@@ -1,7 +1,8 @@
 """A gang of Ray actors: one a GPU, or one a CPU worker, ranks of a node together, nodes in the order of their IPs.
 
 Works on a private cluster of this machine, on a running cluster, inside a Ray job, and inside a placement group that
-the caller is in already. The driver asks Ray what there is and never touches CUDA.
+the caller is in already. The driver asks Ray what there is and never touches CUDA. Sections: the gang and its actors;
+placement groups and the room for them; the cluster, joined or started.
 """
 
 from __future__ import annotations
@@ -10,32 +11,59 @@ import contextlib
 import os
 import queue
 import re
+import shutil
 import signal
+import socket
+import subprocess
+import sysconfig
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from moe_ep.errors import one_of
-from moe_ep.launch.gangs import interrupts, progress, ray_cluster, ray_slots
+import moe_ep
+from moe_ep import env
+from moe_ep.errors import GangError, one_of
+from moe_ep.launch.gangs import interrupts, progress, waiting
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
     OnItem,
     Outcome,
+    Outcomes,
     WorkerFailure,
-    first_cause,
+    check_room,
     gang_error,
     ignore,
+    not_enough,
+    num_cpus,
     run_rank,
-    use_loopback_for_gloo,
 )
+from moe_ep.launch.gangs.processes import children, end_trees, has_ended, named, start_guard
 from moe_ep.launch.gangs.rank_env import LOOPBACK, RankEnv
-from moe_ep.launch.gangs.ray_slots import Slot, ip_key
 from moe_ep.launch.gangs.rendezvous import listen_store
+from moe_ep.launch.gangs.waiting import Wait
 
-_START_LIMIT_S = 120.0
 _POLL_S = 0.5
+# Starting a cluster, or workers that import torch, takes some seconds on a busy machine.
+_START_QUIET_S = 15.0
+# Ray frees what a gang before held a moment after its workers have ended.
+_FREE_LIMIT_S = 5.0
+# A worker of a running cluster gets these of the driver's variables; workers of a private one inherit them all.
+_PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING")
+# After ctrl-C: Ray looks for a cluster where no signal is heard.
+_JOIN_LIMIT_S = 1.5
+# How long a server may take to answer.
+_ANSWER_LIMIT_S = 20.0
+# A call that every cluster answers, if the caller may make it.
+_HARMLESS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+# What a client of gRPC says first, and the kind of frame that its server answers with (RFC 9113, 3.4 and 6.5).
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_SETTINGS = 4
+# Without one of these a cluster of one machine is none.
+_SERVERS = ("gcs_server", "raylet")
 
 
 class RayGang(Gang):
@@ -62,12 +90,13 @@ class RayGang(Gang):
         if device not in ("auto", "cpu", "cuda"):
             raise ValueError(one_of("device", device, ("auto", "cpu", "cuda")))
         self._timeout_s = timeout_s
-        self._cluster: ray_cluster.PrivateCluster | None = None
+        self._cluster: PrivateCluster | None = None
         self._display = progress.ProgressDisplay()
         try:
             self._display.say("waiting for Ray")
-            self._cluster = ray_cluster.connect(address, world_size or default_world_size, device)
-            num_gpus = ray_slots.total_of("GPU")
+            with waiting.said("Ray", _START_QUIET_S):
+                self._cluster = connect(address, world_size or default_world_size, device, timeout_s)
+            num_gpus = total_of("GPU")
             if device == "auto":
                 device = "cuda" if num_gpus else "cpu"
             self.device = device
@@ -89,9 +118,9 @@ class RayGang(Gang):
         actors: list[Any] = []
         self._display.say(f"starting {progress.workers(self.world_size)}")
         try:
-            with ray_slots.slots(self._resource, self.world_size) as slots:
+            with slots(self._resource, self.world_size, self._timeout_s) as found:
                 try:
-                    return self._watch(*self._start(slots, actors), fn, args, on_item)
+                    return self._watch(*self._start(found, actors), fn, args, on_item)
                 finally:
                     _end(actors)
         finally:
@@ -101,7 +130,7 @@ class RayGang(Gang):
         from ray.util import get_current_placement_group
 
         if get_current_placement_group() is None:
-            ray_slots.plan(self._resource, self.world_size)
+            plan(self._resource, self.world_size)
 
     def _start(self, slots: list[Slot], actors: list[Any]) -> tuple[list[Any], list[RankEnv], list[str]]:
         """Starts an actor in each slot, listing it in `actors`; returns actors, ranks and node IPs in rank order."""
@@ -114,15 +143,17 @@ class RayGang(Gang):
             strategy = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
             options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if self._resource == "GPU" else {"num_cpus": 1}
             if self._cluster is None:
-                options["runtime_env"] = {"env_vars": ray_cluster.worker_variables()}
+                options["runtime_env"] = {"env_vars": worker_variables()}
             actors.append(remote.options(**options, scheduling_strategy=strategy).remote())
         ips = [slot.node_ip for slot in slots]
-        places = [_get(actor.place.remote(), rank, ips[rank]) for rank, actor in enumerate(actors)]
+        wait = Wait(f"{progress.workers(len(actors))} to start", waiting.limit_of(self._timeout_s), _START_QUIET_S)
+        asked = [actor.place.remote() for actor in actors]
+        places = [_get(ref, rank, ips[rank], wait) for rank, ref in enumerate(asked)]
         order = sorted(range(len(actors)), key=lambda i: (ip_key(ips[i]), places[i][0], i))
         ips = [ips[i] for i in order]
         nodes = list(dict.fromkeys(ips))
         address = LOOPBACK if len(nodes) == 1 else nodes[0]
-        port = _get(actors[order[0]].listen.remote(address, self._timeout_s), 0, nodes[0])
+        port = _get(actors[order[0]].listen.remote(address, self._timeout_s), 0, nodes[0], wait)
         rank_envs = [
             RankEnv(
                 rank=rank,
@@ -155,31 +186,23 @@ class RayGang(Gang):
             actor.run.remote(rank_env, self._timeout_s, fn, args): rank_env.rank
             for actor, rank_env in zip(actors, rank_envs, strict=True)
         }
-        results: dict[int, Any] = {}
-        failures: list[WorkerFailure] = []
-        pending, deadline = list(ranks), float("inf")
+        outcomes = Outcomes(ranks.values())
+        pending = list(ranks)
         news = _News(actors[0], self._display, on_item)
-        while pending and time.monotonic() < deadline:
+        while not outcomes.are_final:
             interrupts.check()
             if self._cluster is not None:
                 self._cluster.check()
-            ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_S)
+            ready, pending = ray.wait(pending, num_returns=1, timeout=min(_POLL_S, outcomes.left_s))
             for ref in ready:
                 rank = ranks[ref]
                 outcome = _outcome(ref, rank, ips[rank])
-                if outcome.failure is None:
-                    results[rank] = outcome.value
-                else:
-                    failures.append(replace(outcome.failure, node=ips[rank]))
-            if any(not failure.echo for failure in failures):
-                break
-            if failures:
-                deadline = min(deadline, time.monotonic() + ECHO_GRACE_S)
+                if outcome.failure is not None:
+                    outcome = Outcome(failure=replace(outcome.failure, node=ips[rank]))
+                outcomes.add(rank, outcome)
             news.look()
         news.look(wait_s=ECHO_GRACE_S)
-        if failures:
-            raise gang_error(first_cause(failures))
-        return [results[rank] for rank in range(len(actors))]
+        return outcomes.results()
 
 
 class _Worker:
@@ -214,8 +237,6 @@ class _Worker:
         return self._store.port
 
     def run(self, rank_env: RankEnv, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
-        if rank_env.master_addr == LOOPBACK:
-            use_loopback_for_gloo()
         return run_rank(rank_env, fn, args, timeout_s, self._store)
 
     def news(self) -> tuple[progress.Progress | None, list[Any]]:
@@ -251,12 +272,14 @@ class _News:
             self._asked = self._ask()
 
 
-def _get(ref: Any, rank: int, node: str) -> Any:
+def _get(ref: Any, rank: int, node: str, wait: Wait) -> Any:
     """The answer of a worker that is starting."""
     import ray
 
     try:
-        return ray.get(ref, timeout=_START_LIMIT_S)
+        while not ray.wait([ref], timeout=_POLL_S)[0]:
+            wait.look(lambda: f"rank {rank} on node {node} failed: the worker did not start within {wait.limit_s:g} s")
+        return ray.get(ref)
     except ray.exceptions.RayError as error:
         raise gang_error(_failure(error, rank, node)) from None
 
@@ -277,8 +300,6 @@ def _failure(error: Exception, rank: int, node: str) -> WorkerFailure:
     text, traceback = str(error), ""
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         cause = "Ray killed the process because the node's memory ran out"
-    elif isinstance(error, ray.exceptions.GetTimeoutError):
-        cause = f"the worker did not start within {_START_LIMIT_S:g} s"
     elif re.search("node has (crashed|died)", text):
         cause = "Ray gave up its node or the driver's: a raylet ended, or the network no longer reaches it"
     elif isinstance(error, ray.exceptions.ActorDiedError) and "Worker exit detail" in text:
@@ -300,3 +321,423 @@ def _end(actors: list[Any]) -> None:
     for actor in actors:
         with contextlib.suppress(Exception):
             ray.kill(actor, no_restart=True)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Room for one worker: a bundle of a placement group, and the node it lies on."""
+
+    node_ip: str
+    placement_group: Any
+    bundle: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """Free GPUs or CPUs of one node."""
+
+    node_ip: str
+    node_id: str
+    count: int
+
+
+def total_of(resource: str) -> int:
+    """GPUs or CPUs of the cluster, free or not."""
+    import ray
+
+    return int(ray.cluster_resources().get(resource, 0))
+
+
+def plan(resource: str, world_size: int) -> list[Room]:
+    """How many workers go to which node, nodes in the order of their IPs.
+
+    Raises:
+        GangError: there is not enough room; says what is asked and what is there.
+    """
+    total = total_of(resource)
+    deadline = time.monotonic() + (_FREE_LIMIT_S if total >= world_size else 0)
+    while True:
+        nodes = _room(resource)
+        num_free = sum(node.count for node in nodes)
+        if num_free >= world_size:
+            break
+        if time.monotonic() > deadline:
+            where = ", ".join(f"{node.node_ip}: {node.count}" for node in nodes)
+            raise not_enough(f"{resource}s", world_size, f"{num_free} free of {total} in the Ray cluster ({where})")
+        time.sleep(0.1)
+    chosen, left = [], world_size
+    for node in nodes:
+        if take := min(node.count, left):
+            chosen.append(Room(node.node_ip, node.node_id, take))
+            left -= take
+    return chosen
+
+
+def _room(resource: str) -> list[Room]:
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    nodes = [
+        Room(node["NodeManagerAddress"], node["NodeID"], int(free.get(node["NodeID"], {}).get(resource, 0)))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (ip_key(node.node_ip), node.node_id))
+
+
+@contextlib.contextmanager
+def slots(resource: str, world_size: int, timeout_s: float | None = None) -> Iterator[list[Slot]]:
+    """Room for every worker: in the placement group this process runs in, else in one made for each node.
+
+    Groups made here are removed at the end of the block.
+    """
+    import ray
+    from ray.util import get_current_placement_group
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    inside = get_current_placement_group()
+    if inside is not None:
+        yield _slots_inside(inside, resource, world_size)
+        return
+    groups: list[Any] = []
+    try:
+        made = []
+        for node in plan(resource, world_size):
+            bundle = {resource: 1, f"node:{node.node_ip}": 0.001}
+            groups.append(placement_group([bundle] * node.count, strategy="STRICT_PACK"))
+            made += [Slot(node.node_ip, groups[-1], index) for index in range(node.count)]
+        wait = Wait(f"Ray to place {len(groups)} placement group(s)", waiting.limit_of(timeout_s))
+        ready = [group.ready() for group in groups]
+        while len(ray.wait(ready, num_returns=len(ready), timeout=_POLL_S)[0]) < len(ready):
+            wait.look(
+                lambda: (
+                    f"Ray did not place {len(groups)} placement group(s) within {wait.limit_s:g} s; others took the "
+                    f"room: try again or lower --ep-size"
+                )
+            )
+        yield made
+    finally:
+        if ray.is_initialized():  # no more where the cluster is gone
+            for group in groups:
+                remove_placement_group(group)
+
+
+def _slots_inside(group: Any, resource: str, world_size: int) -> list[Slot]:
+    import ray
+    from ray.util import placement_group_table
+
+    table = placement_group_table(group)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    found = [
+        Slot(addresses[table["bundles_to_node_id"][index]], group, index)
+        for index, bundle in table["bundles"].items()
+        for _ in range(int(bundle.get(resource, 0)))
+    ]
+    if len(found) < world_size:
+        raise not_enough(f"{resource}s", world_size, f"{len(found)} in the placement group this process runs in")
+    return sorted(found, key=lambda slot: (ip_key(slot.node_ip), slot.bundle))[:world_size]
+
+
+def ip_key(ip: str) -> tuple[int, tuple[int, ...], str]:
+    """Sorts IPv4 addresses by their numbers, and anything else after them by its letters."""
+    parts = ip.split(".")
+    numeric = all(part.isdecimal() for part in parts)
+    return (0, tuple(map(int, parts)), ip) if numeric else (1, (), ip)
+
+
+def connect(
+    address: str | None, num_workers: int, device: str = "auto", timeout_s: float | None = None
+) -> PrivateCluster | None:
+    """Joins the cluster at `address`, the one this process belongs to, or else starts a private one on loopback.
+
+    Returns:
+        The private one, which is the caller's to end.
+
+    Raises:
+        GangError: nothing answers at the address.
+        NoRoomError: a private cluster could not hold as many workers.
+        ImportError: Ray is not installed.
+    """
+    address = joined_address(address)
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(
+            "--launcher ray needs Ray, which is not installed; run: pip install 'ray[default]'"
+        ) from error
+    if ray.is_initialized():
+        return None
+    talks = env.LOG_LEVEL.get() in ("DEBUG", "INFO")
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": talks}
+    # Ray would print its own account of a dead worker on stdout; the gang's error says it.
+    ray._private.worker._worker_logs_enabled = talks
+    if address:
+        address = _found(address)
+        _check_listening(address, min(_ANSWER_LIMIT_S, waiting.limit_of(timeout_s)))
+        try:
+            with _own_sigterm_handler(), interrupts.ending_within(_JOIN_LIMIT_S):
+                ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise GangError(f"no Ray cluster answers at {address}: {first_line(error)}") from None
+        return None
+    check_room(num_workers, "cuda" if device == "cuda" else "cpu")
+    return PrivateCluster(max(num_cpus(), num_workers), quiet)
+
+
+def joined_address(address: str | None) -> str | None:
+    """The cluster to join: at the address that is given, or else in RAY_ADDRESS. None for local, which is Ray's word
+    for a cluster of one's own, and where neither is set."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    return None if address in (None, "", "local") else address
+
+
+def first_line(error: Exception) -> str:
+    """What an error of Ray says, without the pages that may follow and the full stop."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(". ")
+
+
+def _newest_logs() -> Path:
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return Path(folder, "ray", "session_latest", "logs")
+
+
+def _way_out(error: Exception) -> str:
+    if "AF_UNIX path" in str(error):
+        return "set TMPDIR to a folder with a short path"
+    return "set HOME and TMPDIR to folders that can be written to" if isinstance(error, OSError) else "try again"
+
+
+class PrivateCluster:
+    """A cluster on loopback that lives until `end`.
+
+    Where Ray is interrupted while it starts, it kills the raylet and leaves the agents that belong to it behind, and
+    where this process is killed they stay for a minute; so the processes that it starts are looked after here.
+
+    Args:
+        options: more of `ray.init`'s.
+    """
+
+    def __init__(self, num_cpus: int, options: dict[str, Any]) -> None:
+        import ray
+
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._session: Path | None = None
+        before = children(os.getpid())
+        try:
+            with _loopback_cluster(), _environment(worker_variables()), _own_sigterm_handler():
+                ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
+        except BaseException as error:
+            self._processes = children(os.getpid()) - before
+            self.end()
+            if isinstance(error, Exception):
+                # Of no class of its own where a server of the cluster was not up in Ray's time, as on a busy machine.
+                raise GangError(
+                    f"Ray did not start here: {first_line(error)}; its logs are in {_newest_logs()}; "
+                    f"{_way_out(error)}, or take --launcher local, which needs no Ray"
+                ) from error
+            raise
+        node: Any = ray._private.worker._global_node
+        self._session = Path(node.get_session_dir_path())
+        self._processes = children(os.getpid()) - before
+        self._servers = named(self._processes, *_SERVERS)
+        self._guard = start_guard(self._processes)
+
+    def check(self) -> None:
+        """Ends the cluster and raises GangError if a server of it has ended: Ray tells of a raylet after 15 s, and of a
+        GCS never, but ends this process after a minute of vain calls."""
+        for process, name in self._servers.items():
+            if has_ended(process):
+                self._session = None  # its logs stay
+                with end_trees(self._processes, limit_s=0.0):
+                    pass  # and not the cluster's own way, in which it would be waited for
+                self.end()
+                raise GangError(
+                    f"Ray is gone: its {name} on this machine (pid {process[0]}) ended while the gang was at work, "
+                    f"killed or crashed (if nobody killed it, see dmesg and {_newest_logs()})"
+                )
+
+    def end(self) -> None:
+        """Ends the cluster; nothing of it is left. A second time does no harm."""
+        import ray
+
+        with end_trees(self._processes):
+            ray.shutdown()
+        if self._session is not None:
+            # Logs, which nobody looks for where nothing of the cluster failed.
+            shutil.rmtree(self._session, ignore_errors=True)
+            latest = self._session.parent / "session_latest"
+            with contextlib.suppress(OSError):
+                if latest.is_symlink() and not latest.exists():
+                    latest.unlink()
+            self._session = None
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.wait()
+            self._guard = None
+
+
+@contextlib.contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Keeps the handler that the program has for SIGTERM, if it has one, while Ray puts its own in its place; what came
+    meanwhile is handled by ours too."""
+    before = signal.getsignal(signal.SIGTERM)
+    is_terminated = False
+    try:
+        yield
+    except SystemExit:  # what Ray's handler raises
+        is_terminated = True
+        raise
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+            if is_terminated:
+                signal.raise_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _loopback_cluster() -> Iterator[None]:
+    """Has every server of a cluster that is started meanwhile listen on loopback alone.
+
+    Ray does so by itself on systems where it runs on one machine only; this is the switch for that, as its processes
+    read it and as this one has read it.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with _environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def worker_variables() -> dict[str, str]:
+    """What workers need in their environment that a cluster does not give them."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+    root = Path(moe_ep.__path__[0]).resolve().parent
+    if str(root) != sysconfig.get_paths()["purelib"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+        # A checkout: workers import it from where it lies. In a Ray job the working directory travels by itself.
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    return variables
+
+
+def _found(address: str) -> str:
+    """The address itself, or what auto stands for: RAY_ADDRESS, else the cluster that `ray start` started here last, or
+    else the one that runs here. Private ones, which listen on loopback and which `ray start` knows nothing of, are
+    somebody else's."""
+    from ray._private.services import find_bootstrap_address, find_gcs_addresses
+
+    if "://" in address:  # in RAY_ADDRESS, from where `ray job submit` and Ray's client take it
+        others = "Ray's client connects" if address.startswith("ray:") else "jobs are submitted"
+        raise GangError(
+            f"RAY_ADDRESS is {address!r}, where {others}; submit a job by ray job submit, unset RAY_ADDRESS, or give "
+            f"the HOST:PORT that ray start printed"
+        )
+    if address != "auto":
+        return address
+    if (given := joined_address(None)) not in (None, "auto"):
+        return _found(given)
+    started = find_bootstrap_address(None)
+    if started and not _why_silent(started):
+        return started
+    running = sorted(find_gcs_addresses())
+    found = [address for address in running if not address.startswith(LOOPBACK)]
+    if len(found) == 1:
+        return found[0]
+    several = f"several Ray clusters run on this machine ({', '.join(found)})"
+    none = "no Ray cluster runs on this machine" + (" but other commands' private ones" if running else "")
+    raise GangError(
+        f"{several if found else none}, and the address is auto; give the HOST:PORT of one, start one by ray start "
+        f"--head, or leave the address out"
+    )
+
+
+def _check_listening(address: str, limit_s: float) -> None:
+    """Says at once that nothing listens there, which Ray finds out in a minute, or never where a cluster is gone; or
+    that something else does, or that the cluster wants a token, for which Ray asks again and again, for minutes."""
+    wait = Wait(f"an answer from {address}", limit_s)
+    silence = f"what listens there said nothing within {limit_s:g} s"
+    try:
+        reason = _why_silent(address) or waiting.call(lambda: _why_no_cluster(address, limit_s), wait, lambda: silence)
+    except GangError as error:
+        reason = str(error)
+    if reason:
+        raise GangError(
+            f"no Ray cluster answers at {address} ({reason}); give the address that ray start printed, or leave it out "
+            f"to start a cluster on this machine"
+        )
+    if os.environ.get("RAY_AUTH_MODE") != "token" and waiting.call(lambda: _wants_token(address, limit_s), wait):
+        raise GangError(
+            f"the Ray cluster at {address} wants a token; set RAY_AUTH_MODE=token, and see ray get-auth-token"
+        )
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    """None where it is no HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    return (host, int(port)) if host and port.isdecimal() else None
+
+
+def _why_silent(address: str) -> str:
+    """Why nobody can be reached there; empty where somebody listens, or where it is no HOST:PORT."""
+    if (place := _host_and_port(address)) is not None:
+        try:
+            socket.create_connection(place, timeout=5).close()
+        except (OSError, OverflowError) as error:
+            return str(error)
+    return ""
+
+
+def _uses_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def _why_no_cluster(address: str, limit_s: float = _ANSWER_LIMIT_S) -> str:
+    """What listens there, if it is no server of gRPC, as a cluster's is; empty where it is one, or cannot be asked."""
+    if (place := _host_and_port(address)) is None or _uses_tls():
+        return ""
+    try:
+        with socket.create_connection(place, timeout=limit_s) as connection:
+            connection.sendall(_HTTP2_PREFACE)
+            answer = connection.recv(16)
+    except TimeoutError:
+        return f"what listens there said nothing within {limit_s:g} s"
+    except OSError as error:
+        return str(error)
+    if answer[3:4] == bytes([_SETTINGS]):
+        return ""
+    return "something else listens there, such as Ray's dashboard, to which ray job submit sends jobs"
+
+
+def _wants_token(address: str, limit_s: float) -> bool:
+    """Whether the cluster refuses a call without a token."""
+    try:
+        import grpc
+    except ImportError:
+        return False
+    if _host_and_port(address) is None or _uses_tls():
+        return False
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(_HARMLESS_CALL)(b"", timeout=limit_s)
+        except grpc.RpcError as error:
+            return error.code() == grpc.StatusCode.UNAUTHENTICATED
+    return False
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables that processes started meanwhile inherit."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

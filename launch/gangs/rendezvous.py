@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
 import socket
+import struct
 import sys
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from moe_ep import env
 from moe_ep.errors import GangError, rank_list
-from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.gangs import waiting
+from moe_ep.launch.gangs.rank_env import LOOPBACK, RankEnv
+from moe_ep.launch.gangs.waiting import Wait
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 _CONNECT_LIMIT_S = 5.0
 _RETRY_S = 0.1
+_POLL_S = 0.005
+# Asks Linux for the IPv4 address of an interface (netdevice(7)).
+_SIOCGIFADDR = 0x8915
+# An address of the documentation (RFC 5737): asking how it is routed sends nothing.
+_ELSEWHERE = "192.0.2.1"
 
 
 def listen_store(address: str, timeout_s: float | None = None) -> dist.TCPStore:
-    """A rendezvous store on a free port of one address of this machine, and on no other; `.port` says which."""
+    """A rendezvous store on a free port of one address of this machine, and on no other; `.port` is the port."""
+    return _serve_store(socket.create_server((address, 0), family=_family(address)), address, timeout_s)
+
+
+def _serve_store(listener: socket.socket, address: str, timeout_s: float | None) -> dist.TCPStore:
     import torch.distributed as dist
 
-    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    port = listener.getsockname()[1]
     return dist.TCPStore(
         address,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         timeout=_timeout(timeout_s),
@@ -42,19 +53,20 @@ def init_process_group(
 ) -> dist.Store:
     """Joins the default process group: gloo for CPU tensors, and NCCL too where the device is a GPU.
 
-    A second call for the same rank does nothing. After a restart by torchrun the ranks meet under a fresh prefix of
-    the store, so nothing of the attempt before is seen.
+    A second call for the same rank does nothing. The ranks of each attempt meet under a prefix of the store that no
+    attempt before had, so that nothing is seen of what an attempt before a restart by torchrun has left there.
 
     Args:
         device: "cpu" or "cuda:<index>"; None takes rank_env.device.
         timeout_s: deadline of start-up and of every collective; None takes MOE_EP_DISPATCH_TIMEOUT_S.
-        store: where the ranks meet, if somebody holds it already; None opens the one rank_env names.
+        store: where the ranks meet, if this process holds it; None opens the one rank_env names.
 
     Returns:
         The store of this attempt.
 
     Raises:
         RuntimeError: the process is in a group of another size or rank already.
+        GangError: other ranks cannot be reached, or do not come within the deadline.
     """
     import torch
     import torch.distributed as dist
@@ -70,8 +82,17 @@ def init_process_group(
     where = torch.device(device or rank_env.device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    if store is None:
-        store = open_store(rank_env, timeout)
+    if rank_env.local_world_size == rank_env.world_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if rank_env.world_size > 1:
+        if store is None:
+            store = open_store(rank_env, timeout)
+        else:
+            _use_interface_of(rank_env.master_addr)
+        name = agree_on_attempt(store, rank_env.rank, rank_env.world_size, timeout)
+        store = dist.PrefixStore(name, store)
+    else:
+        store = dist.HashStore()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
         store=store,
@@ -96,98 +117,143 @@ def destroy_process_group() -> None:
 
 
 def open_store(rank_env: RankEnv, timeout: timedelta) -> dist.Store:
-    """The store that rank_env names; under torchrun and srun, with a prefix that this attempt's ranks alone know.
+    """The store that rank_env names: rank 0 of ranks that torchrun or srun started listens there, unless torchrun does.
 
     Raises:
-        GangError: nobody listens there, or ranks do not come, within the timeout.
+        GangError: nobody listens there within the timeout, or something that is no store.
     """
     import torch.distributed as dist
 
-    if rank_env.world_size == 1 and rank_env.source == "single":
-        return dist.HashStore()
-    started_together = rank_env.source in ("torchrun", "slurm")
-    hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_master = rank_env.rank == 0 and started_together and not hosted_by_agent
-    listener = _listener(rank_env.master_port) if is_master else None
-    _await_listener(rank_env.master_addr, rank_env.master_port, timeout.total_seconds())
-    store = dist.TCPStore(
-        rank_env.master_addr,
-        rank_env.master_port,
-        is_master=is_master,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
+    host, port = rank_env.master_addr, rank_env.master_port
+    is_ours = rank_env.source in ("torchrun", "slurm") and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if is_ours and rank_env.local_world_size == rank_env.world_size:
+        host = LOOPBACK
+    if is_ours and rank_env.rank == 0:
+        try:
+            listener = listen_at(host, port)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            raise GangError(
+                f"rank 0 cannot listen at {host}:{port} ({reason}); set MASTER_ADDR to an address of "
+                f"rank 0's machine and MASTER_PORT to a free port"
+            ) from None
+        return _serve_store(listener, listener.getsockname()[0], timeout.total_seconds())
+    wait = Wait(f"rank 0 to listen at {host}:{port}", timeout.total_seconds())
+    address = _await_listener(host, port, wait)
+    return waiting.call(
+        lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False),
+        wait,
+        lambda: (
+            f"what listens at {host}:{port} does not answer as a rendezvous store within "
+            f"{timeout.total_seconds():g} s; set MASTER_PORT to a port that nothing else has"
+        ),
     )
-    if not started_together:
-        return store
-    return dist.PrefixStore(agree_on_attempt(store, rank_env.rank, rank_env.world_size, timeout), store)
 
 
-def _listener(port: int) -> socket.socket:
-    """A socket that listens on this port of all addresses of this machine."""
-    v6 = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if v6 else socket.AF_INET
-    try:
-        return socket.create_server(("", port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=v6)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise GangError(f"rank 0 cannot listen at port {port} ({reason}); set MASTER_PORT to another") from None
+def addresses_of(host: str) -> list[str]:
+    """The IP addresses of a host, those that other machines may reach first.
+
+    Debian gives a machine's own name an address of the loopback network; the address by which it reaches others stands
+    in for that.
+    """
+    found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
+    reachable = [address for address in found if not _is_loopback(address)]
+    if reachable or host == "localhost" or host in found:
+        return sorted(reachable or found, key=lambda address: ":" in address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ELSEWHERE, 9))
+        except OSError:
+            return found
+        return [probe.getsockname()[0]]
 
 
-def _await_listener(address: str, port: int, limit_s: float) -> None:
-    """Returns when somebody listens there; c10d, which can wait too, would fill pages where nobody ever does."""
-    deadline = time.monotonic() + limit_s
+def listen_at(host: str, port: int) -> socket.socket:
+    """A socket that listens on the one interface of this machine that the host's name or address stands for.
+
+    Raises:
+        OSError: it is no address of this machine, or the port is taken.
+    """
+    address = addresses_of(host)[0]
+    return socket.create_server((address, port), family=_family(address), backlog=socket.SOMAXCONN)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _use_interface_of(address: str) -> None:
+    """Has gloo listen at the interface with this address alone, by which this machine and the rendezvous see each
+    other, rather than at the one that the machine's name stands for."""
+    for _, name in socket.if_nameindex():
+        request = struct.pack("256s", name[:15].encode())
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _await_listener(host: str, port: int, wait: Wait) -> str:
+    """The address at which somebody listens there; c10d, which can wait too, would fill pages until then."""
     while True:
         try:
-            socket.create_connection((address, port), timeout=_CONNECT_LIMIT_S).close()
-            return
+            address = addresses_of(host)[0]
+            limit_s = min(_CONNECT_LIMIT_S, max(wait.left_s, _RETRY_S))
+            with socket.create_connection((address, port), timeout=limit_s) as connection:
+                _use_interface_of(connection.getsockname()[0])
+            return address
         except OSError as error:
-            if time.monotonic() > deadline:
-                raise GangError(
-                    f"nobody listens at {address}:{port} after {limit_s:g} s ({error}), where rank 0 should; see "
-                    f"whether it runs there, and whether MASTER_ADDR and MASTER_PORT, where they are set, are right"
-                ) from None
-        time.sleep(_RETRY_S)
+            why = (
+                f"nobody listens at {host}:{port} ({error}), where rank 0 should; see whether it runs there, and "
+                f"whether MASTER_ADDR and MASTER_PORT, where they are set, are right"
+            )
+        wait.pause(_RETRY_S, lambda why=why: why)  # type: ignore[misc]
 
 
 def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name for this attempt that its ranks share and no attempt before had.
+    """A name for this attempt that its ranks share and no attempt before had; returns when all ranks are there.
 
     torchrun keeps one store over restarts, and its restart counts differ between the node where a worker died and
     the others, so neither will do. Each rank says hello with a word of its own; rank 0 answers to that very word
     with the attempt's name and goes on until everybody has acknowledged that name, so a hello left over from
     an attempt before is answered in vain and does no harm.
-    """
-    import torch.distributed as dist
 
-    word = secrets.token_hex(8)
+    Raises:
+        GangError: ranks did not come within the timeout; the message names them.
+    """
+    word, limit_s = secrets.token_hex(8), timeout.total_seconds()
     if rank != 0:
         store.set(f"hello/{rank}", word)
         answer = f"welcome/{rank}/{word}"
-        try:
-            store.wait([answer], timeout)
-        except dist.DistError:
-            raise GangError(f"rank 0 of {world_size} did not answer within {timeout.total_seconds():g} s") from None
+        # Rank 0 says who is missing.
+        wait = Wait(f"rank 0 of {world_size}", limit_s, quiet_s=float("inf"))
+        while not store.check([answer]):
+            wait.pause(_POLL_S, lambda: f"rank 0 of {world_size} did not answer within {limit_s:g} s")
         name = store.get(answer).decode()
         store.set(f"{name}/here/{rank}", "")
         return name
     name = f"attempt-{word}"
     missing = set(range(1, world_size))
-    deadline = time.monotonic() + timeout.total_seconds()
+    wait = Wait(lambda: f"{rank_list(sorted(missing))} of {world_size}", limit_s)
     while missing:
         for peer in sorted(missing):
             if store.check([f"{name}/here/{peer}"]):
                 missing.discard(peer)
             elif store.check([f"hello/{peer}"]):
                 store.set(f"welcome/{peer}/{store.get(f'hello/{peer}').decode()}", name)
-        if missing and time.monotonic() > deadline:
-            raise GangError(
-                f"{rank_list(sorted(missing))} of {world_size} did not come within {timeout.total_seconds():g} s; see "
-                f"why on their nodes, or give them more time by {env.DISPATCH_TIMEOUT_S.name}"
+        if missing:
+            wait.pause(
+                _POLL_S,
+                lambda: (
+                    f"{rank_list(sorted(missing))} of {world_size} did not come within {limit_s:g} s; see why on "
+                    f"their nodes, or give them more time by {env.DISPATCH_TIMEOUT_S.name}"
+                ),
             )
-        time.sleep(0.005)
     return name
 
 
 def _timeout(timeout_s: float | None) -> timedelta:
-    return timedelta(seconds=env.DISPATCH_TIMEOUT_S.get() if timeout_s is None else timeout_s)
+    return timedelta(seconds=waiting.limit_of(timeout_s))

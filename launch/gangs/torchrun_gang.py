@@ -1,63 +1,78 @@
-"""A gang under torchrun: joins one that torchrun started, or is torchrun itself through its launcher's interface.
+"""Gangs as torchrun has them: this process is a rank that torchrun or srun started, or the agent of its node.
 
-Started by torchrun or by srun, every process calls `run` and is a rank; rank 0 speaks to the user. Started otherwise,
-this process is the agent of its node: alone, or one of `num_nodes` that find each other at `rdzv_endpoint`.
+A rank calls `run` as all its peers do; rank 0 speaks to the user. An agent starts the ranks of its node, with the
+variables that torchrun gives them. Agents of several nodes meet at an endpoint: the one whose machine that is listens
+there, numbers the nodes, and collects what comes of their ranks. They talk in lines of JSON, over connections that stay
+open, so that each notices at once when another dies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import signal
-import tempfile
+import socket
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
-from moe_ep.errors import GangError
-from moe_ep.launch.gangs import interrupts, progress
+from moe_ep.errors import ConfigError, GangError
+from moe_ep.launch.gangs import interrupts, progress, waiting
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
     OnItem,
     Outcome,
+    Outcomes,
     WorkerFailure,
     check_room,
-    death_of,
-    end_with,
-    first_cause,
     gang_error,
     ignore,
     run_rank,
-    use_loopback_for_gloo,
-    wait_for_fork_server,
+)
+from moe_ep.launch.gangs.local_gang import (
+    POLL_S,
+    LocalGang,
+    LocalWorkers,
+    ending_fork_server,
+    local_rank_envs,
     warm_fork_server,
 )
-from moe_ep.launch.gangs.mailbox import Mailbox, sender_to
 from moe_ep.launch.gangs.rank_env import RankEnv, resolve_rank_env
-from moe_ep.launch.gangs.rendezvous import init_process_group
+from moe_ep.launch.gangs.rendezvous import addresses_of, init_process_group, listen_at
+from moe_ep.launch.gangs.waiting import Wait
 
 _CAUSE = "moe_ep/cause"
-_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# A signal finds a rank of torchrun's inside a library, where Python raises nothing: it ends after so long.
+_STUCK_S = 1.5
+_RETRY_S, _CONNECT_LIMIT_S = 0.2, 5.0
+# The first field of every line, and its version.
+_PROTOCOL = "moe_ep_agents"
+_VERSION = 1
+# Longer lines come from something else.
+_MOST_BYTES = 1 << 20
+# How soon a machine that the network no longer reaches is noticed, in seconds and probes.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
 class TorchrunGang(Gang):
     """This node's ranks of a torchrun job.
 
     Args:
-        num_local: ranks of this node; under torchrun or srun theirs is used.
+        num_local: ranks of this node, the same on all nodes; under torchrun or srun theirs is used.
         num_nodes: nodes, each of which makes such a gang.
         rdzv_endpoint: host:port where the agents of several nodes meet; the first of that host listens there.
         rdzv_id: name of the job at that endpoint.
-        max_restarts: how often torchrun starts the ranks again after a failure.
+        timeout_s: how long agents and ranks wait for each other; None takes MOE_EP_DISPATCH_TIMEOUT_S.
+        started: the rank that this process is, where a launcher started it; None looks at its variables. An agent is
+            made by passing `RankEnv()`.
 
     Raises:
         NoRoomError: fewer GPUs here than ranks of this node, or far fewer cores.
+        ValueError: several nodes without an endpoint.
     """
 
     def __init__(
@@ -67,24 +82,22 @@ class TorchrunGang(Gang):
         num_nodes: int = 1,
         rdzv_endpoint: str | None = None,
         rdzv_id: str = "moe_ep",
-        max_restarts: int = 0,
         timeout_s: float | None = None,
+        started: RankEnv | None = None,
     ) -> None:
         if num_nodes > 1 and not rdzv_endpoint:
             raise ValueError(
                 f"rdzv_endpoint is missing; with num_nodes ({num_nodes}) give the host:port where the nodes meet"
             )
-        started = resolve_rank_env()
+        started = resolve_rank_env() if started is None else started
         self._env = started if started.source in ("torchrun", "slurm") else None
-        num_local = self._env.local_world_size if self._env else num_local
-        check_room(num_local, device)
+        self._num_local = self._env.local_world_size if self._env else num_local
+        check_room(self._num_local, device)
         self.world_size = self._env.world_size if self._env else num_local * num_nodes
-        self._num_local = num_local
         self.device = device
         self._num_nodes = num_nodes
         self._rdzv_endpoint = rdzv_endpoint
-        self._rdzv_id = rdzv_id if num_nodes > 1 else uuid.uuid4().hex
-        self._max_restarts = max_restarts
+        self._rdzv_id = rdzv_id
         self._timeout_s = timeout_s
         self._has_rank_0 = self._env is None or self._env.rank == 0
 
@@ -100,128 +113,77 @@ class TorchrunGang(Gang):
         """
         if self._env is not None:
             return self._run_as_rank(self._env, fn, args, on_item)
+        if self._num_nodes == 1:
+            gang = LocalGang(self._num_local, self.device, self._timeout_s, source="torchrun")
+            return gang.run(fn, *args, on_item=on_item)
         return self._run_as_agent(fn, args, on_item)
 
     def _run_as_rank(
         self, rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any], on_item: OnItem
     ) -> list[Any]:
-        with interrupts.ending_within(ECHO_GRACE_S):
-            outcome, speaks = _run_and_gather(rank_env, self.device, fn, args, on_item, self._timeout_s)
-        if outcome.failure is None:
-            return outcome.value or []
+        if self.device == "cuda":
+            rank_env = replace(rank_env, device=f"cuda:{rank_env.local_rank}")
+        display = progress.ProgressDisplay()
+        if rank_env.rank == 0:
+            progress.set_sink(display)
+            progress.set_receiver(on_item)
+        stores: list[Any] = []
+        with interrupts.ending_within(_STUCK_S):
+            outcome = run_rank(rank_env, _gathered, (stores, fn, args), self._timeout_s, exports=False)
+            display.close()
+            if outcome.failure is None:
+                return outcome.value or []
+            failure, speaks = outcome.failure, True
+            if stores:
+                failure, speaks = _agree_on_failure(failure, stores[0])
         if not speaks:
             os._exit(1)
-        raise gang_error(outcome.failure)
+        raise gang_error(failure)
 
     def _run_as_agent(self, fn: Callable[..., Any], args: Sequence[Any], on_item: OnItem) -> list[Any]:
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+        context = warm_fork_server()
+        with contextlib.ExitStack() as stack:
+            with ending_fork_server():
+                meeting = _Node.meet(self._description(), self._rdzv_endpoint or "", self._timeout_s)
+            node = stack.enter_context(meeting)
+            self._has_rank_0 = node.node_rank == 0
+            ranks = local_rank_envs(
+                self._num_local, self.device, source="torchrun", first=node.node_rank * self._num_local,
+                world_size=self.world_size, node_rank=node.node_rank, master_addr=node.master_addr,
+            )  # fmt: skip
+            workers = stack.enter_context(LocalWorkers(context, ranks, self._timeout_s, _gathered, ([], fn, args)))
+            results: list[Any] = []
+            while not node.is_over:
+                for event in workers.events(min(node.left_s, POLL_S), also=node.sockets):
+                    if event.kind == "item":
+                        on_item(event.content)
+                    elif event.kind == "port":
+                        workers.tell(event.content)
+                        node.announce(event.content)
+                    else:
+                        if event.rank == 0:
+                            results = event.content.value or []
+                        node.add(event.rank, event.content.failure)
+                for port in node.receive():
+                    workers.tell(port)
+        if node.failure is not None:
+            raise gang_error(node.failure)
+        return results
 
-        # The gang's error says what happened; each of these loggers has a level of its own.
-        for name in list(logging.root.manager.loggerDict):
-            if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
-        display = progress.ProgressDisplay()
-        display.say(f"starting {progress.workers(self._num_local)}")
-        wait_for_fork_server(warm_fork_server())
-        with tempfile.TemporaryDirectory(prefix="moe_ep_torchrun_") as logs:
-            config = LaunchConfig(
-                min_nodes=self._num_nodes,
-                max_nodes=self._num_nodes,
-                nproc_per_node=self._num_local,
-                run_id=self._rdzv_id,
-                rdzv_backend="c10d",
-                rdzv_endpoint=self._rdzv_endpoint or "localhost:0",
-                local_addr="localhost" if self._num_nodes == 1 else None,
-                max_restarts=self._max_restarts,
-                start_method="forkserver",
-                logs_specs=DefaultLogsSpecs(log_dir=logs),
-                **_quick_shutdown(LaunchConfig),
-            )
-            handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
-            gathered: dict[int, Any] = {}
-            stopped_by = None
-            items = Mailbox(on_item)
-            try:
-                gathered = elastic_launch(config, _worker)(
-                    os.getpid(), self.device, self._timeout_s, fn, list(args), items.address
-                )
-            except ChildFailedError as error:
-                raise items.error or gang_error(_first_failure(error)) from None
-            except SignalException as error:
-                stopped_by = error.sigval
-            except Exception as error:
-                raise GangError(f"torchrun could not start the ranks: {type(error).__name__}: {error}") from None
-            finally:
-                display.close()
-                items.close()
-                # The agent takes them over and leaves them so.
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
-        if items.error is not None:
-            raise items.error
-        if stopped_by is not None:
-            signal.raise_signal(stopped_by)
-            raise GangError(f"torchrun ended the gang on {signal.Signals(stopped_by).name}")
-        results = next((value for value in gathered.values() if value is not None), None)
-        self._has_rank_0 = results is not None
-        return results or []
+    def _description(self) -> dict[str, Any]:
+        """What nodes of one job have in common, under the names of the options that say it."""
+        return {"job": self._rdzv_id, "--nnodes": self._num_nodes, "--ep-size": self.world_size}
 
 
-def _worker(
-    agent_pid: int,
-    device: str,
-    timeout_s: float | None,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    items: str,
-) -> list[Any] | None:
-    """A rank that the agent started; its failure goes to the agent in the file that torchrun names, and what it hands
-    over to the agent's mailbox."""
-    end_with(agent_pid)
-    # The agent passes ctrl-C on, and waits for its workers to go.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    rank_env = resolve_rank_env()
-    if rank_env.local_world_size == rank_env.world_size:
-        use_loopback_for_gloo()
-    on_item = sender_to(items) if rank_env.rank == 0 else ignore
-    outcome, _ = _run_and_gather(rank_env, device, fn, args, on_item, timeout_s)
-    if outcome.failure is not None:
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-            info = {"timestamp": str(int(time.time())), **asdict(outcome.failure)}
-            json.dump({"message": {"message": outcome.failure.cause, "extraInfo": info}}, file)
-        os._exit(1)
-    return outcome.value
+def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args: Sequence[Any]) -> list[Any] | None:
+    """What the function returned on all ranks, on rank 0; the store of the attempt is left in `stores`."""
+    import torch.distributed as dist
 
-
-def _run_and_gather(
-    rank_env: RankEnv,
-    device: str,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    on_item: OnItem,
-    timeout_s: float | None,
-) -> tuple[Outcome, bool]:
-    """One rank's part: on rank 0 the results of all, elsewhere None, or why the gang failed.
-
-    Returns:
-        The outcome, and whether this rank is the one to say it.
-    """
-    if device == "cuda":
-        rank_env = replace(rank_env, device=f"cuda:{rank_env.local_rank}")
-    display = progress.ProgressDisplay()
-    if rank_env.rank == 0:
-        progress.set_sink(display)
-        progress.set_receiver(on_item)
-    stores: list[Any] = []
-    outcome = run_rank(rank_env, _gathered, (stores, fn, args), timeout_s)
-    display.close()
-    if outcome.failure is None or not stores:
-        return outcome, True
-    failure, speaks = _agree_on_failure(outcome.failure, stores[0])
-    return Outcome(failure=failure), speaks
+    stores.append(init_process_group(rank_env))
+    value = fn(rank_env, *args)
+    results: list[Any] | None = [None] * rank_env.world_size if rank_env.rank == 0 else None
+    dist.gather_object(value, results)
+    return results
 
 
 def _agree_on_failure(failure: WorkerFailure, store: Any) -> tuple[WorkerFailure, bool]:
@@ -244,28 +206,320 @@ def _agree_on_failure(failure: WorkerFailure, store: Any) -> tuple[WorkerFailure
     return failure, True
 
 
-def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args: Sequence[Any]) -> list[Any] | None:
-    import torch.distributed as dist
+class _Peer:
+    """A connection to another agent: lines of JSON objects."""
 
-    stores.append(init_process_group(rank_env))
-    value = fn(rank_env, *args)
-    results: list[Any] | None = [None] * rank_env.world_size if rank_env.rank == 0 else None
-    dist.gather_object(value, results)
-    return results
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.connection, self.name = connection, name
+        self._received = b""
+        self._lines: list[dict[str, Any]] = []
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, **message: Any) -> None:
+        """OSError where the other one is gone."""
+        line = json.dumps({_PROTOCOL: _VERSION, **message}) + "\n"
+        self.connection.settimeout(_CONNECT_LIMIT_S)
+        self.connection.sendall(line.encode())
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The lines that are there. EOFError at the end of the connection, ValueError for what is no agent's line."""
+        self.connection.settimeout(0.0)
+        try:
+            found = self.connection.recv(65536)
+        except (BlockingIOError, InterruptedError):
+            found = None
+        except OSError:
+            found = b""
+        if not found and (self._lines or found is None):
+            lines, self._lines = self._lines, []
+            return lines
+        if not found:
+            raise EOFError
+        *complete, self._received = (self._received + found).split(b"\n")
+        if len(self._received) > _MOST_BYTES:
+            raise ValueError("a line without end")
+        lines, self._lines = self._lines + [_message(line) for line in complete], []
+        return lines
+
+    def answer(self, wait_for: Wait, why: Callable[[], str] | None = None) -> dict[str, Any]:
+        """The next line, waited for."""
+        while not self._lines:
+            self._lines = self.receive()
+            if not self._lines:
+                wait_for.look(why)
+                wait(_waitable(self), timeout=min(0.2, max(wait_for.left_s, 0.0)))
+        return self._lines.pop(0)
+
+    def close(self) -> None:
+        self.connection.close()
 
 
-def _quick_shutdown(launch_config: type) -> dict[str, Any]:
-    """Kills what does not end within 3 s of a failure, where this torch lets that be set; torch 2.11 waits for 30 s."""
-    known = any(field.name == "shutdown_timeout" for field in fields(launch_config))
-    return {"shutdown_timeout": 3} if known else {}
+def _waitable(*found: Any) -> list[Any]:
+    """Sockets, and what has their fileno."""
+    return list(found)
 
 
-def _first_failure(error: Any) -> WorkerFailure:
-    """The root cause among the failures of this agent's ranks."""
-    failures = []
-    for rank, process in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
-        written = process.error_file_data.get("message")
-        info = written.get("extraInfo", {}) if isinstance(written, dict) else {}
-        info = {field.name: info[field.name] for field in fields(WorkerFailure) if field.name in info}
-        failures.append(WorkerFailure(**info) if "cause" in info else death_of(process.exitcode, rank))
-    return first_cause(failures)
+def _message(line: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict) or message.get(_PROTOCOL) != _VERSION:
+        raise ValueError(repr(line[:60].decode(errors="replace")))
+    return message
+
+
+@dataclass
+class _Node:
+    """This agent's view of a job of several nodes: who listens (node 0) has the outcomes of all ranks, the others send
+    theirs and are told when it is over.
+
+    Attributes:
+        is_over: all ranks have answered, or one has failed; `failure` is the cause then.
+    """
+
+    node_rank: int
+    master_addr: str
+    peers: dict[int, _Peer]
+    num_local: int
+    outcomes: Outcomes
+    is_over: bool = False
+    failure: WorkerFailure | None = None
+    left_s: float = POLL_S
+
+    @classmethod
+    def meet(cls, description: dict[str, Any], endpoint: str, timeout_s: float | None) -> contextlib.closing[_Node]:
+        """Returns when all nodes are there.
+
+        Raises:
+            GangError: nodes do not come within the timeout, or something else listens at the endpoint.
+            ConfigError: nodes were given other options.
+        """
+        host, _, port = endpoint.rpartition(":")
+        host, limit_s = host.strip("[]"), waiting.limit_of(timeout_s)
+        try:
+            listener = listen_at(host, int(port))
+        except OSError:  # another machine's address, or another agent of this one listens
+            return contextlib.closing(cls._join(description, host, int(port), limit_s))
+        with listener:
+            return contextlib.closing(cls._gather(description, listener, endpoint, limit_s))
+
+    @classmethod
+    def _gather(cls, description: dict[str, Any], listener: socket.socket, endpoint: str, limit_s: float) -> _Node:
+        """Node 0: takes in the others in the order in which they come."""
+        num_nodes = description["--nnodes"]
+        joined: dict[int, _Peer] = {}
+        arriving: list[_Peer] = []
+
+        def missing() -> str:
+            here = ", ".join([socket.gethostname(), *(peer.name for peer in joined.values())])
+            return f"{num_nodes - 1 - len(joined)} of {num_nodes} nodes to come to {endpoint} (here: {here})"
+
+        wait_for = Wait(missing, limit_s)
+        listener.setblocking(False)
+        try:
+            while len(joined) < num_nodes - 1:
+                wait_for.look()
+                for ready in wait(_waitable(listener, *arriving), timeout=min(0.2, max(wait_for.left_s, 0.0))):
+                    if ready is listener:
+                        with contextlib.suppress(OSError):
+                            connection, address = listener.accept()
+                            arriving.append(_Peer(connection, str(address[0])))
+                            arriving[-1].send(node=socket.gethostname())
+                    elif isinstance(ready, _Peer):
+                        cls._take_in(ready, description, joined, arriving)
+            address = listener.getsockname()[0]
+            for node_rank, peer in joined.items():
+                peer.send(node_rank=node_rank, address=address)
+        except BaseException as error:
+            for peer in (*joined.values(), *arriving):
+                with contextlib.suppress(OSError):
+                    peer.send(ended=str(error) or "it was interrupted")
+                peer.close()
+            raise
+        for peer in arriving:
+            peer.close()
+        num_local = description["--ep-size"] // num_nodes
+        return cls(0, address, joined, num_local, Outcomes(range(description["--ep-size"])))
+
+    @staticmethod
+    def _take_in(peer: _Peer, description: dict[str, Any], joined: dict[int, _Peer], arriving: list[_Peer]) -> None:
+        """Reads what one that arrives says of itself, and takes it in or turns it away."""
+        try:
+            messages = peer.receive()
+            if not messages:
+                return
+            told = messages[0]
+            peer.name = str(told.get("node"))[:256]
+            wrong = next((name for name, value in description.items() if told.get(name) != value), None)
+            if wrong is not None:
+                refusal = (
+                    f"{wrong} is {told.get(wrong)!r} on {peer.name} and {description[wrong]!r} on "
+                    f"{socket.gethostname()}; all nodes run the same command"
+                )
+                peer.send(refused=refusal)
+                if wrong != "job":
+                    raise ConfigError(refusal)
+                peer.close()
+            else:
+                joined[len(joined) + 1] = peer
+        except ConfigError:
+            raise
+        except (EOFError, OSError, ValueError):
+            peer.close()
+        arriving.remove(peer)
+
+    @classmethod
+    def _join(cls, description: dict[str, Any], host: str, port: int, limit_s: float) -> _Node:
+        """Another node: finds the one that listens, and waits for all to be there."""
+        where = f"{host}:{port}"
+        wait_for = Wait(f"the node that listens at {where}", limit_s)
+        while True:
+            try:
+                peer = _Peer(_connected(host, port), host)
+                return cls._introduced(peer, description, where, wait_for, limit_s)
+            except EOFError:
+                why = f"the node that listens at {where} ended before all were there"
+            except OSError as error:
+                why = f"nobody answers at {where} ({error})"
+            wait_for.pause(
+                _RETRY_S,
+                lambda why=why: (  # type: ignore[misc]
+                    f"{why}, for {limit_s:g} s; see whether the command runs on the node that --rdzv-endpoint names, "
+                    f"and whether a firewall is between"
+                ),
+            )
+
+    @classmethod
+    def _introduced(cls, peer: _Peer, description: dict[str, Any], where: str, wait_for: Wait, limit_s: float) -> _Node:
+        try:
+            with contextlib.suppress(OSError):
+                peer.send(node=socket.gethostname(), **description)
+            banner = peer.answer(
+                wait_for,
+                lambda: (
+                    f"what listens at {where} has not answered as a node of this job does within {limit_s:g} s; see "
+                    f"what it is, or choose another port for --rdzv-endpoint"
+                ),
+            )
+            peer.name = str(banner["node"])[:256]
+            answer = peer.answer(Wait(f"the other nodes to come to {where}", limit_s))
+            if "refused" in answer:
+                raise ConfigError(f"the node that listens at {where} refuses this one: {answer['refused']}")
+            if "ended" in answer:
+                raise GangError(f"the node that listens at {where} gave up: {answer['ended']}")
+            num_local = description["--ep-size"] // description["--nnodes"]
+            node_rank, address = int(answer["node_rank"]), str(answer["address"])
+        except (ValueError, KeyError, TypeError) as error:
+            peer.close()
+            if isinstance(error, ConfigError):
+                raise
+            raise GangError(
+                f"what listens at {where} is no node of such a job: it said {error}; choose another port for "
+                f"--rdzv-endpoint"
+            ) from None
+        except BaseException:
+            peer.close()
+            raise
+        first = node_rank * num_local
+        return cls(node_rank, address, {0: peer}, num_local, Outcomes(range(first, first + num_local)))
+
+    @property
+    def sockets(self) -> list[_Peer]:
+        return list(self.peers.values())
+
+    def announce(self, port: int) -> None:
+        """Tells all nodes at which port the ranks meet."""
+        self._send_all(port=port)
+
+    def add(self, rank: int, failure: WorkerFailure | None) -> None:
+        """Records what came of a rank of this node."""
+        if self.node_rank == 0:
+            self._record(rank, failure)
+        else:
+            self._send_all(rank=rank, failure=None if failure is None else asdict(failure))
+
+    def receive(self) -> Iterator[int]:
+        """Takes what the other agents have said; yields the port at which the ranks meet, when it is told."""
+        for node_rank, peer in list(self.peers.items()):
+            try:
+                for message in peer.receive():
+                    if "port" in message:
+                        yield int(message["port"])
+                    elif "over" in message:
+                        self.failure = _failure_from(message["over"])
+                        self.is_over = True
+                    elif self.node_rank == 0:
+                        self._record(int(message["rank"]), _failure_from(message["failure"]))
+            except (EOFError, ValueError, KeyError, TypeError):
+                self._lose(node_rank, peer)
+        if self.node_rank == 0 and not self.is_over:
+            self._look_whether_over()
+
+    def close(self) -> None:
+        """Leaves the job; where it is not over, the other nodes are told that this one gave up."""
+        if not self.is_over:
+            first = self.node_rank * self.num_local
+            left = WorkerFailure(rank=first, node=socket.gethostname(), cause="the command on its node was ended")
+            if self.node_rank == 0:
+                self._send_all(over=asdict(left))
+            else:
+                self._send_all(rank=first, failure=asdict(left))
+        for peer in self.peers.values():
+            peer.close()
+
+    def _record(self, rank: int, failure: WorkerFailure | None) -> None:
+        self.outcomes.add(rank, Outcome(failure=failure))
+
+    def _lose(self, node_rank: int, peer: _Peer) -> None:
+        """The connection to an agent has ended before it was over."""
+        peer.close()
+        del self.peers[node_rank]
+        if self.is_over:
+            return
+        first, last = node_rank * self.num_local, (node_rank + 1) * self.num_local - 1
+        failure = WorkerFailure(
+            rank=first,
+            node=peer.name,
+            cause=f"the agent of its node (ranks {first} to {last}) ended without a word: killed, or out of reach",
+        )
+        if self.node_rank != 0:
+            self.failure, self.is_over = failure, True
+            return
+        for rank in self.outcomes.pending & set(range(first, last + 1)):
+            self._record(rank, failure)
+
+    def _look_whether_over(self) -> None:
+        self.left_s = min(POLL_S, self.outcomes.left_s)
+        if self.outcomes.are_final:
+            self.failure, self.is_over = self.outcomes.cause, True
+            self._send_all(over=None if self.failure is None else asdict(self.failure))
+
+    def _send_all(self, **message: Any) -> None:
+        for peer in self.peers.values():
+            with contextlib.suppress(OSError):
+                peer.send(**message)
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    """A connection to the first of the host's addresses at which somebody listens."""
+    error: OSError = ConnectionRefusedError(f"{host} has no address")
+    for address in addresses_of(host):
+        try:
+            return socket.create_connection((address, port), timeout=_CONNECT_LIMIT_S)
+        except OSError as caught:
+            error = caught
+    raise error
+
+
+def _failure_from(told: dict[str, Any] | None) -> WorkerFailure | None:
+    """What another agent says of a rank."""
+    if told is None:
+        return None
+    kinds = {"rank": int, "echo": bool, "refusal": bool}
+    return WorkerFailure(**{item.name: kinds.get(item.name, str)(told[item.name]) for item in fields(WorkerFailure)})

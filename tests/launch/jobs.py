@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -106,6 +107,31 @@ def alive(pid: int) -> bool:
         return False
 
 
+def parent_of_parent(pid: int) -> int:
+    """A local worker's driver: the server that forked the worker is its child."""
+    for _ in range(2):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
+def listening_addresses(pids: list[int]) -> set[tuple[str, int]]:
+    """(IPv4 address, port) of every TCP socket at which the processes listen; ("::", port) of those in IPv6."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(file).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            place, state, inode = (line.split()[i] for i in (1, 3, 9))
+            address, _, port = place.partition(":")
+            if state == "0A" and inode in inodes:
+                v4 = ".".join(str(byte) for byte in reversed(bytes.fromhex(address[-8:])))
+                found.add((v4 if table == "tcp" else "::", int(port, 16)))
+    return found
+
+
 def session_pids(leader: int) -> list[int]:
     """Processes of the session that `leader` leads: the driver, and the cluster it started."""
     found = []
@@ -151,5 +177,5 @@ def start_python(code: str, *arguments: str, **variables: str) -> subprocess.Pop
 def start_moe_ep(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     """The command line, as its own process."""
     return start_python(
-        "import sys; from moe_ep.launch.cli.main import main; sys.exit(main())", *arguments, **variables
+        "import sys; from moe_ep.launch.__main__ import main; sys.exit(main())", *arguments, **variables
     )

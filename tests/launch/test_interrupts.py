@@ -35,7 +35,7 @@ files = [os.open(os.devnull, os.O_RDONLY) for _ in range(min(1100, most - 100))]
 
 _END_WITH_PARENT = """
 import os, time
-from moe_ep.launch.gangs.gang import end_with
+from moe_ep.launch.gangs.local_gang import end_with
 end_with(os.getppid())
 print("ready", flush=True)
 time.sleep(60)

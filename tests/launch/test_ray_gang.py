@@ -6,9 +6,11 @@ import contextlib
 import errno
 import http.server
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 
 from moe_ep.errors import GangError
-from moe_ep.launch.gangs import interrupts, ray_cluster, ray_gang, ray_slots
+from moe_ep.launch.gangs import interrupts, ray_gang
 from moe_ep.launch.gangs.processes import children
 from moe_ep.launch.gangs.ray_gang import RayGang
 from moe_ep.observability import metrics
@@ -29,9 +31,9 @@ ray = pytest.importorskip("ray")
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[ray_cluster.PrivateCluster]:
+def cluster() -> Iterator[ray_gang.PrivateCluster]:
     """A private cluster of 3 CPUs, started the way a gang starts its own, and kept for all tests of the module."""
-    started = ray_cluster.connect("local", 3)
+    started = ray_gang.connect("local", 3)
     assert started is not None
     yield started
     ray.shutdown()
@@ -67,7 +69,7 @@ def test_every_rank_answers_and_everything_is_given_back(cluster: object) -> Non
 
 
 def test_a_cluster_is_known_by_its_first_words(cluster: object) -> None:
-    assert not ray_cluster._why_no_cluster(ray.get_runtime_context().gcs_address)
+    assert not ray_gang._why_no_cluster(ray.get_runtime_context().gcs_address)
 
 
 def test_nothing_of_a_private_cluster_listens_beyond_loopback(cluster: object) -> None:
@@ -133,7 +135,7 @@ def test_too_little_room_is_said_at_once(
 ) -> None:
     if device == "cuda" and ray.cluster_resources().get("GPU", 0):
         pytest.skip("this machine has GPUs")
-    monkeypatch.setattr(ray_slots, "_FREE_LIMIT_S", 120.0)  # of what others may give back
+    monkeypatch.setattr(ray_gang, "_FREE_LIMIT_S", 120.0)  # of what others may give back
     started = time.monotonic()
     with pytest.raises(GangError) as caught:
         RayGang(world_size, device)
@@ -163,9 +165,7 @@ def test_metrics_of_a_worker_come_from_its_node(cluster: object) -> None:
     assert wanted <= seen
 
 
-def test_a_server_of_the_cluster_that_is_killed_ends_the_gang(
-    cluster: ray_cluster.PrivateCluster, tmp_path: Path
-) -> None:
+def test_a_server_of_the_cluster_that_is_killed_ends_the_gang(cluster: ray_gang.PrivateCluster, tmp_path: Path) -> None:
     """The last test of this cluster."""
     servers = {name: pid for (pid, _), name in cluster._servers.items()}
     assert set(servers) == {"gcs_server", "raylet"}
@@ -196,6 +196,18 @@ def test_ctrl_c_ends_workers_and_cluster(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in errors
     assert jobs.all_end(pids)
     assert jobs.all_end(session)
+
+
+def test_no_file_is_left_of_a_private_cluster() -> None:
+    # Ray's sockets lie below it, and their paths must be short.
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    code = "from moe_ep.launch.gangs.ray_gang import RayGang; from tests.launch import jobs\n"
+    driver = jobs.start_python(code + "print(RayGang(1, 'cpu').run(jobs.describe, 10))", TMPDIR=str(folder))
+    output, errors = driver.communicate(timeout=240)
+    left = [path for path in folder.rglob("*") if not path.is_dir()]
+    shutil.rmtree(folder)
+    assert "'sum': 10" in output, errors
+    assert left == []
 
 
 def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
@@ -291,21 +303,21 @@ def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     running = {"127.0.0.1:8", "10.0.0.1:6379"}
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: running)
-    assert ray_cluster._found("auto") == "10.0.0.1:6379"
+    assert ray_gang._found("auto") == "10.0.0.1:6379"
     running.add("10.0.0.2:6379")
     with pytest.raises(GangError, match=r"several Ray clusters run on this machine \(10.0.0.1:6379, 10.0.0.2:6379\)"):
-        ray_cluster._found("auto")
+        ray_gang._found("auto")
     with socket.create_server(("127.0.0.1", 0)) as started:
         address = f"127.0.0.1:{started.getsockname()[1]}"
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
         for unset in ("", "auto", "local"):
             monkeypatch.setenv("RAY_ADDRESS", unset)
-            assert ray_cluster._found("auto") == address
+            assert ray_gang._found("auto") == address
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.3:6379")
-    assert ray_cluster._found("auto") == "10.0.0.3:6379" and ray_cluster._found("10.0.0.4:1") == "10.0.0.4:1"
+    assert ray_gang._found("auto") == "10.0.0.3:6379" and ray_gang._found("10.0.0.4:1") == "10.0.0.4:1"
     others = {"http://127.0.0.1:8265": "jobs are submitted", "ray://10.0.0.5:10001": "Ray's client connects"}
     for url, what in others.items():
         monkeypatch.setenv("RAY_ADDRESS", url)
         with pytest.raises(GangError, match=f"RAY_ADDRESS is '{url}', where {what}; submit a job by ray job submit"):
-            ray_cluster._found("auto")
+            ray_gang._found("auto")

@@ -120,3 +120,15 @@ def test_a_driver_joins_a_running_cluster(head: Head) -> None:
     assert done.returncode == 0, done.stderr
     assert "verified: maximum relative error" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("mode", [None, "", "disabled"])
+def test_a_driver_without_the_token_is_told_at_once(head: Head, mode: str | None) -> None:
+    environment = {name: value for name, value in head.environment.items() if name != "RAY_AUTH_MODE"}
+    environment |= {} if mode is None else {"RAY_AUTH_MODE": mode}
+    command = [sys.executable, "-m", "moe_ep.launch", *RUN, "--address", head.address, "--ep-size", "1"]
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=jobs.ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert time.monotonic() - started < 20
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "RAY_AUTH_MODE=token" in done.stderr, done.stderr

@@ -39,9 +39,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray = pytest.importorskip("ray")
-    from moe_ep.launch.gangs import ray_cluster
+    from moe_ep.launch.gangs import ray_gang
 
-    assert ray_cluster.connect(None, 4)
+    assert ray_gang.connect(None, 4)
     yield
     ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""torchrun for real: this process as its agent, ranks that it started, two agents, and a restart."""
+"""Gangs of torchrun: this process as the agent of its node, agents that meet, ranks of torchrun itself and of srun."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,78 @@ def test_workers_end_with_their_agent(tmp_path: Path) -> None:
     assert jobs.all_end(pids)
 
 
+def test_one_node_listens_on_loopback_only(tmp_path: Path) -> None:
+    driver = jobs.start_python(DRIVER, str(tmp_path))
+    pids = jobs.pids_in(tmp_path, 2)
+    try:
+        listening = jobs.listening_addresses([driver.pid, *pids])
+    finally:
+        driver.kill()
+        driver.communicate(timeout=60)
+    assert listening and {address for address, _ in listening} <= {"127.0.0.1"}
+
+
+AGENT = """
+import sys
+from moe_ep.errors import MoeEpError
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
+from tests.launch import jobs
+if __name__ == "__main__":
+    endpoint, num_local, function, *arguments = sys.argv[1:]
+    gang = TorchrunGang(int(num_local), num_nodes=2, rdzv_endpoint=endpoint, started=RankEnv())
+    try:
+        results = gang.run(getattr(jobs, function), *[int(a) if a.isdecimal() else a for a in arguments])
+    except MoeEpError as error:
+        sys.exit(str(error))
+    if gang.is_driver:
+        print([(r["rank"], r["world_size"], r["local_rank"], r["sum"], r["source"]) for r in results])
+"""
+
+
+def start_agents(endpoint: str, *arguments: str, sizes: tuple[int, int] = (2, 2)) -> list[subprocess.Popen[str]]:
+    return [jobs.start_python(AGENT, endpoint, str(size), *arguments) for size in sizes]
+
+
+def endpoint() -> str:
+    return f"127.0.0.1:{free_ports()[0]}"
+
+
+def test_two_agents() -> None:
+    outputs = [agent.communicate(timeout=240) for agent in start_agents(endpoint(), "describe", "10")]
+    found = [(rank, 4, rank % 2, 46, "torchrun") for rank in range(4)]
+    assert sorted(out for out, _ in outputs) == ["", f"{found}\n"], outputs
+
+
+@pytest.mark.parametrize("victim", ["agent", "worker", "interrupted"])
+def test_of_two_agents_each_says_once_who_failed(victim: str, tmp_path: Path) -> None:
+    agents = start_agents(endpoint(), "hang", str(tmp_path))
+    pids = jobs.pids_in(tmp_path, 4)
+    owners = {pid: next(agent for agent in agents if jobs.parent_of_parent(pid) == agent.pid) for pid in pids}
+    last = int((tmp_path / "3").read_text())
+    killed = owners[last]
+    if victim == "interrupted":
+        killed.send_signal(signal.SIGINT)
+    else:
+        os.kill(killed.pid if victim == "agent" else last, signal.SIGKILL)
+    started = time.monotonic()
+    errors = {agent: agent.communicate(timeout=60)[1] for agent in agents}
+    assert time.monotonic() - started < 10
+    assert jobs.all_end(pids)
+    expected = "killed by SIGKILL" if victim == "worker" else "agent" if victim == "agent" else "was ended"
+    for agent, error in errors.items():
+        if agent is not killed or victim == "worker":
+            (line,) = error.splitlines()
+            assert f"on node {os.uname().nodename} failed: " in line and expected in line
+            assert ("rank 3" in line) == (victim == "worker") or "rank 2" in line
+            assert agent.returncode == 1
+
+
+def test_agents_of_unlike_nodes_are_refused() -> None:
+    outputs = [agent.communicate(timeout=60) for agent in start_agents(endpoint(), "describe", "1", sizes=(2, 1))]
+    assert all("--ep-size is" in error for _, error in outputs), outputs
+
+
 SRUN = """
 import json
 from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
@@ -81,19 +154,51 @@ print(json.dumps([gang.is_driver, [[r["rank"], r["sum"], r["source"]] for r in r
 """
 
 
+def srun(port: int, rank: int) -> dict[str, str]:
+    """What srun -n 2 sets; the port is that of this step of job 0."""
+    step = {"SLURM_JOB_ID": "0", "SLURM_STEP_ID": str(port - 10_000), "SLURM_STEP_TASKS_PER_NODE": "2"}
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": os.uname().nodename, **step}
+    return {**shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+
+
 def test_ranks_that_srun_started() -> None:
     (port,) = free_ports()
-    # The port of this step of job 0.
-    step = {"SLURM_JOB_ID": "0", "SLURM_STEP_ID": str(port - 10_000)}
-    shared = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", **step}
-    ranks = [
-        jobs.start_python(SRUN, **shared, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), GLOO_SOCKET_IFNAME="lo")
-        for rank in range(2)
-    ]
+    ranks = [jobs.start_python(SRUN, **srun(port, rank)) for rank in range(2)]
     outputs = [rank.communicate(timeout=240) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert json.loads(outputs[0][0]) == [True, [[0, 21, "slurm"], [1, 21, "slurm"]]]
     assert json.loads(outputs[1][0]) == [False, []]
+
+
+SRUN_HANG = """
+import sys
+from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
+from tests.launch import jobs
+TorchrunGang().run(jobs.hang, sys.argv[1])
+"""
+
+
+def test_ranks_of_srun_on_one_node_listen_on_loopback_only(tmp_path: Path) -> None:
+    (port,) = free_ports()
+    ranks = [jobs.start_python(SRUN_HANG, str(tmp_path), **srun(port, rank)) for rank in range(2)]
+    try:
+        listening = jobs.listening_addresses(jobs.pids_in(tmp_path, 2))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate(timeout=60)
+    assert ("127.0.0.1", port) in listening and {address for address, _ in listening} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_a_named_launcher_is_not_overruled_by_variables(launcher: str, tmp_path: Path) -> None:
+    """Those of a step that has another rank, and of an mpirun of four."""
+    variables = {**srun(20_000, 1), "PMI_SIZE": "4", "MOE_EP_CACHE_DIR": str(tmp_path)}
+    flags = f"--launcher {launcher} --device cpu --ep-size 1 --steps 1 --tokens-per-rank 2 --no-verify".split()
+    command = jobs.start_moe_ep("run", *flags, **variables)
+    output, error = command.communicate(timeout=240)
+    assert command.returncode == 0, error
+    assert f"1 worker, launcher {launcher}" in output
 
 
 def start_torchrun(*arguments: str) -> subprocess.Popen[str]:

@@ -1,0 +1,148 @@
+"""Waits before a gang exists: each says what it waits for, ends at the deadline, and at ctrl-C within 2 s."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from moe_ep.errors import GangError
+from moe_ep.launch.gangs import interrupts, waiting
+from tests.launch import jobs
+from tests.ports import free_ports
+
+LIMIT_S = 8
+Listener = Callable[[], contextlib.AbstractContextManager[int]]
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[int]:
+    yield free_ports()[0]
+
+
+@contextlib.contextmanager
+def http_server() -> Iterator[int]:
+    class Quiet(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def agent(port: int) -> list[str]:
+    return f"--launcher torchrun --nnodes 2 --rdzv-endpoint 127.0.0.1:{port} --ep-size 2".split()
+
+
+def torchrun_rank(port: int) -> dict[str, str]:
+    return {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def slurm_rank(port: int, rank: int) -> dict[str, str]:
+    return {
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "MASTER_PORT": str(port),
+    }
+
+
+def start(kind: str, port: int, limit_s: float = LIMIT_S) -> subprocess.Popen[str]:
+    flags, variables = {
+        "agent": (agent(port), {}),
+        "torchrun": ([], torchrun_rank(port)),
+        "slurm rank 0": ([], slurm_rank(port, 0)),
+        "slurm rank 1": ([], slurm_rank(port, 1)),
+        "ray": (["--address", f"127.0.0.1:{port}"], {}),
+    }[kind]
+    command = ["run", "--device", "cpu", *flags]
+    return jobs.start_moe_ep(*command, **variables, MOE_EP_DISPATCH_TIMEOUT_S=str(limit_s))
+
+
+CASES: list[tuple[str, Listener, str]] = [
+    ("agent", nobody, "nodes to come"),
+    ("agent", silent_server, "the node that listens"),
+    ("torchrun", nobody, "rank 0 to listen"),
+    ("torchrun", silent_server, "rank 0 to listen"),
+    ("torchrun", http_server, "rank 0 to listen"),
+    ("slurm rank 0", nobody, "rank 1 of 2"),
+    ("slurm rank 1", nobody, "rank 0 to listen"),
+    ("ray", silent_server, "answer"),
+]
+
+
+@pytest.mark.parametrize(("kind", "listener", "what"), CASES, ids=[f"{c[0]}-{c[1].__name__}" for c in CASES])
+def test_a_wait_says_what_it_is_for_and_ends_at_the_deadline(kind: str, listener: Listener, what: str) -> None:
+    with listener() as port:
+        started = time.monotonic()
+        command = start(kind, port)
+        _, error = command.communicate(timeout=90)
+    assert command.returncode == 1, error
+    assert time.monotonic() - started < LIMIT_S + 30  # of imports, on a busy machine
+    first, *_, last = error.splitlines()
+    assert first.startswith("moe-ep: waiting for ") and what in first
+    assert last.startswith("moe-ep run: ")
+    assert str(port) in last or "rank 1 of 2" in last
+    assert len(error.splitlines()) == 2, error
+
+
+@pytest.mark.parametrize(("kind", "listener", "what"), CASES, ids=[f"{c[0]}-{c[1].__name__}" for c in CASES])
+def test_a_wait_ends_at_ctrl_c(kind: str, listener: Listener, what: str) -> None:
+    with listener() as port:
+        command = start(kind, port, limit_s=120)
+        assert command.stderr is not None and what in command.stderr.readline()
+        started = time.monotonic()
+        os.killpg(command.pid, signal.SIGINT)
+        command.communicate(timeout=60)
+        assert time.monotonic() - started < 2
+    assert command.returncode == 130
+
+
+def test_a_server_of_something_else_at_the_endpoint_is_said_at_once() -> None:
+    with http_server() as port:
+        command = start("agent", port, limit_s=300)
+        _, error = command.communicate(timeout=60)
+    assert command.returncode == 1
+    assert f"127.0.0.1:{port}" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("limit_s", [0.1, 0.3])
+def test_a_function_that_nothing_interrupts_is_left_behind(limit_s: float) -> None:
+    never = threading.Event()
+    started = time.monotonic()
+    with pytest.raises(GangError, match="somebody"):
+        waiting.call(never.wait, waiting.Wait("somebody", limit_s))
+    assert limit_s <= time.monotonic() - started < limit_s + 1
+    with pytest.raises(KeyboardInterrupt), interrupts.raised_as_interrupt():
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        waiting.call(never.wait, waiting.Wait("somebody", 60))
+    assert waiting.call(lambda: 3, waiting.Wait("somebody", 60)) == 3
+    with pytest.raises(ZeroDivisionError):
+        waiting.call(lambda: 1 // 0, waiting.Wait("somebody", 60))
+    never.set()
