@@ -64,6 +64,7 @@ def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, An
     import torch.distributed as dist
 
     from moe_ep.bench.results import append_line, facts
+    from moe_ep.launch.cli.report import StepReport
     from moe_ep.launch.workers.worker import run_worker
 
     on_gpu = rank_env.device != "cpu"
@@ -78,10 +79,12 @@ def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, An
                 graphs=on_gpu,
                 verify=False,
             )
-            alone = run_worker(rank_env, settings)
+            steps: list[StepReport] = []
+            alone = run_worker(rank_env, settings, steps.append)
+            stage_ms = [step.stage_ms[rank_env.rank] for step in steps]
             decoded = _decode(rank_env, config, folder, tokens)
             by_rank: list[Any] = [None] * rank_env.world_size
-            dist.all_gather_object(by_rank, {"run": alone.stage_ms} | decoded)
+            dist.all_gather_object(by_rank, {"run": stage_ms} | decoded)
             row = {"benchmark": "generate", "ep_size": rank_env.world_size, "tokens": tokens, "room": config.room}
             row |= {"backend": alone.backend, "experts": alone.experts_name, "steps": config.steps}
             row |= {"model": str(config.model) if config.model else f"{config.geometry} {config.format}"}

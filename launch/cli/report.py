@@ -1,20 +1,29 @@
-"""What a run found, of all ranks together, and as JSON lines; `report_lines` is its form on the terminal."""
+"""What a run found, of all ranks together: on the terminal, and as JSON lines."""
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from moe_ep.bench.checkout import checkout_commit
+from moe_ep.files import naming
+from moe_ep.launch.cli.outputs import tell
 from moe_ep.launch.cli.run_config import RunConfig
+from moe_ep.launch.gangs.progress import workers
 
 if TYPE_CHECKING:
     from moe_ep.eplb.placement_file import PlacementFile
 
 STAGES = ("route", "dispatch", "experts", "combine")
+# More ranks than this are shown by their least, mean and most.
+_MOST_COLUMNS = 16
+# A mean rate that is further than this from the median step's is shown beside it.
+_NOTICEABLE = 0.03
 
 
 @dataclass
@@ -22,13 +31,9 @@ class RankReport:
     """One rank's account, of plain values.
 
     Attributes:
-        experts: for each layer, ids of the routed experts that this rank holds at the end.
-        stage_ms: for each step, layer and stage, milliseconds.
-        step_ms: for each step, milliseconds from the barrier before it to the end of its last layer.
-        loads: for each step and layer, the expert assignments that landed on each rank.
-        balancedness: for each step and layer.
-        overall_balancedness: of all steps and layers together.
-        phases: of each step: "" without EPLB, else whether it came before, while or after experts moved.
+        experts: for each layer, ids of the routed experts that this rank holds, at the end of a run that has one.
+        graphs: whether the measured steps are replays of a CUDA graph; why_eager says why not where that was not asked.
+        balancedness: of all steps and layers together.
         eplb: what balancing did, None without it.
         placement: where it left the experts, of rank 0 where it is to be saved.
         choices: (step, layer position, ids int32 `[T, top_k]`) of this rank's tokens, where they are recorded.
@@ -50,12 +55,8 @@ class RankReport:
     tolerance: float
     memory_bytes: int = 0
     experts: list[list[int]] = field(default_factory=list)
-    stage_ms: list[list[dict[str, float]]] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
-    loads: list[list[list[int]]] = field(default_factory=list)
-    balancedness: list[list[float]] = field(default_factory=list)
-    overall_balancedness: float = 1.0
-    phases: list[str] = field(default_factory=list)
+    graphs: bool = False
+    why_eager: str | None = None
     eplb: dict[str, Any] | None = None
     placement: PlacementFile | None = None
     choices: list[tuple[int, int, Any]] = field(default_factory=list)
@@ -68,56 +69,184 @@ class RankReport:
         return first if all(layer == first for layer in others) else None
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """One measured step of all ranks.
+
+    Attributes:
+        phase: "" without EPLB, else whether it came before, while or after experts moved.
+        step_ms: of each rank, milliseconds from the barrier before the step to the end of its last layer.
+        stage_ms: `[rank][layer]`, milliseconds of each stage.
+        loads: `[layer][rank]`, the expert assignments that landed on the rank.
+        balancedness: of each layer.
+    """
+
+    step: int
+    phase: str
+    step_ms: list[float]
+    stage_ms: list[list[dict[str, float]]]
+    loads: list[list[int]]
+    balancedness: list[float]
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` (0 to 1) of them do not exceed; 0 of none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
-class RunReport:
-    """The accounts of all ranks as one.
+class Times:
+    """Times of any number of steps in bounded memory: exact up to a limit, and beyond it in classes of 0.1 %.
 
-    A stage takes as long as its slowest rank: its time in one step and layer is the maximum over ranks, and the median
-    and p99 are over steps and layers of that.
+    Args:
+        exact: how many are kept as they are.
     """
 
-    def __init__(self, config: RunConfig, command: str, ranks: Sequence[RankReport]) -> None:
-        self.config, self.command, self.ranks = config, command, list(ranks)
-        self.layers: list[int] = ranks[0].model["moe_layers"]
-        self.loads = ranks[0].loads
-        self.errors = {layer: error for rank in ranks for layer, error in rank.errors.items()}
-        self.tolerance = ranks[0].tolerance
+    _WIDTH = math.log(1.001)
+
+    def __init__(self, exact: int = 4096) -> None:
+        self.count, self.total, self.most = 0, 0.0, 0.0
+        self._exact = exact
+        self._values: list[float] = []
+        self._classes: Counter[int] = Counter()
+
+    def add(self, ms: float) -> None:
+        self.count, self.total, self.most = self.count + 1, self.total + ms, max(self.most, ms)
+        if self.count <= self._exact:
+            self._values.append(ms)
+            return
+        for value in (*self._values, ms):
+            self._classes[round(math.log(max(value, 1e-6)) / self._WIDTH)] += 1
+        self._values.clear()
+
+    def percentile(self, share: float) -> float:
+        """As `percentile` of all of them."""
+        if not self._classes:
+            return percentile(self._values, share)
+        left = math.ceil(share * self.count)
+        for number, count in sorted(self._classes.items()):
+            left -= count
+            if left <= 0:
+                return min(math.exp(number * self._WIDTH), self.most)
+        return self.most
+
+    def summary(self) -> dict[str, float]:
+        return {"median": self.percentile(0.5), "p99": self.percentile(0.99), "max": self.most}
+
+
+class _Load:
+    """The load of many steps: tokens of each layer and rank, and how balanced they were."""
+
+    def __init__(self) -> None:
+        self.steps, self.step_ms = 0, Times()
+        self._mean, self._most = 0.0, 0.0
+
+    def add(self, step: StepReport) -> None:
+        self.steps += 1
+        self.step_ms.add(max(step.step_ms))
+        for layer in step.loads:
+            self._mean += sum(layer) / len(layer)
+            self._most += max(layer)
+
+    @property
+    def balancedness(self) -> float:
+        """The mean tokens of a rank over the most, both summed over steps and layers."""
+        return self._mean / self._most if self._most else 1.0
+
+    def tokens_per_s(self, num_tokens: int) -> dict[str, float]:
+        """Of the median step, and of all steps together."""
+        median, total = self.step_ms.percentile(0.5), self.step_ms.total
+        return {
+            "tokens_per_s": 1e3 * num_tokens / median if median else 0.0,
+            "mean_tokens_per_s": 1e3 * num_tokens * self.steps / total if total else 0.0,
+        }
+
+
+class RunReport:
+    """The accounts of all ranks as one, of as many steps as have been measured.
+
+    A stage takes as long as its slowest rank: its time in one step and layer is the maximum over ranks, and the median
+    and p99 are over steps and layers of that. Memory does not grow with the steps; their lines for --json are kept in a
+    temporary file, for what is said of the first step's layers is known at the end.
+    """
+
+    def __init__(self, config: RunConfig, command: str) -> None:
+        self.config, self.command = config, command
+        self.ranks: list[RankReport] = []
+        self.is_complete = False
+        self._load, self._phases = _Load(), dict[str, _Load]()
+        self._stage_ms = {stage: Times() for stage in STAGES}
+        self._layer_loads: list[list[int]] = []
+        self._lines: IO[str] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return self._load.steps
+
+    @property
+    def layers(self) -> list[int]:
+        return self.ranks[0].model["moe_layers"]
+
+    @property
+    def errors(self) -> dict[int, float]:
+        return {layer: error for rank in self.ranks for layer, error in rank.errors.items()}
 
     @property
     def verified(self) -> bool:
         """Whether every layer was compared and none is further off than its dtype explains."""
-        return set(self.errors) == set(self.layers) and all(e <= self.tolerance for e in self.errors.values())
+        errors, tolerance = self.errors, self.ranks[0].tolerance
+        return set(errors) == set(self.layers) and all(error <= tolerance for error in errors.values())
 
-    def stage_ms(self, stage: str, step: int, position: int) -> float:
-        """Milliseconds of the slowest rank."""
-        return max(rank.stage_ms[step][position].get(stage, 0.0) for rank in self.ranks)
+    def take(self, item: list[dict[str, Any]] | StepReport) -> None:
+        """What rank 0 hands over: the accounts of all ranks before the first step, and then each step."""
+        if isinstance(item, StepReport):
+            self._add(item)
+        else:
+            self.ranks = [RankReport(**rank) for rank in item]
 
-    def step_ms(self, step: int) -> float:
-        return max(rank.step_ms[step] for rank in self.ranks)
+    def complete(self, ranks: Sequence[RankReport]) -> None:
+        """The run is over; the ranks' accounts as they are at the end."""
+        self.ranks, self.is_complete = list(ranks), True
+
+    def _add(self, step: StepReport) -> None:
+        self._load.add(step)
+        self._phases.setdefault(step.phase, _Load()).add(step)
+        if not self._layer_loads:
+            self._layer_loads = [[0] * len(layer) for layer in step.loads]
+        for sums, layer in zip(self._layer_loads, step.loads, strict=True):
+            sums[:] = [a + b for a, b in zip(sums, layer, strict=True)]
+        for position, layer_ms in enumerate(zip(*step.stage_ms, strict=True)):
+            per_rank = {stage: [rank.get(stage, 0.0) for rank in layer_ms] for stage in STAGES}
+            for stage, times in per_rank.items():
+                self._stage_ms[stage].add(max(times))
+            if self.config.json is not None:
+                line = {
+                    "kind": "layer",
+                    "step": step.step,
+                    "layer": self.layers[position],
+                    "phase": step.phase,
+                    "tokens_per_rank": step.loads[position],
+                    "balancedness": step.balancedness[position],
+                    "ms": {stage: max(times) for stage, times in per_rank.items()},
+                    "ms_per_rank": per_rank,
+                }
+                self._keep(line)
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        if self._lines is None:
+            # It lives as long as the report.
+            self._lines = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        with naming("the folder for temporary files"):
+            self._lines.write(json.dumps(line, allow_nan=False) + "\n")
 
     def mean_loads(self) -> list[list[float]]:
         """Expert assignments that land on each rank in a step, `[L][R]`."""
-        num_steps = len(self.loads)
-        return [
-            [sum(step[i][r] for step in self.loads) / num_steps for r in range(len(self.ranks))]
-            for i in range(len(self.layers))
-        ]
+        return [[load / self.num_steps for load in layer] for layer in self._layer_loads]
 
     def summary(self) -> dict[str, Any]:
         """The last JSON line."""
         first = self.ranks[0]
-        steps = range(len(first.step_ms))
         num_tokens = sum(rank.num_tokens for rank in self.ranks)
-        passes = {
-            stage: [self.stage_ms(stage, step, i) for step in steps for i in range(len(self.layers))]
-            for stage in STAGES
-        }
-        total_s = sum(self.step_ms(step) for step in steps) / 1e3
         worst = max(self.errors.values(), default=None)
         return {
             "kind": "summary",
@@ -138,19 +267,23 @@ class RunReport:
                 for rank in self.ranks
             ],
             "num_tokens_per_rank": [rank.num_tokens for rank in self.ranks],
-            "steps": len(steps),
-            "ms": {
-                stage: {"median": percentile(ms, 0.5), "p99": percentile(ms, 0.99), "max": max(ms)}
-                for stage, ms in passes.items()
+            "steps": self.num_steps,
+            "complete": self.is_complete,
+            "graphs": first.graphs,
+            "why_eager": first.why_eager,
+            "ms": {stage: times.summary() for stage, times in self._stage_ms.items()},
+            "step_ms": self._load.step_ms.summary(),
+            **self._load.tokens_per_s(num_tokens),
+            "balancedness": self._load.balancedness,
+            "eplb": None
+            if first.eplb is None
+            else first.eplb
+            | {
+                "phases": {
+                    phase: {"steps": load.steps, **load.tokens_per_s(num_tokens), "balancedness": load.balancedness}
+                    for phase, load in self._phases.items()
+                }
             },
-            "step_ms": {
-                "median": percentile([self.step_ms(step) for step in steps], 0.5),
-                "p99": percentile([self.step_ms(step) for step in steps], 0.99),
-                "max": max(self.step_ms(step) for step in steps),
-            },
-            "tokens_per_s": num_tokens * len(steps) / total_s,
-            "balancedness": first.overall_balancedness,
-            "eplb": None if first.eplb is None else first.eplb | {"phases": self._phases()},
             "memory_bytes_per_rank": [rank.memory_bytes for rank in self.ranks],
             "load_s": max(rank.load_s for rank in self.ranks),
             "bytes_read_per_rank": [rank.bytes_read for rank in self.ranks],
@@ -158,7 +291,7 @@ class RunReport:
             if worst is None
             else {
                 "max_relative_error": worst if math.isfinite(worst) else None,
-                "tolerance": self.tolerance,
+                "tolerance": first.tolerance,
                 "passed": self.verified,
             },
             "seed": self.config.seed,
@@ -170,49 +303,148 @@ class RunReport:
             "command": self.command,
         }
 
-    def _phases(self) -> dict[str, dict[str, float]]:
-        """Steps, tokens/s and balancedness before, while and after experts moved."""
-        num_tokens, found = sum(rank.num_tokens for rank in self.ranks), {}
-        phases = self.ranks[0].phases
-        for phase in dict.fromkeys(phases):
-            steps = [step for step, its in enumerate(phases) if its == phase]
-            loads = [layer for step in steps for layer in self.loads[step]]
-            busiest = sum(max(layer) for layer in loads)
-            found[phase] = {
-                "steps": len(steps),
-                "tokens_per_s": num_tokens * len(steps) / sum(self.step_ms(step) for step in steps) * 1e3,
-                "balancedness": sum(map(sum, loads)) / len(self.ranks) / busiest if busiest else 1.0,
-            }
-        return found
-
     def json_lines(self) -> Iterator[str]:
-        """One line for each step and layer, then the summary."""
-        for step, layers in enumerate(self.loads):
-            for i, layer in enumerate(self.layers):
-                line = {
-                    "kind": "layer",
-                    "step": step,
-                    "layer": layer,
-                    "phase": self.ranks[0].phases[step],
-                    "tokens_per_rank": layers[i],
-                    "balancedness": self.ranks[0].balancedness[step][i],
-                    "ms": {stage: self.stage_ms(stage, step, i) for stage in STAGES},
-                    "ms_per_rank": {
-                        stage: [rank.stage_ms[step][i].get(stage, 0.0) for rank in self.ranks] for stage in STAGES
-                    },
-                }
-                if step == 0 and layer in self.errors:
-                    error = self.errors[layer]
-                    line["max_relative_error"] = error if math.isfinite(error) else None
-                yield json.dumps(line, allow_nan=False)
-        yield json.dumps(self.summary(), allow_nan=False)
+        """One line for each step and layer, then the summary, with their ends of lines."""
+        if self._lines is not None:
+            errors = self.errors
+            self._lines.seek(0)
+            for position, line in enumerate(self._lines):
+                if position < len(self.layers) and self.layers[position] in errors:
+                    error = errors[self.layers[position]]
+                    told = json.loads(line) | {"max_relative_error": error if math.isfinite(error) else None}
+                    line = json.dumps(told, allow_nan=False) + "\n"
+                yield line
+        yield json.dumps(self.summary(), allow_nan=False) + "\n"
+
+    def tell(self) -> None:
+        """Prints the account, and adds it to --json: each also where the other cannot be written."""
+        tell("\n".join(terminal_lines(self)), self.config.json, self.json_lines)
 
     def verification_line(self) -> str:
         if not self.errors:
-            return "verification: off"
+            return "verification: off" if self.is_complete else "verification: not reached"
         layer, worst = max(self.errors.items(), key=lambda item: item[1])
         verdict = "verified" if self.verified else "NOT verified"
         return (
             f"{verdict}: maximum relative error {worst:.2e} (layer {layer}) against the reference without expert "
-            f"parallelism ({self.ranks[0].dtype} allows {self.tolerance:.0e})"
+            f"parallelism ({self.ranks[0].dtype} allows {self.ranks[0].tolerance:.0e})"
         )
+
+
+def terminal_lines(report: RunReport) -> Iterator[str]:
+    """What the user reads: what ran where, how the load fell, how long it took, and whether it is right."""
+    summary = report.summary()
+    yield from _head(report, summary)
+    yield ""
+    yield from _ranks(report, summary)
+    yield ""
+    yield from _loads(report, summary)
+    yield ""
+    yield from _times(summary)
+    if summary["eplb"] is not None:
+        yield ""
+        yield from _eplb(summary["eplb"])
+    yield ""
+    yield report.verification_line()
+
+
+def _head(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
+    model = summary["model"]
+    yield (
+        f"model   {model['family']}, {len(report.layers)} MoE layers of {model['num_experts']} experts, "
+        f"top-{model['top_k']}, hidden {model['hidden_size']}, intermediate {model['intermediate_size']}, "
+        f"weights {'plain' if model['quantization'] == 'none' else model['quantization']}"
+    )
+    yield f"        {model['path']}"
+    yield (
+        f"gang    {workers(len(report.ranks))}, launcher {report.config.launcher}, on {', '.join(summary['devices'])}"
+    )
+    yield f"layers  backend {summary['backend']}, experts {summary['experts']}, {summary['dtype']}"
+    why = "" if summary["why_eager"] is None else f" ({summary['why_eager']})"
+    yield f"steps   {'replays of a CUDA graph' if summary['graphs'] else f'eager{why}'}"
+
+
+def _ranks(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
+    when = "in every layer" if summary["eplb"] is None else "at the end"
+    rows = [("rank", f"placement: experts {when}", "tokens/step", "memory", "where")]
+    rows += [
+        (
+            str(rank.rank),
+            _held(rank),
+            str(rank.num_tokens),
+            f"{rank.memory_bytes / 2**20:,.0f} MiB",
+            f"{rank.node}, {rank.device}",
+        )
+        for rank in report.ranks
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    for number, experts, tokens, memory, where in rows:
+        yield f"{number:>{widths[0]}}  {experts:<{widths[1]}}  {tokens:>{widths[2]}}  {memory:>{widths[3]}}  {where}"
+    yield f"loaded in {summary['load_s']:.2f} s"
+
+
+def _held(rank: RankReport) -> str:
+    experts = rank.experts_of_all_layers
+    if experts is not None:
+        return f"{ranges(experts)} ({len(experts)})"
+    least, *_, most = sorted(map(len, rank.experts))
+    return f"{least if least == most else f'{least} to {most}'}, others in each layer"
+
+
+def _loads(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
+    means = report.mean_loads()
+    if len(report.ranks) <= _MOST_COLUMNS:
+        names, rows = [f"r{rank.rank}" for rank in report.ranks], means
+    else:
+        names, rows = ["least", "mean", "most"], [[min(row), sum(row) / len(row), max(row)] for row in means]
+    width = max(7, *(len(f"{load:.0f}") + 1 for row in rows for load in row))
+    yield "tokens per rank: what its experts get in a step, a token once for each expert; mean over steps"
+    yield f"{'layer':<6}" + "".join(f"{name:>{width}}" for name in names) + f"{'mean/max':>10}"
+    for layer, loads, row in zip(report.layers, means, rows, strict=True):
+        yield f"{layer:<6}" + "".join(f"{load:>{width}.0f}" for load in row) + f"{_mean_over_max(loads):>10.3f}"
+    yield f"balancedness {summary['balancedness']:.3f} (1 = the same load on every rank)"
+
+
+def _times(summary: dict[str, Any]) -> Iterator[str]:
+    yield f"{'ms, slowest rank':<24}{'median':>10}{'p99':>10}{'max':>10}"
+    for stage, ms in summary["ms"].items():
+        yield f"{stage + ', per layer':<24}{ms['median']:>10.3f}{ms['p99']:>10.3f}{ms['max']:>10.3f}"
+    whole = summary["step_ms"]
+    yield f"{'whole step':<24}{whole['median']:>10.3f}{whole['p99']:>10.3f}{whole['max']:>10.3f}"
+    steps = f"{summary['steps']} step{'s' if summary['steps'] > 1 else ''}"
+    rate, mean = summary["tokens_per_s"], summary["mean_tokens_per_s"]
+    beside = f" ({mean:,.0f} in the mean)" if abs(mean - rate) > _NOTICEABLE * rate else ""
+    yield f"{rate:,.0f} tokens/s{beside} through the MoE layers, all ranks together, in the median of {steps}"
+
+
+def _eplb(eplb: dict[str, Any]) -> Iterator[str]:
+    how = "beside the steps" if eplb["asynchronous"] else "between two steps"
+    yield (
+        f"EPLB: policy {eplb['policy']}, {eplb['num_redundant_experts']} redundant experts, plans made "
+        f"{eplb['plans_made']}, skipped {eplb['plans_skipped']}"
+    )
+    for phase, found in eplb["phases"].items():
+        yield (
+            f"  {phase:<7} balancedness {found['balancedness']:.3f}, {found['tokens_per_s']:,.0f} tokens/s, "
+            f"{found['steps']} steps"
+        )
+    yield (
+        f"  moved {eplb['experts_moved']} experts ({eplb['bytes_moved'] / 2**20:,.1f} MiB) to other ranks {how}, "
+        f"{eplb['layers_changed']} layers changed; plan {eplb['plan_s']:.3f} s, transfer {eplb['transfer_s']:.3f} s, "
+        f"commit {eplb['commit_s']:.3f} s"
+    )
+
+
+def _mean_over_max(loads: Sequence[float]) -> float:
+    return sum(loads) / len(loads) / max(loads) if any(loads) else 1.0
+
+
+def ranges(ids: Sequence[int]) -> str:
+    """Ascending numbers, runs joined: 0-7, 9."""
+    parts: list[list[int]] = []
+    for number in ids:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in parts) or "none"

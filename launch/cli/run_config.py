@@ -11,6 +11,7 @@ from moe_ep.launch.cli.eplb_options import EplbOptions
 from moe_ep.launch.cli.model_options import ModelConfig
 from moe_ep.launch.cli.option_values import host, input_file, new_folder, output_file, port
 from moe_ep.launch.cli.options import at_least, option, whole
+from moe_ep.launch.cli.outputs import ADDS_LINES
 
 
 def _text_file(raw: str) -> Path:
@@ -48,7 +49,12 @@ class RunConfig(ModelConfig, EplbOptions):
             "FILE",
         ),
     )
-    graphs: bool = field(default=False, metadata=option(None, "run the measured steps as a CUDA graph, on GPUs"))
+    graphs: bool | None = field(
+        default=None,
+        metadata=option(
+            None, "run the measured steps as a CUDA graph (default: where the backend and the experts can be captured)"
+        ),
+    )
     verify: bool = field(default=True, metadata=option(None, "compare every layer with the plain reference"))
     seed: int = field(default=0, metadata=option(at_least(0), "seed of the drawn tokens"))
     metrics_port: int | None = field(
@@ -63,7 +69,9 @@ class RunConfig(ModelConfig, EplbOptions):
     )
     json: Path | None = field(
         default=None,
-        metadata=option(output_file, "write JSON lines: one for each layer and step, and a summary", "FILE"),
+        metadata=option(
+            output_file, f"write JSON lines: one for each layer and step, and a summary{ADDS_LINES}", "FILE"
+        ),
     )
 
     def num_tokens(self, rank: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch.cli.inputs import TokenSource
-from moe_ep.launch.cli.report import RankReport
+from moe_ep.launch.cli.report import STAGES, RankReport, StepReport
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.balancing import Balancing
 from moe_ep.launch.workers.routing_source import RoutingSource
@@ -36,20 +36,24 @@ class Passed:
     stages: list[stages.StageRecorder]
 
 
+def why_not_captured(stack: MoEStack, num_tokens: int, device: torch.device) -> str | None:
+    """Why a pass of so many tokens cannot be a CUDA graph; None where it can."""
+    if device.type != "cuda":
+        return f"the workers run on {device}, and CUDA graphs need GPUs"
+    layer = stack.layers()[0].moe
+    for part in (layer.prepare_finalize, layer.modular_kernel.fused_experts):
+        if not part.supports_cuda_graph():
+            return f"{type(part).__name__} cannot be captured in a CUDA graph"
+    most = layer.prepare_finalize.max_num_tokens_per_rank()
+    if most is not None and num_tokens > most:
+        return f"{num_tokens} tokens take several passes of {type(layer.prepare_finalize).__name__}, of {most} each"
+    return None
+
+
 class CapturedPass:
     """A pass through a stack as a CUDA graph, which has run outside a capture before."""
 
     def __init__(self, stack: MoEStack, x: torch.Tensor, logits: Sequence[torch.Tensor] | None) -> None:
-        if not x.is_cuda:
-            raise ConfigError(
-                f"--graphs was given and the workers run on {x.device}; CUDA graphs need GPUs, leave it out"
-            )
-        for part in (stack.layers()[0].moe.prepare_finalize, stack.layers()[0].moe.modular_kernel.fused_experts):
-            if not part.supports_cuda_graph():
-                raise ConfigError(
-                    f"--graphs was given and {type(part).__name__} cannot be captured in a CUDA graph; leave it out, "
-                    f"or choose another --backend or --tokens-per-rank"
-                )
         self._x, self._logits = x.clone(), None if logits is None else [tensor.clone() for tensor in logits]
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(x.device)
@@ -90,6 +94,7 @@ class MeasuredSteps:
 
     Args:
         balancing: is told of every step's end; None without EPLB.
+        on_step: is given the account of each step, of all ranks, on every rank.
         keep_choices: keep in the report what the tokens chose.
     """
 
@@ -103,11 +108,13 @@ class MeasuredSteps:
         rank_env: RankEnv,
         *,
         dtype: torch.dtype,
+        on_step: Callable[[StepReport], None],
         keep_choices: bool,
     ) -> None:
         self._stack, self._source, self._routing, self._balancing = stack, source, routing, balancing
         self._report, self._rank_env, self._dtype, self._keep_choices = report, rank_env, dtype, keep_choices
         self._device = torch.device(rank_env.device)
+        self._on_step = on_step
         self._captured: CapturedPass | None = None
 
     def inputs(self, step: int) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
@@ -124,13 +131,30 @@ class MeasuredSteps:
         if self._balancing is not None:
             self._balancing.manager.profile_step()
 
-    def capture(self) -> None:
-        """Measured passes are replays of a CUDA graph from here on; after `warm_up`.
+    def capture(self, asked: bool | None) -> None:
+        """Measured passes are replays of a CUDA graph from here on, if that is possible on every rank; after `warm_up`.
+
+        Args:
+            asked: True where nothing else will do, False for eager passes, None for what is possible.
 
         Raises:
-            ConfigError: a backend, or experts, that cannot be captured.
+            ConfigError: a backend, or experts, that cannot be captured, and `asked`.
         """
-        self._captured = CapturedPass(self._stack, *self.inputs(0))
+        if asked is False:
+            return
+        x, logits = self.inputs(0)
+        why = why_not_captured(self._stack, len(x), self._device)
+        if why is not None and asked:
+            raise ConfigError(
+                f"--graphs was given and {why}; leave it out, or choose another --backend or --tokens-per-rank"
+            )
+        possible = torch.tensor([why is None], dtype=torch.int32)
+        dist.all_reduce(possible, dist.ReduceOp.MIN)
+        if possible:
+            self._captured = CapturedPass(self._stack, x, logits)
+        self._report.graphs = bool(possible)
+        if not possible:
+            self._report.why_eager = why or "another rank cannot be captured"
 
     def close(self) -> None:
         """Gives the graph up, where there is one."""
@@ -147,24 +171,30 @@ class MeasuredSteps:
         counts = None if self._balancing is None else self._balancing.end_step()
         if x.is_cuda:
             torch.cuda.synchronize(self._device)
-        report = self._report
-        report.step_ms.append((time.perf_counter() - started) * 1e3)
+        step_ms = (time.perf_counter() - started) * 1e3
         for block in self._stack.layers():
             block.moe.check()
-        report.phases.append(phase)
-        report.stage_ms.append(
-            [{name: sum(spans) for name, spans in recorder.durations_ms().items()} for recorder in passed.stages]
-        )
+        stage_ms = [{name: sum(spans) for name, spans in recorder.durations_ms().items()} for recorder in passed.stages]
         if counts is None or self._keep_choices:
             choices = self._choices(passed.inputs, logits)
             if self._keep_choices:
-                report.choices += [(step, layer, ids.numpy().astype(np.int32)) for layer, ids in enumerate(choices)]
+                kept = [(step, layer, ids.numpy().astype(np.int32)) for layer, ids in enumerate(choices)]
+                self._report.choices += kept
             if counts is None:
                 counts = torch.stack([self._load_per_rank(ids) for ids in choices])
         loads = counts.cpu()
         dist.all_reduce(loads)
-        report.loads.append(loads.tolist())
-        report.balancedness.append([balancedness(layer[None]) for layer in loads])
+        times = _of_all_ranks(step_ms, stage_ms)
+        self._on_step(
+            StepReport(
+                step=step,
+                phase=phase,
+                step_ms=[ms for ms, _ in times],
+                stage_ms=[stages for _, stages in times],
+                loads=loads.tolist(),
+                balancedness=[balancedness(layer[None]) for layer in loads],
+            )
+        )
 
     def _choices(self, inputs: list[torch.Tensor], logits: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """What this rank's tokens chose in each layer, `[T, top_k]` on the host."""
@@ -183,3 +213,15 @@ class MeasuredSteps:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         dist.barrier()
+
+
+def _of_all_ranks(step_ms: float, stage_ms: list[dict[str, float]]) -> list[tuple[float, list[dict[str, float]]]]:
+    """Every rank's times of a step, in rank order."""
+    mine = [step_ms, *(layer.get(stage, 0.0) for layer in stage_ms for stage in STAGES)]
+    mine_ms = torch.tensor(mine, dtype=torch.float64)
+    gathered = [torch.empty_like(mine_ms) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine_ms)
+    return [
+        (float(times[0]), [dict(zip(STAGES, layer, strict=True)) for layer in times[1:].view(-1, len(STAGES)).tolist()])
+        for times in gathered
+    ]

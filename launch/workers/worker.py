@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,13 @@ from moe_ep.bench.results import peak_memory
 from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
-from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.eplb.trace import model_name
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch.cli.facts import backend_name, device_name, experts_name, versions
 from moe_ep.launch.cli.inputs import TokenSource
 from moe_ep.launch.cli.model_options import torch_dtype
-from moe_ep.launch.cli.report import RankReport
+from moe_ep.launch.cli.report import RankReport, StepReport
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.gang import ignore
@@ -40,8 +42,13 @@ from moe_ep.stack import MoEBlock, MoEStack
 _WARM_UP_STEPS = {"cpu": 1, "cuda": 3}
 
 
-def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
+def run_worker(
+    rank_env: RankEnv, config: RunConfig, on_step: Callable[[StepReport], None] = progress.hand_over
+) -> RankReport:
     """The main job on one rank, in its process group.
+
+    Args:
+        on_step: is given the account of each measured step, of all ranks; by default it goes to the driver.
 
     Raises:
         CheckpointError: the checkpoint does not hold what it says.
@@ -54,6 +61,7 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
         started = time.perf_counter()
         stack = _load(config, rank_env, reader, spec, dtype, device)
         report = _new_report(config, rank_env, reader, spec, stack, dtype, time.perf_counter() - started)
+        report.experts = _experts_held(stack, rank_env)
         source = TokenSource(config, reader, spec, rank_env.rank, rank_env.world_size)
         routing = RoutingSource(config, spec, report.model["name"], rank_env.world_size)
         with observing(
@@ -69,18 +77,17 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
                 report,
                 rank_env,
                 dtype=dtype,
+                on_step=on_step,
                 keep_choices=config.record_routing is not None,
             )
             with closing(steps):
-                _drive(config, steps, balancing, monitor, device)
+                _drive(config, steps, balancing, monitor, device, report)
             if balancing is not None:
                 report.eplb = balancing.close()
                 if config.save_placement is not None and rank_env.rank == 0:
                     report.placement = balancing.placement()
         report.experts = _experts_held(stack, rank_env)
         report.memory_bytes = peak_memory(device)
-        loads = torch.tensor(report.loads, dtype=torch.float64)
-        report.overall_balancedness = balancedness(loads.flatten(0, 1))
         progress.report("steps", config.steps, config.steps)
         if config.verify:
             _verify(stack, *steps.inputs(0), routing, report, reader, spec, rank_env)
@@ -93,14 +100,16 @@ def _drive(
     balancing: Balancing | None,
     monitor: LayerMonitor | None,
     device: torch.device,
+    report: RankReport,
 ) -> None:
     """The warm-up and all measured steps, which alone the monitor is told of."""
     for step in range(-_WARM_UP_STEPS[device.type], 0):
         steps.warm_up(max(step + config.steps, 0))
     if monitor is not None:
         monitor.start()
-    if config.graphs:
-        steps.capture()
+    steps.capture(False if config.trace is not None else config.graphs)
+    # For what is shown of a run that does not get to its end.
+    progress.hand_over(_of_all_ranks(report))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     phases = repeat("", config.steps) if balancing is None else balancing.phases()
@@ -108,7 +117,7 @@ def _drive(
         progress.report("steps", min(step, config.steps), config.steps)
         steps.run(step, phase)
         if monitor is not None:
-            monitor.end_step(replayed=config.graphs)
+            monitor.end_step(replayed=report.graphs)
 
 
 def _model(config: RunConfig) -> Path:
@@ -186,6 +195,20 @@ def _verify(
         computed = torch.cat([output for _, output in gathered])
         report.errors[layer] = verify.max_relative_error(computed, torch.cat(outputs).cpu())
     progress.report("verifying layers", len(mine), len(mine))
+
+
+def _of_all_ranks(report: RankReport) -> list[dict[str, Any]]:
+    """The accounts of all ranks before the first step, of plain values, in rank order."""
+    text = bytearray(json.dumps(asdict(report)).encode())
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(text)]))
+    longest = int(max(sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    texts = (bytes(found[: int(size)].tolist()) for found, size in zip(gathered, sizes, strict=True))
+    return [json.loads(found) for found in texts]
 
 
 def _experts_held(stack: MoEStack, rank_env: RankEnv) -> list[list[int]]:

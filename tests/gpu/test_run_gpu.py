@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ep.checkpoint.demo import make_demo_checkpoint
-from moe_ep.launch.cli.report import RankReport
+from moe_ep.launch.cli.report import RankReport, StepReport
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.worker import run_worker
@@ -21,7 +21,7 @@ WORLD_SIZES = [
 STEPS, TOKENS = 3, 16
 
 
-def ran(rank: int, world_size: int, folder: str, graphs: bool) -> RankReport:
+def ran(rank: int, world_size: int, folder: str, graphs: bool | None) -> tuple[RankReport, list[StepReport]]:
     place = RankEnv(
         rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, device=f"cuda:{rank}"
     )
@@ -34,7 +34,8 @@ def ran(rank: int, world_size: int, folder: str, graphs: bool) -> RankReport:
         verify=False,
         record_routing=Path(folder) / "routing.npz",
     )
-    return run_worker(place, settings)
+    steps: list[StepReport] = []
+    return run_worker(place, settings, steps.append), steps
 
 
 def choices(report: RankReport) -> torch.Tensor:
@@ -47,15 +48,16 @@ def choices(report: RankReport) -> torch.Tensor:
 def test_replayed_steps_are_eager_ones(world_size: int, tmp_path: Path) -> None:
     folder = str(make_demo_checkpoint(tmp_path / "demo", progress=False))
     pool = ranks(world_size, "nccl")
-    eager, replayed = (pool.run(ran, folder, graphs) for graphs in (False, True))
-    for plain, graphed in zip(eager, replayed, strict=True):
+    eager, replayed = (pool.run(ran, folder, graphs) for graphs in (False, None))
+    for (plain, _), (graphed, steps) in zip(eager, replayed, strict=True):
+        assert (plain.graphs, graphed.graphs) == (False, True), graphed.why_eager
         expected, found = choices(plain), choices(graphed)
         # The first layer's tokens are the input itself; what later layers choose depends on what those before put out.
         assert torch.equal(found[:, 0], expected[:, 0]) and not torch.equal(found[0], found[1])
         assert (found != expected).float().mean() <= 0.02
         assert all(
             layer[stage] > 0
-            for step in graphed.stage_ms
-            for layer in step
+            for step in steps
+            for layer in step.stage_ms[graphed.rank]
             for stage in ("route", "dispatch", "experts", "combine")
         )

@@ -107,6 +107,16 @@ def alive(pid: int) -> bool:
         return False
 
 
+def workers_of(driver: int) -> list[int]:
+    """The local workers of a driver, in rank order: processes that the server below it forked."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, IndexError):
+            if entry.name.isdecimal() and parent_of_parent(int(entry.name)) == driver:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
 def parent_of_parent(pid: int) -> int:
     """A local worker's driver: the server that forked the worker is its child."""
     for _ in range(2):

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import tracemalloc
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moe_ep.eplb.placement_file import PlacementFile
-from moe_ep.launch.cli.commands import run
-from moe_ep.launch.cli.report import RankReport, RunReport, percentile
-from moe_ep.launch.cli.report_lines import terminal_lines
+from moe_ep.launch.cli.main import main
+from moe_ep.launch.cli.report import RankReport, RunReport, StepReport, Times, percentile, terminal_lines
 from moe_ep.launch.cli.run_config import RunConfig, read_texts
+from tests.checkpoint.checkpoints import make_checkpoint
 
 
 def account(rank: int, errors: dict[int, float], **changes: Any) -> RankReport:
-    """Of one of two ranks with two layers and two steps; rank 1 is the slower one."""
-    stage = {name: float(i + 1 + 10 * rank) for i, name in enumerate(("route", "dispatch", "experts", "combine"))}
+    """Of one of two ranks with two layers."""
     values: dict[str, Any] = {
         "rank": rank,
         "node": "n",
@@ -45,19 +44,35 @@ def account(rank: int, errors: dict[int, float], **changes: Any) -> RankReport:
         "dtype": "float32",
         "tolerance": 1e-4,
         "memory_bytes": 2**20,
-        "stage_ms": [[stage, stage], [stage, {name: 2 * ms for name, ms in stage.items()}]],
-        "step_ms": [100.0, 200.0 + rank],
-        "loads": [[[30, 30], [60, 0]]] * 2,
-        "balancedness": [[1.0, 0.5]] * 2,
-        "overall_balancedness": 0.667,
-        "phases": ["", ""],
         "errors": errors,
     }
     return RankReport(**(values | changes))
 
 
-def report(errors_0: dict[int, float], errors_1: dict[int, float]) -> RunReport:
-    return RunReport(RunConfig(launcher="local"), "moe-ep run", [account(0, errors_0), account(1, errors_1)])
+def steps(loads: list[list[int]]) -> list[StepReport]:
+    """Two steps of two ranks, the second of which is the slower one."""
+    found = []
+    for step in range(2):
+        stage_ms = []
+        for rank in range(2):
+            names = ("route", "dispatch", "experts", "combine")
+            stage = {name: float(i + 1 + 10 * rank) for i, name in enumerate(names)}
+            stage_ms.append([stage, {name: (1 + step) * ms for name, ms in stage.items()}])
+        step_ms = [[100.0, 100.0], [200.0, 201.0]][step]
+        found.append(StepReport(step, "", step_ms, stage_ms, loads, [1.0, 0.5]))
+    return found
+
+
+def report(
+    errors_0: dict[int, float], errors_1: dict[int, float], loads: Any = ((30, 30), (60, 0)), json: Path | None = None
+) -> RunReport:
+    made = RunReport(RunConfig(launcher="local", json=json or Path("unused")), "moe-ep run")
+    ranks = [account(0, errors_0), account(1, errors_1)]
+    made.take([asdict(rank) for rank in ranks])
+    for step in steps([list(layer) for layer in loads]):
+        made.take(step)
+    made.complete(ranks)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -72,7 +87,8 @@ def test_times_are_those_of_the_slowest_rank() -> None:
     summary = report({1: 1e-6}, {3: 2e-6}).summary()
     assert summary["ms"]["dispatch"] == {"median": 12.0, "p99": 24.0, "max": 24.0}
     assert summary["step_ms"] == {"median": 100.0, "p99": 201.0, "max": 201.0}
-    assert summary["tokens_per_s"] == pytest.approx(30 * 2 / 0.301)
+    assert summary["tokens_per_s"] == pytest.approx(30 / 0.1)
+    assert summary["mean_tokens_per_s"] == pytest.approx(30 * 2 / 0.301)
     assert summary["verify"] == {"max_relative_error": 2e-6, "tolerance": 1e-4, "passed": True}
 
 
@@ -126,26 +142,48 @@ def test_experts_that_differ_by_layer() -> None:
 
 
 def test_the_load_of_many_ranks_is_its_least_mean_and_most() -> None:
-    loads = [[list(range(40))] * 2] * 2
-    ranks = [account(rank % 2, {1: 1e-6, 3: 1e-6}, loads=loads) for rank in range(40)]
-    rows = [line.split() for line in terminal_lines(RunReport(RunConfig(launcher="local"), "moe-ep run", ranks))]
+    made = RunReport(RunConfig(launcher="local"), "moe-ep run")
+    made.complete([account(rank % 2, {1: 1e-6, 3: 1e-6}) for rank in range(40)])
+    stages = [[{"route": 1.0}] * 2] * 40
+    made.take(StepReport(0, "", [1.0] * 40, stages, [list(range(40))] * 2, [0.5, 0.5]))
+    rows = [line.split() for line in terminal_lines(made)]
     assert ["layer", "least", "mean", "most", "mean/max"] in rows
     assert ["3", "0", "20", "39", "0.500"] in rows
 
 
 def test_loads_of_any_size_have_columns_of_their_own() -> None:
-    loads = [[[0, 0], [12345678, 12345678]]] * 2
-    ranks = [account(rank, {1: 1e-6, 3: 1e-6}, loads=loads) for rank in range(2)]
-    rows = [line.split() for line in terminal_lines(RunReport(RunConfig(launcher="local"), "moe-ep run", ranks))]
+    made = report({1: 1e-6}, {3: 1e-6}, loads=((0, 0), (12345678, 12345678)))
+    rows = [line.split() for line in terminal_lines(made)]
     assert ["1", "0", "0", "1.000"] in rows and ["3", "12345678", "12345678", "1.000"] in rows
 
 
-def test_a_failed_verification_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    from moe_ep.launch.cli.commands.run import _tell
+def test_times_beyond_what_is_kept_are_as_exact_as_their_classes() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.lognormal(0, 2, 5000).tolist()
+    few, many = Times(exact=5000), Times(exact=10)
+    for value in values:
+        few.add(value)
+        many.add(value)
+    for share in (0.01, 0.5, 0.99, 1.0):
+        assert few.percentile(share) == percentile(values, share)
+        assert many.percentile(share) == pytest.approx(percentile(values, share), rel=1e-3)
+    assert few.summary()["max"] == many.summary()["max"] == max(values)
+    assert (few.count, few.total) == (many.count, many.total)
 
-    assert _tell(RunConfig(), report({1: 1e-6}, {3: 2e-2})) == 1
-    assert capsys.readouterr().err.startswith("moe-ep run: NOT verified: maximum relative error 2.00e-02")
-    assert _tell(RunConfig(verify=False), report({}, {})) == 0
+
+def test_the_memory_of_a_report_does_not_grow_with_its_steps() -> None:
+    made = RunReport(RunConfig(launcher="local"), "moe-ep run")
+    made.complete([account(0, {}), account(1, {})])
+    tracemalloc.start()
+    sizes = []
+    for _ in range(3):
+        for _ in range(3000):
+            for step in steps([[30, 30], [60, 0]]):
+                made.take(step)
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert made.num_steps == 18000
+    assert sizes[2] - sizes[1] < 50_000
 
 
 def test_texts_of_json_take_turns_by_branch(tmp_path: Any) -> None:
@@ -163,38 +201,39 @@ def test_results_are_kept_where_nobody_reads_them(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("builtins.print", nobody_reads)
     file = tmp_path / "out.jsonl"
     with pytest.raises(BrokenPipeError):
-        run._tell(RunConfig(launcher="local", json=file), report({1: 0.0}, {3: 0.0}))
+        report({1: 0.0}, {3: 0.0}, json=file).tell()
     assert json.loads(file.read_text().splitlines()[-1])["kind"] == "summary"
 
 
-class Gang:
-    """One that has run."""
-
-    is_driver = True
-
-    def __init__(self, *accounts: RankReport) -> None:
-        self.accounts = accounts
-
-    def run(self, *work: Any) -> list[RankReport]:
-        return list(self.accounts)
-
-    def close(self) -> None:
-        pass
+def test_a_second_run_is_added_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    for _ in range(2):
+        report({1: 0.0}, {3: 0.0}, json=file).tell()
+    kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
+    assert kinds == [*["layer"] * 4, "summary"] * 2
 
 
 @pytest.mark.parametrize("full", ["json", "save_placement", "record_routing"])
 def test_what_can_be_written_is_where_a_disk_is_full(
-    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    full: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    make_checkpoint(tmp_path / "model")
     files = {name: tmp_path / name for name in ("json", "save_placement", "record_routing")} | {full: Path("/dev/full")}
-    placement = PlacementFile(model="0", ep_size=2, num_experts=2, physical_to_logical=np.array([[0, 1]]))
-    ranks = [account(0, {1: 0.0}, placement=placement), account(1, {3: 0.0})]
-    for rank in ranks:
-        rank.model["name"], rank.choices = "qwen3_moe 0", [(0, 0, np.zeros((4, 2), np.int32))]
-    config = RunConfig(launcher="local", eplb=True, **files)
-    monkeypatch.setattr(run, "from_args", lambda *_: config)
-    monkeypatch.setattr(run, "start_gang", lambda *_: (config, Gang(*ranks)))
-    with pytest.raises(OSError, match="'/dev/full'"):
-        run.main(argparse.Namespace(shown="moe-ep run"))
-    assert "verified" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files.keys() - {full})
+    flags = [text for name, path in files.items() for text in (f"--{name.replace('_', '-')}", str(path))]
+    shape = [
+        "--launcher",
+        "local",
+        "--device",
+        "cpu",
+        "--ep-size",
+        "1",
+        "--steps",
+        "2",
+        "--tokens-per-rank",
+        "4",
+        "--eplb",
+    ]
+    assert main(["run", "--model", str(tmp_path / "model"), *shape, *flags]) == 1
+    output = capsys.readouterr()
+    assert "verified" in output.out and "'/dev/full'" in output.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"model"} | files.keys() - {full})

@@ -251,3 +251,26 @@ def test_on_gpus(launcher: str, world_size: int, tmp_path: Path, capsys: pytest.
     assert summary["dtype"] == "bfloat16"
     assert summary["verify"]["passed"] is True
     assert sorted(place["device"] for place in summary["placement"]) == [f"cuda:{i}" for i in range(world_size)]
+
+
+@pytest.mark.parametrize("how", ["ctrl-C", "a worker that is killed"])
+def test_what_was_measured_before_the_end_is_shown_and_written(how: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    file = tmp_path / "out.jsonl"
+    flags = ["--device", "cpu", "--launcher", "local", "--ep-size", "2", "--steps", "1000000", "--tokens-per-rank", "4"]
+    command = jobs.start_moe_ep("run", "--model", str(tmp_path / "model"), *flags, "--json", str(file))
+    deadline = time.monotonic() + 120
+    while len(workers := jobs.workers_of(command.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(5)  # it measures for as long as it is let
+    if how == "ctrl-C":
+        os.killpg(command.pid, signal.SIGINT)
+    else:
+        os.kill(workers[1], signal.SIGKILL)
+    output, error = command.communicate(timeout=60)
+    assert command.returncode == (130 if how == "ctrl-C" else 1)
+    assert "balancedness" in output and "verification: not reached" in output, error
+    assert error.splitlines()[-1].startswith("moe-ep run: ")
+    *layers, summary = [json.loads(line) for line in file.read_text().splitlines()]
+    assert summary["complete"] is False and summary["steps"] > 0
+    assert len(layers) == summary["steps"] * len(summary["model"]["moe_layers"])

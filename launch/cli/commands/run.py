@@ -10,9 +10,7 @@ import sys
 from moe_ep.errors import missing_extra
 from moe_ep.launch.cli.option_values import check_apart, check_backends
 from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args
-from moe_ep.launch.cli.outputs import tell
 from moe_ep.launch.cli.report import RankReport, RunReport
-from moe_ep.launch.cli.report_lines import terminal_lines
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs.gang import set_up_logging
 from moe_ep.launch.gangs.gang_choice import start_gang
@@ -41,17 +39,25 @@ def main(args: argparse.Namespace) -> int:
     _check_together(config)
     config.check_eplb()
     config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
+    report = RunReport(config, args.shown)
     try:
         if config.model is None:
             from moe_ep.checkpoint.demo import demo_checkpoint
 
             # Here for its progress bar; workers of other nodes make their own.
             demo_checkpoint()
-        results = gang.run(_work, config)
+        results = gang.run(_work, config, on_item=report.take)
+    except BaseException:
+        gang.close()
+        if report.num_steps:
+            report.tell()
+            print(f"ended after {report.num_steps} measured steps; this is what they gave", file=sys.stderr)
+        raise
     finally:
         gang.close()
     if not gang.is_driver:
         return 0
+    report.complete(results)
     with contextlib.ExitStack() as files:  # each is written also where another fails
         if config.save_placement is not None and results[0].placement is not None:
             files.callback(results[0].placement.save, config.save_placement)
@@ -59,7 +65,11 @@ def main(args: argparse.Namespace) -> int:
             from moe_ep.launch.workers.routing_source import save_routing
 
             files.callback(save_routing, config.record_routing, results)
-        return _tell(config, RunReport(config, args.shown, results))
+        report.tell()
+    if config.verify and not report.verified:
+        print(f"moe-ep run: {report.verification_line()}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _work(rank_env: RankEnv, config: RunConfig) -> RankReport:
@@ -113,11 +123,3 @@ def _check_together(config: RunConfig) -> None:
     recorded = (config.routing or "").removeprefix("recorded:")
     check_apart(results | {"--save-placement": config.save_placement}, {"--text": config.text, "--routing": recorded})
     check_apart(results, {"--load-placement": config.load_placement})  # a placement may take the place of an older one
-
-
-def _tell(config: RunConfig, report: RunReport) -> int:
-    tell("\n".join(terminal_lines(report)), config.json, lambda: (f"{line}\n" for line in report.json_lines()))
-    if config.verify and not report.verified:
-        print(f"moe-ep run: {report.verification_line()}", file=sys.stderr)
-        return 1
-    return 0
