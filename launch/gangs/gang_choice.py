@@ -13,7 +13,7 @@ from moe_ep.launch.gangs.gang import Gang, num_local_gpus
 from moe_ep.launch.gangs.rank_env import RankEnv, is_torchrun_rank, resolve_rank_env, slurm_rank_env
 from moe_ep.launch.gangs.ray_gang import joined_address
 
-LAUNCHERS = ("ray", "torchrun", "slurm", "local")
+LAUNCHERS = ("ray", "torchrun", "local", "slurm")
 DEFAULT_WORKERS = 4
 
 
@@ -27,7 +27,7 @@ class GangConfig:
         default=None,
         metadata=option(
             one_of(*LAUNCHERS),
-            "ray, torchrun, slurm or local (default: torchrun or slurm in a process that torchrun or srun started as "
+            "ray, torchrun, local or slurm (default: torchrun or slurm in a process that torchrun or srun started as "
             "one of several, or else ray)",
         ),
     )
