@@ -18,7 +18,7 @@ struct Params {
 };
 
 constexpr int kSenders = kWarps / 2;  // of a block
-constexpr int kRowsPerTurn = 64;         // rows that go to one rank before the next
+constexpr int kRowsPerTurn = 64;      // rows that go to one rank before the next
 // A token is added up by one warp per part of so many vectors, so that the last tokens take little time.
 constexpr int kPartVectors = 128;
 constexpr int kParts = (kVectors + kPartVectors - 1) / kPartVectors;
