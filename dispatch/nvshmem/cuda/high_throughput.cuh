@@ -30,8 +30,6 @@
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kLinesOfCounts = 4;
-constexpr int kVectors = HIDDEN / kColumns;
-constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr int kResultBytes = 2 * HIDDEN;
 constexpr bool kConvertsRows = FP8 || DEVICE_API;  // they do not stay where they arrive
 constexpr int kColumnBytes = FP8 ? HIDDEN : kResultBytes;
@@ -45,7 +43,6 @@ __device__ constexpr int at_once(int most) {
   const int of_lane = (kVectors + 31) / 32, rounds = (of_lane + most - 1) / most;
   return (of_lane + rounds - 1) / rounds;
 }
-constexpr u32 kAllLanes = 0xffffffffu;
 constexpr u32 kPauseNs = 100;  // between two polls of shared memory
 enum { ROWS_TAKEN, TOKENS_TAKEN };
 

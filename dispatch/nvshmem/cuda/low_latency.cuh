@@ -32,8 +32,6 @@
 constexpr int kThreads = 256;  // per group; a block has two, Senders and Receivers
 constexpr int kWarps = kThreads / 32;
 constexpr int kRowParts = 2;  // parts of a row with flags
-constexpr int kVectors = HIDDEN / kColumns;
-constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr int kRowBytes = FP8 ? (HIDDEN + 4 * kGroups + 15) / 16 * 16 : 2 * HIDDEN;
 // Packets that a warp moves at a time; rows are padded to a multiple.
 constexpr int kWarpPackets = 32 / kPacketThreads, kGroupPackets = kThreads / kPacketThreads;
@@ -46,7 +44,6 @@ constexpr int kLocalsOfLine = 4, kWeightsOfLine = 2;
 constexpr int kLocalLines = (TOPK + kLocalsOfLine - 1) / kLocalsOfLine;
 constexpr int kMetaLines = kLocalLines + (TOPK + kWeightsOfLine - 1) / kWeightsOfLine;
 constexpr u32 kNotHere = 0xffff;
-constexpr u32 kAllLanes = 0xffffffffu;
 enum { SEND = 1, RECEIVE = 2 };
 
 using Senders = Group<1, kThreads>;

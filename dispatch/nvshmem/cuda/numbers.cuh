@@ -4,8 +4,11 @@
 
 #include "protocol.cuh"
 
-constexpr int kColumns = 8;        // of a vector
-constexpr int kScaleVectors = 16;  // vectors that share a scale: 128 columns
+constexpr int kColumns = 8;                  // of a vector
+constexpr int kScaleVectors = 16;            // vectors that share a scale: 128 columns
+constexpr int kVectors = HIDDEN / kColumns;  // of a row
+constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
+constexpr u32 kAllLanes = 0xffffffffu;
 constexpr float kLargestCode = 448.0f;
 constexpr float kTinyScale = 1.17549435e-38f;
 constexpr float kSmall = 8.2718061255302767e-25f;  // 2^-80
@@ -163,7 +166,7 @@ DEVICE Codes quantize(Vec v, float& scale, u32& largest) {
   u32 pair = larger(larger(v.x & kMagnitudes, v.y & kMagnitudes), larger(v.z & kMagnitudes, v.w & kMagnitudes));
 #pragma unroll
   for (int step = kScaleVectors / 2; step > 0; step /= 2) {
-    pair = larger(pair, __shfl_xor_sync(0xffffffffu, pair, step));
+    pair = larger(pair, __shfl_xor_sync(kAllLanes, pair, step));
   }
   largest = larger(pair, pair >> 16) & kMagnitude;
   scale = scale_of(largest);

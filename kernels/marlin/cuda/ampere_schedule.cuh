@@ -20,7 +20,7 @@ DEVICE TokenTiles make_token_tiles(const ExpertsParams& p, int* memory, int tile
   if (lane < 32) {
     int before[2] = {0, 0};
     for (int base = 0; base < p.num_experts; base += 32) {
-      int e = base + lane, rows = e < p.num_experts ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
+      int e = base + lane, rows = e < p.num_experts ? rows_of(p, e) : 0;
       int own[2] = {rows, (rows + tile_tokens - 1) / tile_tokens};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -37,16 +37,7 @@ DEVICE TokenTiles make_token_tiles(const ExpertsParams& p, int* memory, int tile
 
 // The expert that tile `i` belongs to if each tile of tokens counts as `per_tile` tiles.
 DEVICE int expert_of(const TokenTiles& tiles, int i, int per_tile) {
-  int low = 0, high = tiles.num_experts;  // tile_start[low] * per_tile <= i < tile_start[high] * per_tile
-  while (high - low > 1) {
-    int middle = (low + high) / 2;
-    if (tiles.tile_start[middle] * per_tile <= i) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  return find_expert(tiles.tile_start, tiles.num_experts, per_tile, i);
 }
 
 // Input row of row i of an expert; `first_row`: rows of all experts before it.

@@ -147,7 +147,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
     active = 0, large = 0, cost = 0, largest = 0;
     for (int base = 0; base < p.num_experts; base += 32) {
       int e = base + lane;
-      int rows = e < p.num_experts ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
+      int rows = e < p.num_experts ? rows_of(p, e) : 0;
       int own_rows = rows <= max_small_m ? rows : 0;
       more |= rows > max_small_m;
       if (!__any_sync(~0u, own_rows > 0)) {  // none of them is active

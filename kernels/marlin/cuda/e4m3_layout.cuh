@@ -23,8 +23,6 @@ struct TokenTiles {
   }
 };
 
-DEVICE int rows_of(const ExpertsParams& p, int e) { return min(max(p.num_tokens[e], 0), p.max_rows); }
-
 // Prefix sums over the experts, num_experts + 1 numbers each: where rows start, rows, tiles of rows.
 struct Tables {
   int *starts, *positions, *tiles;
@@ -47,20 +45,6 @@ struct Tables {
     }
   }
 };
-
-// The expert e for which table[e] <= value < table[e + 1].
-DEVICE int expert_at(const int* table, int n, int value) {
-  int low = 0, high = n;
-  while (high - low > 1) {
-    int middle = (low + high) / 2;
-    if (table[middle] <= value) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
 
 // Two numbers as e4m3, the first in the low byte; magnitudes beyond 448 become 448.
 DEVICE u32 e4m3_codes(float low, float high) {

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) e4m3_rows(const __grid_co
   int columns = p.gemm[0].columns, total = tables.positions[p.num_experts];
   int first = threadIdx.x % 32 * kColumnsOfLane;
   for (int position = blockIdx.x * kWarps + threadIdx.x / 32; position < total; position += gridDim.x * kWarps) {
-    int expert = expert_at(tables.positions, p.num_experts, position);
+    int expert = find_expert(tables.positions, p.num_experts, 1, position);
     i64 row = tables.starts[expert] + position - tables.positions[expert];
     const u16* from = p.gemm[0].input + (i64)(p.row_ids[position] / p.ids_divisor) * columns;
     float largest = 0.0f;

@@ -51,14 +51,9 @@ static_assert(kStageBytes % 1024 == 0, "swizzled tokens begin at a multiple of 1
 
 constexpr int kBoxTokens = 32;  // rows of one tensor copy
 
-// Tensor map of the tokens' codes; e4m3.py encodes it.
-struct alignas(64) TokensMap {
-  u8 bytes[128];
-};
-
 // Launch parameters. tokens: e4m3 input of either GEMM; w13's output is w2's input.
 struct E4m3Params {
-  TokensMap tokens[2];
+  TensorMap tokens[2];
   ExpertsParams experts;
   const float* row_scales;  // [capacity], of the input
   u8* hidden;               // [capacity, columns of w2]
@@ -122,7 +117,7 @@ DEVICE TileSlice slice_of(const ExpertsParams& p, const Tables& tables, int tick
   TileSlice g;
   g.phase = ticket >= first;
   int tile = ticket - (g.phase ? first : 0), row_tiles = row_tiles_of(p, g.phase);
-  g.expert = expert_at(tables.tiles, n, quotient(tile, row_tiles));
+  g.expert = find_expert(tables.tiles, n, 1, quotient(tile, row_tiles));
   int rest = tile - tables.tiles[g.expert] * row_tiles, rows = rows_of(p, g.expert);
   TokenTiles tokens(rows);
   int row_tile = quotient(rest, tokens.count);

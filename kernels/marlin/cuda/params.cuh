@@ -50,3 +50,25 @@ struct ExpertsParams {
   int launch_overhead;  // cost of running both kernels; 0: max_small_m holds whatever the rows are
   int max_tiles;        // tiles of tokens that all experts of the decode kernel may have together
 };
+
+// Rows of expert e.
+DEVICE int rows_of(const ExpertsParams& p, int e) { return min(max(p.num_tokens[e], 0), p.max_rows); }
+
+// The expert e with table[e] <= value < table[e + 1], the entries times `scale`.
+DEVICE int find_expert(const int* table, int n, int scale, int value) {
+  int low = 0, high = n;  // table[low] <= value < table[high]
+  while (high - low > 1) {
+    int middle = (low + high) / 2;
+    if (table[middle] * scale <= value) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// A tensor map (CUtensorMap), for bulk copies of boxes of a matrix; tensor_map.py encodes it.
+struct alignas(64) TensorMap {
+  u8 bytes[128];
+};

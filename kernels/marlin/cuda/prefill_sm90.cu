@@ -199,8 +199,6 @@ DEVICE PhaseShape shape_phase(const GemmParams& gemm, bool last, const AllTiles&
   return phase;
 }
 
-DEVICE int rows_of(const ExpertsParams& p, int e) { return min(max(p.num_tokens[e], 0), p.max_rows); }
-
 // One warp: rows of the largest expert, and whether there is a small-M one.
 DEVICE int largest_expert(const ExpertsParams& p, bool& any_small_m) {
   int most = 0;
@@ -327,20 +325,6 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int max_small_m, in
     }
   }
   if (lane < 3) s.rows()[(lane + 1) * (n + 1) + n] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
-}
-
-// The expert e with table[e] <= value < table[e + 1], the entries times `scale`.
-DEVICE int find_expert(const int* table, int n, int scale, int value) {
-  int low = 0, high = n;  // table[low] <= value < table[high]
-  while (high - low > 1) {
-    int middle = (low + high) / 2;
-    if (table[middle] * scale <= value) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
 }
 
 // Cost of all steps before a tile, counted along experts, their row tiles, their token tiles, steps.
@@ -506,13 +490,8 @@ constexpr int kRingBytes = kHasTall ? kRingOf<kSmallTokens> : kRingOf<kTileToken
 static_assert(kRingOf<kTileTokens> <= kRingBytes && kRingOf<kSmallTokens> <= kRingBytes, "no room for a ring");
 static_assert(!kHasLarge || kRingOf<kLargeTokens> <= kRingBytes, "no room for large tiles");
 
-// Tensor map of the tokens; hopper.py encodes it.
-struct alignas(64) TokensMap {
-  u8 bytes[128];
-};
-
 struct PrefillParams {
-  TokensMap tokens[2];  // of w13's input, unless its rows are gathered, and of w2's
+  TensorMap tokens[2];  // of w13's input, unless its rows are gathered, and of w2's
   ExpertsParams experts;
 };
 

@@ -37,19 +37,18 @@ DEVICE int large_m_cost(int rows) {
 // tiles.
 DEVICE int select_kernel(const ExpertsParams& p, int lane) {
   if (p.launch_overhead == 0) return p.max_small_m;
-  auto rows_of = [&](int e) { return min(max(p.num_tokens[e], 0), p.max_rows); };
   int largest = 0, tiles = 0, small_m_loss = 0, large_m_loss = 0;
   bool any_small_m = false;
 #pragma unroll 1
   for (int e = lane; e < p.num_experts; e += 32) {
-    largest = max(largest, rows_of(e));
-    any_small_m |= rows_of(e) > 0 && rows_of(e) <= p.max_small_m;
+    largest = max(largest, rows_of(p, e));
+    any_small_m |= rows_of(p, e) > 0 && rows_of(p, e) <= p.max_small_m;
   }
   largest = __reduce_max_sync(~0u, largest);
   if (largest <= p.max_small_m || !__any_sync(~0u, any_small_m)) return p.max_small_m;
 #pragma unroll 1
   for (int e = lane; e < p.num_experts; e += 32) {
-    int rows = rows_of(e), more = small_m_cost_in_parts(rows) - large_m_cost(rows);
+    int rows = rows_of(p, e), more = small_m_cost_in_parts(rows) - large_m_cost(rows);
     tiles += (rows + kDecodeTileTokens - 1) / kDecodeTileTokens;
     if (rows > p.max_small_m) {
       small_m_loss += more;
