@@ -2,6 +2,19 @@
 
 The names below are imported from their modules when first used, so `import moe_ep` and `moe-ep --help` do not wait
 for torch.
+
+Names that look alike:
+
+- `serving(model)` is a block in which a rank makes its requests; from its end on the rank serves the others until they
+  are through too. `serve(model)` is that second half alone, for a rank without requests.
+- `EplbConfig` says when and how experts are moved; `EPLBManager` moves them.
+- `FusedMoE(all2all_backend=)` and `make_prepare_finalize(backend=)` take the same names, of
+  `moe_ep.registry.ALL2ALL_BACKENDS`: the argument of a layer keeps the name that vLLM gave it.
+- `n_shared_experts` counts shared experts that are fused: loaded and computed as further routed experts of weight 1.
+  `shared_experts` is a module that runs beside the routed experts.
+- `dispatch_dtype` is what rows are rounded to while they are sent; `input_dtype` is what experts may round their inputs
+  to while they compute.
+- `FusedMoE.from_checkpoint` makes a layer and loads it; `load_moe_layer` loads one that was made.
 """
 
 from __future__ import annotations
@@ -13,11 +26,17 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from moe_ep.activation import MoEActivation
+    from moe_ep.checkpoint.loading import load_moe_layer
+    from moe_ep.checkpoint.model_spec import model_spec
+    from moe_ep.checkpoint.reader import CheckpointReader
     from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
     from moe_ep.distributed.passes import one_pass
+    from moe_ep.eplb.config import EplbConfig
+    from moe_ep.eplb.manager import EPLBManager
     from moe_ep.expert_map import determine_expert_map, get_compressed_expert_map
     from moe_ep.hf.parallelize import parallelize, serve, serving
     from moe_ep.layer import FusedMoE
+    from moe_ep.layer.stack import MoEStack
     from moe_ep.modular_kernel import (
         ExpertTokensMetadata,
         FusedMoEActivationFormat,
@@ -27,43 +46,35 @@ if TYPE_CHECKING:
         make_experts,
         make_prepare_finalize,
     )
-    from moe_ep.modular_kernel.weight_and_reduce import (
-        TopKWeightAndReduce,
-        TopKWeightAndReduceContiguous,
-        TopKWeightAndReduceDelegate,
-        TopKWeightAndReduceNaiveBatched,
-        TopKWeightAndReduceNoOP,
-    )
     from moe_ep.routing import select_experts
 
-_HOME = {
-    "MoEActivation": "activation",
-    "FusedMoEConfig": "config",
-    "FusedMoEParallelConfig": "config",
-    "FusedMoEQuantConfig": "config",
-    "determine_expert_map": "expert_map",
-    "get_compressed_expert_map": "expert_map",
-    "FusedMoE": "layer",
-    "ExpertTokensMetadata": "modular_kernel",
-    "FusedMoEActivationFormat": "modular_kernel",
-    "FusedMoEModularKernel": "modular_kernel",
-    "FusedMoEPermuteExpertsUnpermute": "modular_kernel",
-    "FusedMoEPrepareAndFinalize": "modular_kernel",
-    "make_experts": "modular_kernel",
-    "make_prepare_finalize": "modular_kernel",
-    "one_pass": "distributed.passes",
-    "parallelize": "hf.parallelize",
-    "serve": "hf.parallelize",
-    "serving": "hf.parallelize",
-    "select_experts": "routing",
-    "TopKWeightAndReduce": "modular_kernel.weight_and_reduce",
-    "TopKWeightAndReduceContiguous": "modular_kernel.weight_and_reduce",
-    "TopKWeightAndReduceDelegate": "modular_kernel.weight_and_reduce",
-    "TopKWeightAndReduceNaiveBatched": "modular_kernel.weight_and_reduce",
-    "TopKWeightAndReduceNoOP": "modular_kernel.weight_and_reduce",
+# The module of each name, by name.
+_MODULES = {
+    name: module
+    for module, names in {
+        "activation": "MoEActivation",
+        "checkpoint.loading": "load_moe_layer",
+        "checkpoint.model_spec": "model_spec",
+        "checkpoint.reader": "CheckpointReader",
+        "config": "FusedMoEConfig FusedMoEParallelConfig FusedMoEQuantConfig",
+        "distributed.passes": "one_pass",
+        "eplb.config": "EplbConfig",
+        "eplb.manager": "EPLBManager",
+        "expert_map": "determine_expert_map get_compressed_expert_map",
+        "hf.parallelize": "parallelize serve serving",
+        "layer": "FusedMoE",
+        "layer.stack": "MoEStack",
+        "modular_kernel": "ExpertTokensMetadata FusedMoEActivationFormat FusedMoEModularKernel "
+        "FusedMoEPermuteExpertsUnpermute FusedMoEPrepareAndFinalize make_experts make_prepare_finalize",
+        "routing": "select_experts",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [
+    "CheckpointReader",
+    "EPLBManager",
+    "EplbConfig",
     "ExpertTokensMetadata",
     "FusedMoE",
     "FusedMoEActivationFormat",
@@ -74,16 +85,14 @@ __all__ = [
     "FusedMoEPrepareAndFinalize",
     "FusedMoEQuantConfig",
     "MoEActivation",
-    "TopKWeightAndReduce",
-    "TopKWeightAndReduceContiguous",
-    "TopKWeightAndReduceDelegate",
-    "TopKWeightAndReduceNaiveBatched",
-    "TopKWeightAndReduceNoOP",
+    "MoEStack",
     "__version__",
     "determine_expert_map",
     "get_compressed_expert_map",
+    "load_moe_layer",
     "make_experts",
     "make_prepare_finalize",
+    "model_spec",
     "one_pass",
     "parallelize",
     "select_experts",
@@ -93,9 +102,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'moe_ep' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"moe_ep.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"moe_ep.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -128,7 +128,7 @@ def _preloaded() -> list[str]:
     modules = ["torch", "torch.distributed"]
     # On GPU machines an import may look for GPUs, and CUDA does not survive a fork.
     if not torch.cuda.is_available():
-        modules += ["moe_ep.stack", "moe_ep.hf.parallelize"]
+        modules += ["moe_ep.layer.stack", "moe_ep.hf.parallelize"]
     return modules
 
 

@@ -17,7 +17,7 @@ from moe_ep.eplb.placement_file import PlacementFile, model_checksum
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs.rank_env import RankEnv
-from moe_ep.stack import MoEStack
+from moe_ep.layer.stack import MoEStack
 
 _NEVER = 10**9
 

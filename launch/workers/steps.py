@@ -19,8 +19,8 @@ from moe_ep.launch.cli.report import STAGES, RankReport, StepReport
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.balancing import Balancing
 from moe_ep.launch.workers.routing_source import RoutingSource
+from moe_ep.layer.stack import MoEStack
 from moe_ep.observability import stages
-from moe_ep.stack import MoEStack
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ from moe_ep.launch.workers.balancing import Balancing
 from moe_ep.launch.workers.observing import observing
 from moe_ep.launch.workers.routing_source import RoutingSource
 from moe_ep.launch.workers.steps import MeasuredSteps
+from moe_ep.layer.stack import MoEBlock, MoEStack
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.observability.monitor import LayerMonitor
-from moe_ep.stack import MoEBlock, MoEStack
 
 _WARM_UP_STEPS = {"cpu": 1, "cuda": 3}
 

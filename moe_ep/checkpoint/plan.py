@@ -374,7 +374,7 @@ def plan_layer(
                 continue
             name = linear.names[suffix] if suffix in linear.names else linear.stem + suffix
             if layout is None or (stored is None and layout.default is None):
-                other = "; the layer is for other experts: use moe_ep.stack.layer_quant_config and spec.has_bias"
+                other = "; the layer is for other experts: use moe_ep.layer.stack.layer_quant_config and spec.has_bias"
                 raise CheckpointError(
                     f"{reader.index_file}: expected tensor {name}, found none of that name{'' if layout else other}"
                 )

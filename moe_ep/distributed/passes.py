@@ -9,20 +9,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from moe_ep.distributed.agreement import largest_over_ranks
+from moe_ep.distributed.process_groups import LayerGroups
 from moe_ep.errors import check_at_least
-from moe_ep.layer.interface import MoELayer, moe_layers
 
 # The most tokens of any rank, by EP group.
 _agreed: ContextVar[Mapping[dist.ProcessGroup, int] | None] = ContextVar("moe_ep_agreed_tokens", default=None)
 
 
+class LayerOfRanks(Protocol):
+    """What a pass needs to know of a MoE layer."""
+
+    @property
+    def groups(self) -> LayerGroups:
+        """The process groups of the layer's ranks."""
+
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether the ranks must know each other's number of tokens before a pass."""
+
+
+Layer = TypeVar("Layer", bound=LayerOfRanks)
+
+
 @contextmanager
-def one_pass(layers: Iterable[MoELayer], num_tokens: int) -> Iterator[None]:
+def one_pass(layers: Iterable[LayerOfRanks], num_tokens: int) -> Iterator[None]:
     """A block in which these layers get at most num_tokens tokens at a time, and need not ask the other ranks.
 
     All ranks of the layers must enter it, each with its own number of tokens, either for every pass of a model or once
@@ -48,6 +64,18 @@ def one_pass(layers: Iterable[MoELayer], num_tokens: int) -> Iterator[None]:
         yield
     finally:
         _agreed.reset(token)
+
+
+def moe_layers(layers: Iterable[Layer]) -> list[Layer]:
+    """The layers as a list, those inside what torch.compile made of one; TypeError where they are something else."""
+    wanted = "it must be a model's MoE layers, as [layer]"
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"layers is a {type(layers).__name__}; {wanted}")
+    found = [getattr(layer, "_orig_mod", layer) for layer in layers]
+    for layer in found:
+        if not hasattr(type(layer), "asks_for_tokens"):
+            raise TypeError(f"layers has a {type(layer).__name__}; {wanted}")
+    return found
 
 
 def most_tokens(num_tokens: int, group: dist.ProcessGroup | None) -> int:

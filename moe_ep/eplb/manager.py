@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from moe_ep.distributed.at_exit import close_at_exit
+from moe_ep.distributed.passes import moe_layers
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import EplbTotals, Event, Listener, PlanReport
 from moe_ep.eplb.handshake import SideChannel
@@ -34,7 +35,6 @@ from moe_ep.eplb.rearrangement import Job, Rearrangement
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.errors import EplbError
-from moe_ep.layer.interface import moe_layers
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE

@@ -40,9 +40,9 @@ from moe_ep.hf.limits import as_trained
 from moe_ep.hf.routed_experts import RoutedExperts
 from moe_ep.hf.sharding import PREFILL_MAX_NUM_TOKENS, load_shard, make_routed_experts
 from moe_ep.hf.steps import StepCoordinator
+from moe_ep.layer.stack import expert_quantization, layer_quant_config
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.registry import ALL2ALL_BACKENDS
-from moe_ep.stack import expert_quantization, layer_quant_config
 
 try:
     from moe_ep.hf import loading as hf_loading

@@ -8,10 +8,11 @@ modular kernel -> dispatch.prepare, experts, dispatch.finalize.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from moe_ep.config import (
 )
 from moe_ep.distributed.process_groups import LayerGroups, resolve_parallel_config
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
-from moe_ep.errors import ConfigError, check_router_weight_on_input
+from moe_ep.errors import ConfigError, check_router_weight_on_input, check_whole
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.fixed_tensors import table_device
 from moe_ep.layer.custom_ops import operator, register_layer, without_autocast
@@ -44,6 +45,9 @@ from moe_ep.layer.weight_loading import ExpertMapping, ExpertWeightLoader, exper
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.observability.stages import stage, tell_routing
 from moe_ep.routing.router import PrecomputedRouter, Router, TopKRouter, append_shared_experts
+
+if TYPE_CHECKING:
+    from moe_ep.checkpoint.reader import CheckpointReader
 
 # Held by the thread that prepares a layer for its first pass; the passes of other threads wait for it.
 _FIRST_USE = threading.RLock()
@@ -242,6 +246,38 @@ class FusedMoE(MoELayer):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.dispatch_dtype = dispatch_dtype
         self.dispatcher = LayerDispatcher(self.layer_name, dispatch, self.quant_method, process_group)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str] | CheckpointReader,
+        layer: int,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Self:
+        """Makes one MoE layer of a checkpoint and loads it, reading only the byte ranges of this rank's experts.
+
+        Sizes, activation, routing, quantization and the router's correction bias come from the checkpoint. The router's
+        matrix and shared experts are not loaded: they belong to the model around the layer (`MoEStack` has them).
+
+        Args:
+            path: the checkpoint's folder, or a reader of it.
+            layer: counted over all layers of the model, dense ones included.
+            dtype: of the activations and of plain weights; None for the config's.
+            options: arguments of `FusedMoE`, such as sizes of the parallel groups, in place of the checkpoint's.
+
+        Raises:
+            CheckpointError: a checkpoint that does not hold what its config says.
+            ValueError: a layer without experts, or options that do not fit.
+            TypeError: a layer that is not a whole number, or an unknown option.
+
+        Example:
+            >>> layer = FusedMoE.from_checkpoint("path/to/checkpoint", layer=3, dtype=torch.bfloat16)
+        """
+        from moe_ep.checkpoint.loading import layer_from_checkpoint
+
+        check_whole(layer=layer)
+        return layer_from_checkpoint(cls, path, layer, dtype, **options)
 
     @torch.inference_mode(False)  # passes count in its tensors, in whatever mode they run
     def _make_experts(
@@ -499,6 +535,21 @@ class FusedMoE(MoELayer):
     def groups(self) -> LayerGroups:
         """The process groups of the layer's ranks."""
         return self.dispatcher.groups
+
+    @property
+    def hidden_size(self) -> int:
+        """K."""
+        return self.moe_config.hidden_dim
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token, fused shared experts aside."""
+        return self.moe_config.experts_per_token
+
+    @property
+    def local_num_experts(self) -> int:
+        """This rank's slots El, fused shared experts included."""
+        return self.moe_config.num_local_experts
 
     @property
     def reduce_results(self) -> bool:

@@ -5,9 +5,6 @@ They take a `MoELayer`, so that they need not import `moe_ep.layer.fused_moe`, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
-
 import torch
 
 from moe_ep.activation import MoEActivation
@@ -17,8 +14,6 @@ from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.layer.expert_slots import ExpertSlots, LayerEplbState
 from moe_ep.layer.weight_loading import ExpertWeightLoader
 from moe_ep.modular_kernel import FusedMoEModularKernel
-
-Layer = TypeVar("Layer", bound="MoELayer")
 
 
 class MoELayer(FixedTensors):
@@ -83,15 +78,3 @@ class MoELayer(FixedTensors):
     def supports_cuda_graph(self) -> bool:
         """Whether a CUDA graph can capture a pass."""
         raise NotImplementedError
-
-
-def moe_layers(layers: Iterable[Layer]) -> list[Layer]:
-    """The layers as a list, those inside what torch.compile made of one; TypeError where they are something else."""
-    wanted = "it must be a model's MoE layers, as [layer]"
-    if not isinstance(layers, Iterable):
-        raise TypeError(f"layers is a {type(layers).__name__}; {wanted}")
-    found = [getattr(layer, "_orig_mod", layer) for layer in layers]
-    for layer in found:
-        if not isinstance(layer, MoELayer):
-            raise TypeError(f"layers has a {type(layer).__name__}; {wanted}")
-    return found

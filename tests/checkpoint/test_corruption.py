@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
-from moe_ep.stack import MoEStack
+from moe_ep.layer.stack import MoEStack
 from tests.checkpoint.format_cases import CASES, write_case
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"

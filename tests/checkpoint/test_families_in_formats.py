@@ -15,7 +15,7 @@ from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.launch.workers import verify
-from moe_ep.stack import MoEStack
+from moe_ep.layer.stack import MoEStack
 from tests.checkpoint.format_cases import CASES, make_experts
 from tests.checkpoint.model_cases import MODELS, config_of
 from tests.of_transformers import is_known

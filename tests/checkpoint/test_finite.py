@@ -14,7 +14,7 @@ from moe_ep.checkpoint.finite import check_finite, count_nonfinite, has_nonfinit
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
-from moe_ep.stack import MoEStack
+from moe_ep.layer.stack import MoEStack
 from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
 from tests.checkpoint.test_loading import deepseek_config
 

@@ -18,7 +18,7 @@ from moe_ep.checkpoint import (
 from moe_ep.checkpoint.formats.layout import Role
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import relative_error, tolerance
-from moe_ep.stack import expert_quantization, layer_quant_config
+from moe_ep.layer.stack import expert_quantization, layer_quant_config
 from tests.checkpoint.format_cases import CASES, LAYERS, TOP_K, E, Expert, moe, write_case
 from tests.ranks import ranks
 

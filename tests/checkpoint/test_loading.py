@@ -24,9 +24,9 @@ from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
+from moe_ep.layer.stack import MoEStack
 from moe_ep.quantization.canonical_weights import dequantize
 from moe_ep.quantization.quantize_weights import quantize_int
-from moe_ep.stack import MoEStack
 from tests.checkpoint.checkpoints import (
     GPTQ,
     LoadingLayer,

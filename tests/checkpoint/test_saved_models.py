@@ -25,8 +25,8 @@ from moe_ep.checkpoint import (
 from moe_ep.checkpoint.plan import plan_layer
 from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.layer.stack import MoEStack
 from moe_ep.routing import select_experts
-from moe_ep.stack import MoEStack
 from tests.checkpoint.checkpoints import LoadingLayer, plain_shapes
 from tests.checkpoint.model_cases import EXPERTS, MODELS, SIZES, block_of, router_of, save_model, shared_of
 

@@ -13,7 +13,7 @@ from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer.methods import relative_error, tolerance
-from moe_ep.stack import MoEStack
+from moe_ep.layer.stack import MoEStack
 from tests.checkpoint.model_cases import MODELS, block_of, config_of, save_model
 
 # What keys of settings that concern experts have in their names.

@@ -77,7 +77,7 @@ def test_a_linear_layer_is_unpacked_here_as_on_a_cpu(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
 def test_quantized_on_load(tmp_path: Path, quantize: str) -> None:
-    from moe_ep.stack import expert_quantization
+    from moe_ep.layer.stack import expert_quantization
 
     make_checkpoint(tmp_path, qwen3_config(hidden_size=K, moe_intermediate_size=N), max_shard_bytes=1 << 20)
     reader = CheckpointReader(tmp_path)

@@ -9,7 +9,7 @@ import torch
 
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance
-from moe_ep.layer.shared_experts import SharedExperts
+from moe_ep.layer.stack import SharedExperts
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from tests.layer.moe_oracle import load, make_inputs, make_weights, run_moe
 from tests.ranks import needs_gpu_ranks, ranks

@@ -11,7 +11,7 @@ from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.launch.workers import verify
 from moe_ep.layer.methods import relative_error, tolerance
-from moe_ep.stack import MoEStack
+from moe_ep.layer.stack import MoEStack
 
 
 def check_layers(folder: Path, blocks: list[Any]) -> None:

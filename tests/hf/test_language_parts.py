@@ -19,7 +19,7 @@ from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.layer.methods import relative_error, tolerance
-from moe_ep.stack import MoEStack
+from moe_ep.layer.stack import MoEStack
 from tests.hf.hf_models import EYES, GROUPED, MLA, SIZES, make_model
 from tests.hf.test_families import INDEXER, OTHERS, check, in_slots
 from tests.of_transformers import known, random_model

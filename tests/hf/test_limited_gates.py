@@ -19,7 +19,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.launch.workers import verify
 from moe_ep.layer.methods import relative_error, tolerance
-from moe_ep.stack import MoEStack
+from moe_ep.layer.stack import MoEStack
 from tests.checkpoint.format_encoders import e2m1
 from tests.hf.hf_models import GROUPED, MLA, SIZES, make_model
 from tests.hf.moe_layers import check_layers

@@ -21,7 +21,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
 from moe_ep.launch.workers import verify
 from moe_ep.layer.methods import relative_error, tolerance
-from moe_ep.stack import MoEStack
+from moe_ep.layer.stack import MoEStack
 from tests.checkpoint.format_cases import CASES, make_experts
 from tests.hf.hf_models import FAMILIES, GROUPED, MLA, SIZES
 from tests.hf.test_families import check, in_slots

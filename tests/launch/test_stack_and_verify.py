@@ -14,7 +14,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
 from moe_ep.launch.workers import verify
 from moe_ep.launch.workers.steps import why_not_captured
-from moe_ep.stack import MoEStack
+from moe_ep.layer.stack import MoEStack
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 
 DEEPSEEK = {

@@ -14,7 +14,7 @@ from moe_ep.hf.routed_experts import RoutedExperts
 from moe_ep.kernels.reference import ReferenceExperts
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.custom_ops import find_layer
-from moe_ep.layer.shared_experts import SharedExperts
+from moe_ep.layer.stack import SharedExperts
 from tests.layer.moe_oracle import load, make_inputs, make_weights
 from tests.ranks import ranks
 

@@ -16,7 +16,7 @@ from moe_ep.hf.routed_experts import RoutedExperts
 from moe_ep.hf.steps import StepCoordinator
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import relative_error, tolerance
-from moe_ep.layer.shared_experts import SharedExperts
+from moe_ep.layer.stack import SharedExperts
 from moe_ep.observability.stages import STAGES, Listener, listening, record
 from tests.layer.moe_oracle import load, make_inputs, make_weights, run_moe
 from tests.layer.small_layer import F32, TOP_K, E, K, N, T, check, make_layer

@@ -18,7 +18,7 @@ from moe_ep.distributed.passes import one_pass
 from moe_ep.errors import ConfigError
 from moe_ep.layer import FusedMoE, dispatcher
 from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance
-from moe_ep.layer.shared_experts import SharedExperts
+from moe_ep.layer.stack import SharedExperts
 from moe_ep.modular_kernel import make_prepare_finalize
 from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.layer.moe_oracle import Weights, load, make_inputs, make_weights, run_moe

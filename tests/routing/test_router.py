@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ep.layer import FusedMoE
-from moe_ep.layer.shared_experts import SharedExperts
+from moe_ep.layer.stack import SharedExperts
 from moe_ep.observability.stages import Listener, listening
 from moe_ep.routing import PrecomputedRouter, Routed, Router, select_experts
 from tests.layer.moe_oracle import load, make_inputs, make_weights

@@ -15,11 +15,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import layer_norm, linear, pad
+from torch.nn.functional import layer_norm, linear, pad, rms_norm
 
+from moe_ep.activation import MoEActivation, apply_activation, gate_limit
 from moe_ep.arguments import check_tensors
 from moe_ep.checkpoint import (
     CheckpointReader,
+    LatentWeights,
     MoEModelSpec,
     check_beside_experts,
     check_experts,
@@ -39,9 +41,7 @@ from moe_ep.distributed.passes import one_pass
 from moe_ep.errors import ConfigError, one_of
 from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.layer import FusedMoE
-from moe_ep.layer.latent_experts import LatentProjections
 from moe_ep.layer.methods.online import ONLINE, OnlineConfig
-from moe_ep.layer.shared_experts import SharedExperts
 from moe_ep.observability.stages import stage
 from moe_ep.routing import select_experts
 
@@ -49,6 +49,84 @@ QUANTIZE = ("none", *ONLINE)
 
 # observer(layer index, MoE input [T, K], its output [T, K])
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+class SharedExperts(nn.Module):
+    """An MLP from `[T, K]` to `[T, K]`, complete on every rank.
+
+    Several shared experts of a checkpoint form one MLP of their total width. With `expert_gate` the output is
+    multiplied by the sigmoid of one more projection, as in Qwen2-MoE (its `shared_expert_gate`).
+
+    Parameters: `gate_proj.weight` and `up_proj.weight` `[N, K]`, `down_proj.weight` `[K, N]`, and with the gate
+    `expert_gate.weight` `[1, K]`. An ungated activation reads `gate_proj` alone, and there is no `up_proj`.
+
+    Raises:
+        ValueError: an unknown activation, or a limit that it cannot have (`moe_ep.activation.gate_limit`).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: MoEActivation | str = "silu",
+        *,
+        clamp_limit: float | None = None,
+        expert_gate: bool = False,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation, self._limit = MoEActivation.parse(activation), gate_limit(activation, clamp_limit)
+
+        def projection(num_in: int, num_out: int) -> nn.Linear:
+            return nn.Linear(num_in, num_out, bias=False, dtype=params_dtype).requires_grad_(False)
+
+        self.gate_proj = projection(hidden_size, intermediate_size)
+        self.up_proj = projection(hidden_size, intermediate_size) if self.activation.is_gated else None
+        self.down_proj = projection(intermediate_size, hidden_size)
+        self.expert_gate = projection(hidden_size, 1) if expert_gate else None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_proj(hidden_states)
+        if self.up_proj is not None:
+            gate_up = torch.cat([gate_up, self.up_proj(hidden_states)], dim=-1)
+        output = self.down_proj(apply_activation(self.activation, gate_up, clamp_limit=self._limit))
+        if self.expert_gate is not None:
+            output = output * torch.sigmoid(self.expert_gate(hidden_states))
+        return output
+
+
+class LatentProjections(nn.Module):
+    """The projections before and after experts of another width than the model; whole on every rank.
+
+    Nemotron 3 Super and Kimi-K3 have such experts: they read and write `[T, L]` in a model of `[T, K]`, so that
+    narrower rows are dispatched.
+
+    Args:
+        weights: down `[L, K]`, up `[K, L]`, and the weight `[L]` of an RMS norm of the experts' sum, or None.
+        eps: of that norm.
+    """
+
+    def __init__(self, weights: LatentWeights, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        (L, K), self._eps = weights.down.shape, eps
+        self.down = nn.Linear(K, L, bias=False, dtype=dtype).requires_grad_(False)
+        self.up = nn.Linear(L, K, bias=False, dtype=dtype).requires_grad_(False)
+        self.down.weight.copy_(weights.down)
+        self.up.weight.copy_(weights.up)
+        self.norm_weight = None
+        if weights.norm is not None:
+            self.norm_weight = nn.Parameter(torch.empty(L, dtype=dtype), requires_grad=False)
+            self.norm_weight.copy_(weights.norm)
+
+    def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """From `[T, K]` to the experts' `[T, L]`."""
+        return self.down(hidden_states)
+
+    def leave(self, output: torch.Tensor) -> torch.Tensor:
+        """From the experts' sum `[T, L]` to `[T, K]`."""
+        if self.norm_weight is not None:
+            output = rms_norm(output.float(), output.shape[-1:], self.norm_weight.float(), self._eps).to(output.dtype)
+        return self.up(output)
 
 
 class MoEBlock(FixedTensors):
