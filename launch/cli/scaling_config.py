@@ -14,6 +14,7 @@ from moe_ep.launch.cli.option_values import (
     whole_numbers,
 )
 from moe_ep.launch.cli.options import Parse, at_least, number, one_of, one_of_these, option
+from moe_ep.launch.cli.outputs import ADDS_LINES
 from moe_ep.launch.gangs.gang_choice import GangConfig
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -115,7 +116,8 @@ class ScalingConfig(GangConfig):
         default=None, metadata=option(str, "commit to record, where this is no git checkout", "HASH")
     )
     json: Path | None = field(
-        default=None, metadata=option(output_file, "append a JSON line for each row, as soon as it is measured", "FILE")
+        default=None,
+        metadata=option(output_file, f"write a JSON line for each row, as soon as it is measured{ADDS_LINES}", "FILE"),
     )
     resume: bool = field(
         default=False,

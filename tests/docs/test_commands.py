@@ -32,6 +32,7 @@ SCRIPT = re.compile(r"(?:^|[\s`])scripts/(\w+\.py)([^`|]*)")
 
 # Run here, in a folder that holds what they name.
 HERE = {
+    "completion bash",
     "convert IN OUT --quantize int4",
     "eplb report trace.npz --ep-size 16 --redundant 16 --out load.png",
     "eplb simulate --routing trace.npz --ep-size 16 --redundant 16 --policies linear,deepseek,incremental",

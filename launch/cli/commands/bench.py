@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
             "to the least time that this machine's measured memory, compute and link rates allow."
         ),
     )
-    add_flags(scaling, ScalingConfig)
+    add_flags(scaling, ScalingConfig, config_file=True)
     scaling.set_defaults(main=main)
 
 

@@ -118,7 +118,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="compare policies and replica rules",
         description="Plans on the first steps of a trace and measures on the rest, for each policy and replica rule.",
     )
-    add_flags(simulate, SimulateConfig)
+    add_flags(simulate, SimulateConfig, config_file=True)
     simulate.set_defaults(main=main_simulate)
     report = commands.add_parser(
         "report",
@@ -130,7 +130,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     report.add_argument(
         "trace", metavar="TRACE", help="a trace of `moe-ep run --record-routing`, or an .npz file of choices"
     )
-    add_flags(report, ReportConfig)
+    add_flags(report, ReportConfig, config_file=True)
     report.set_defaults(main=main_report)
     plan = commands.add_parser(
         "plan",
@@ -138,7 +138,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         description="Plans on all steps of a trace and writes the placement for `moe-ep run --eplb --load-placement`.",
     )
     plan.add_argument("trace", metavar="TRACE", help="a trace of `moe-ep run --record-routing`")
-    add_flags(plan, PlanConfig)
+    add_flags(plan, PlanConfig, config_file=True)
     plan.set_defaults(main=main_plan)
 
 

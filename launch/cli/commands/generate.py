@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
             "each one. Prints a JSON line for each prompt and a summary; timings go to stderr."
         ),
     )
-    add_flags(parser, GenerateConfig)
+    add_flags(parser, GenerateConfig, config_file=True)
     parser.set_defaults(main=main)
 
 

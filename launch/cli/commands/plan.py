@@ -66,7 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
             "operations over measured rates; uniform routing, stages one after the other."
         ),
     )
-    add_flags(parser, PlanConfig)
+    add_flags(parser, PlanConfig, config_file=True)
     parser.set_defaults(main=main)
 
 

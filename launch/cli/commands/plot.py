@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         ),
     )
     parser.add_argument("file", metavar="FILE", help="JSON lines that the benchmark wrote with --json")
-    add_flags(parser, PlotConfig)
+    add_flags(parser, PlotConfig, config_file=True)
     parser.set_defaults(main=main)
 
 

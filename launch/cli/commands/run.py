@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
             "layer, and prints placement, load, times and the error against a plain reference."
         ),
     )
-    add_flags(parser, RunConfig)
+    add_flags(parser, RunConfig, config_file=True)
     parser.set_defaults(main=main)
 
 

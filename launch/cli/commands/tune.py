@@ -59,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
             "one for few rows is faster. Layers of this shape read the record when they start."
         ),
     )
-    add_flags(parser, TuneConfig)
+    add_flags(parser, TuneConfig, config_file=True)
     parser.set_defaults(main=main)
 
 
