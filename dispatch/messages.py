@@ -23,7 +23,9 @@ from moe_ep.dispatch.payload import (
     make_batch_plan,
     send_plan_reference,
 )
+from moe_ep.kernels.dispatch_messages import triton_open_messages, triton_pack_messages
 from moe_ep.kernels.quantize import dequantize_rows_reference
+from moe_ep.registry import choose_form
 
 # Rows and headers begin at multiples of this, so that kernels may read 16 bytes at a time from any of them.
 _ALIGNMENT = 64
@@ -104,15 +106,20 @@ def pack_messages(
     Returns:
         slots int32 `[T, R]`: where the combine's row for token t comes back from rank r, in `[R * C, K]`; -1 for none.
     """
-    if rows.is_cuda:
-        try:
-            from moe_ep.kernels.triton_pack_messages import triton_pack_messages
-        except ImportError:
-            pass
-        else:
-            views = layout.rows(messages), layout.meta(messages), layout.header(messages)
-            return triton_pack_messages(rows, topk_ids, topk_weights, owners, *views)
-    return pack_messages_reference(rows, topk_ids, topk_weights, owners, layout, messages)
+    form = choose_form(pack_messages_reference, _pack_by_kernel, messages)
+    return form(rows, topk_ids, topk_weights, owners, layout, messages)
+
+
+def _pack_by_kernel(
+    rows: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    owners: torch.Tensor,
+    layout: MessageLayout,
+    messages: torch.Tensor,
+) -> torch.Tensor:
+    views = layout.rows(messages), layout.meta(messages), layout.header(messages)
+    return triton_pack_messages(rows, topk_ids, topk_weights, owners, *views)
 
 
 def pack_messages_reference(
@@ -173,15 +180,19 @@ def open_messages(
         batch: `[El, R * C, K]`, written: an expert's rows by (source rank, token), nothing behind them.
         quantized: rows are e4m3 with scales and are dequantized to the batch's dtype.
     """
-    if messages.is_cuda:
-        try:
-            from moe_ep.kernels.triton_open_messages import triton_open_messages
-        except ImportError:
-            pass
-        else:
-            views = layout.rows(messages), layout.meta(messages), layout.header(messages)
-            return OpenedMessages(*triton_open_messages(*views, expert_map, batch, quantized))
-    return open_messages_reference(messages, layout, expert_map, batch, quantized)
+    form = choose_form(open_messages_reference, _open_by_kernel, messages)
+    return form(messages, layout, expert_map, batch, quantized)
+
+
+def _open_by_kernel(
+    messages: torch.Tensor,
+    layout: MessageLayout,
+    expert_map: torch.Tensor | None,
+    batch: torch.Tensor,
+    quantized: bool,
+) -> OpenedMessages:
+    views = layout.rows(messages), layout.meta(messages), layout.header(messages)
+    return OpenedMessages(*triton_open_messages(*views, expert_map, batch, quantized))
 
 
 def open_messages_reference(

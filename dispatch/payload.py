@@ -12,9 +12,13 @@ The functions that have a Triton form call it for CUDA tensors; what is written 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+from moe_ep.kernels.dispatch_messages import triton_send_plan
+from moe_ep.registry import choose_form
 
 # Destination ranks of a token are bits of one int64 in the Triton form.
 _MAX_RANKS_IN_A_WORD = 62
@@ -45,14 +49,10 @@ def make_send_plan(
         owners: int32 `[E]`, the rank that each id is sent to.
         capacity: rows that the part of each rank has room for; None for the exact form.
     """
-    if topk_ids.is_cuda and topk_ids.numel() and num_ranks <= _MAX_RANKS_IN_A_WORD:
-        try:
-            from moe_ep.kernels.triton_dispatch_plan import triton_send_plan
-        except ImportError:
-            pass
-        else:
-            return SendPlan(*triton_send_plan(topk_ids, owners, num_ranks, capacity))
-    return send_plan_reference(topk_ids, owners, num_ranks, capacity)
+    form: Callable[..., tuple[torch.Tensor, torch.Tensor]] = send_plan_reference
+    if num_ranks <= _MAX_RANKS_IN_A_WORD:
+        form = choose_form(form, triton_send_plan, topk_ids)
+    return SendPlan(*form(topk_ids, owners, num_ranks, capacity))
 
 
 def send_plan_reference(

@@ -6,16 +6,26 @@ rows in ascending order. There is a plain-torch form for any device and one kern
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
-from typing import TypeVar
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from moe_ep.arguments import check_expert_map, check_integers, check_same_device, check_tensors
 from moe_ep.errors import check_at_least
 from moe_ep.kernels import jit
-from moe_ep.kernels.forms import form_for
+from moe_ep.kernels.triton_kernel import (
+    TritonKernel,
+    cdiv,
+    comes_early,
+    next_power_of_2,
+    take_over,
+    tl,
+    triton_jit,
+)
+from moe_ep.registry import Form, choose_form
 
 IntOrTensor = TypeVar("IntOrTensor", int, torch.Tensor)
 
@@ -79,8 +89,7 @@ def moe_align_block_size(
     if pad_sorted_ids:
         length = _ceil_div(length, block_size) * block_size
     key_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
-    cuda = _cuda_align(topk_ids, num_experts)
-    align = align_reference if cuda is None else cuda.cuda_align
+    align = _choose_form(align_reference, cuda_align, topk_ids, num_experts)
     sorted_ids, expert_ids, _, used = align(topk_ids, block_size, num_experts, length, key_map, names)
     return sorted_ids, expert_ids, used
 
@@ -101,11 +110,7 @@ def sort_slots_by_expert(
         (slots int32 `[T * top_k]`, undefined after the last expert's; counts int32 `[num_experts]`).
     """
     num_ids = num_experts if expert_map is None else expert_map.numel()
-    cuda = _cuda_align(topk_ids, num_ids)
-    if cuda is not None:
-        slots, counts = cuda.cuda_sort(topk_ids, num_ids, expert_map)
-    else:
-        slots, _, counts, _ = align_reference(topk_ids, 1, num_ids, topk_ids.numel(), expert_map, None)
+    slots, counts = _choose_form(_sort_reference, cuda_sort, topk_ids, num_ids)(topk_ids, num_ids, expert_map)
     return slots, counts[:num_experts]
 
 
@@ -142,7 +147,7 @@ def batched_moe_align_block_size(
                 f"expert_num_tokens holds {least} to {most}; it must be at least 0 and at most "
                 f"max_tokens_per_batch ({max_tokens_per_batch})"
             )
-    align = form_for(batched_align_reference, "triton_align.triton_batched_align", expert_num_tokens)
+    align = choose_form(batched_align_reference, triton_batched_align, expert_num_tokens)
     return align(max_tokens_per_batch, block_size, expert_num_tokens)
 
 
@@ -160,19 +165,16 @@ def batched_align_reference(
     return sorted_token_ids.to(torch.int32), expert_ids.to(torch.int32), total.to(torch.int32)
 
 
-def _cuda_align(topk_ids: torch.Tensor, num_experts: int) -> ModuleType | None:
-    """The module of the CUDA kernel; None if it cannot sort these ids."""
-    found = _imported_cuda_align() if topk_ids.is_cuda else None
-    return found if found is not None and num_experts <= found.MAX_EXPERTS else None
+def _choose_form(plain: Form, kernel: Form, topk_ids: torch.Tensor, num_experts: int) -> Form:
+    return choose_form(plain, kernel, topk_ids, needs="nvrtc") if num_experts <= MAX_EXPERTS else plain
 
 
-@cache
-def _imported_cuda_align() -> ModuleType | None:
-    if jit.unusable_reason() is not None:
-        return None
-    from moe_ep.kernels import cuda_align
-
-    return cuda_align
+def _sort_reference(
+    topk_ids: torch.Tensor, num_experts: int, key_map: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cuda_sort in plain torch, on any device."""
+    slots, _, counts, _ = align_reference(topk_ids, 1, num_experts, topk_ids.numel(), key_map, None)
+    return slots, counts
 
 
 def align_reference(
@@ -239,3 +241,220 @@ def _last_or_zero(ends: torch.Tensor) -> torch.Tensor:
 
 def _ceil_div(value: IntOrTensor, divisor: int) -> IntOrTensor:
     return -(-value // divisor)
+
+
+_SOURCE = Path(__file__).parent / "cuda" / "align.cu"
+_WARP = 32
+# Warps come in eights.
+_MIN_WARPS, _MAX_WARPS = 8, 32
+# Rounds of a warp's slots that are worth another warp.
+_ROUNDS = 2
+# From so many slots on a cluster of blocks is worth its meetings, where the GPU has clusters.
+_MANY_SLOTS, _CLUSTER = 2048, 8
+# A block that serves smaller GPUs too.
+_MAX_SHARED = 96 * 1024
+# What a warp of a cluster's blocks keeps in registers, align.cu's kRounds.
+_KEPT_SLOTS = 4 * _WARP
+# With fewer warps the kernel would be slower than the plain form.
+MAX_EXPERTS = (_MAX_SHARED // 4 - _WARP - _MIN_WARPS * _KEPT_SLOTS) // (_MIN_WARPS + 3)
+
+
+class AlignParams(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("ids", "key_map", "names", "num_tokens", "sorted", "expert_ids", "used")
+        ),
+        *((name, ctypes.c_int) for name in ("numel", "experts", "length", "num_blocks", "block_size")),
+        *((name, ctypes.c_int) for name in ("run", "key_bits")),
+    )
+
+
+def kernel_source(ids: torch.dtype, blocks: int) -> jit.KernelSource:
+    """The kernel for int32 or int64 ids, with one block or a cluster of them (from sm_90 on)."""
+    return jit.KernelSource(_SOURCE, "align", (("IDS_64", str(int(ids == torch.int64))), ("BLOCKS", str(blocks))))
+
+
+def cuda_align(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    length: int,
+    key_map: torch.Tensor | None,
+    names: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (sorted ids, expert ids, tokens of each expert, entries in use), int32; does not check its arguments.
+
+    Args:
+        topk_ids: integer ids of any shape.
+        length: number of entries of the sorted ids.
+        key_map: integer `[num_experts]`, the list that each id goes to, -1 for none; None if it is the id's own.
+        names: integer `[num_experts]`, the number that stands for each list in the expert ids; None for its own.
+    """
+    sizes = (length, -(-length // block_size), num_experts, 1)
+    sorted_ids, expert_ids, num_tokens, used = (topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
+    names = None if names is None else names.to(torch.int32).contiguous()
+    params = AlignParams(
+        names=jit.pointer(names),
+        expert_ids=expert_ids.data_ptr(),
+        used=used.data_ptr(),
+        num_blocks=expert_ids.numel(),
+        block_size=block_size,
+    )
+    _launch(params, topk_ids, key_map, sorted_ids, num_tokens)
+    return sorted_ids, expert_ids, num_tokens, used
+
+
+def cuda_sort(
+    topk_ids: torch.Tensor, num_experts: int, key_map: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sorted ids of blocks of one, as many as there are ids, and the tokens of each expert; nothing else."""
+    slots = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32)
+    num_tokens = topk_ids.new_empty(num_experts, dtype=torch.int32)
+    _launch(AlignParams(block_size=1), topk_ids, key_map, slots, num_tokens)
+    return slots, num_tokens
+
+
+def _launch(
+    params: AlignParams,
+    topk_ids: torch.Tensor,
+    key_map: torch.Tensor | None,
+    sorted_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+) -> None:
+    """Launches the kernel with what all its uses have in common added to `params`."""
+    ids = topk_ids.to(topk_ids.dtype if topk_ids.dtype == torch.int64 else torch.int32).contiguous()
+    key_map = None if key_map is None else key_map.to(torch.int32).contiguous()
+    numel, num_experts = ids.numel(), num_tokens.numel()
+    shape = _shape(numel, num_experts, jit.capability(ids.device.index) >= (9, 0))
+    params.ids, params.key_map = ids.data_ptr(), jit.pointer(key_map)
+    params.sorted, params.num_tokens = sorted_ids.data_ptr(), num_tokens.data_ptr()
+    params.numel, params.experts, params.length = numel, num_experts, sorted_ids.numel()
+    params.run, params.key_bits = shape.run, (num_experts - 1).bit_length()
+    kernel = _kernels(ids.dtype, ids.device)[shape.blocks]
+    kernel.launch(params, (shape.blocks,), shape.warps * _WARP, shape.shared_bytes, early=True)
+
+
+class _Shape(NamedTuple):
+    """Of a launch: blocks, warps of each, the ids that a warp takes, and a block's shared memory."""
+
+    blocks: int
+    warps: int
+    run: int
+    shared_bytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(numel: int, num_experts: int, has_clusters: bool) -> _Shape:
+    blocks = _CLUSTER if numel > _MANY_SLOTS and has_clusters else 1
+    warps = min(_MAX_WARPS, _most_warps(num_experts, blocks), -(-numel // (blocks * _ROUNDS * _WARP)))
+    warps = max(_MIN_WARPS, warps // _MIN_WARPS * _MIN_WARPS)
+    run = -(-numel // (blocks * warps * _WARP)) * _WARP
+    return _Shape(blocks, warps, run, _shared_bytes(num_experts, warps, blocks))
+
+
+@functools.cache
+def _kernels(ids: torch.dtype, device: torch.device) -> dict[int, jit.Kernel]:
+    """The kernels by number of blocks, all at once, since a captured pass may have more slots than its warm-up."""
+    sizes = (1, _CLUSTER) if jit.capability(device.index) >= (9, 0) else (1,)
+    kernels = jit.load_all({blocks: kernel_source(ids, blocks) for blocks in sizes}, device)
+    for kernel in kernels.values():
+        kernel.allow_shared(_MAX_SHARED)
+    return kernels
+
+
+def _shared_bytes(num_experts: int, warps: int, blocks: int) -> int:
+    """Shared memory for the warps' sums, places and totals, each warp's counts, and in a cluster the sorted slots."""
+    gathered = num_experts + warps * _KEPT_SLOTS if blocks > 1 else 0
+    return 4 * (_WARP + num_experts * (warps + 2) + gathered)
+
+
+def _most_warps(num_experts: int, blocks: int) -> int:
+    """The most warps whose counts fit into a block's shared memory."""
+    none, one = (_shared_bytes(num_experts, warps, blocks) for warps in (0, 1))
+    return (_MAX_SHARED - none) // (one - none)
+
+
+_BLOCK = 128
+_NUM_WARPS = 4
+
+
+@triton_jit
+def _fill_rest(list_ptr, used, length, value, program, num_programs, BLOCK: tl.constexpr):
+    """Program p writes `value` into every num_programs-th block of list[used:length], from block p on."""
+    for start in range(used + program * BLOCK, length, num_programs * BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        tl.store(list_ptr + position, value, mask=position < length)
+
+
+@TritonKernel
+def _batched_kernel(
+    counts_ptr,
+    sorted_ptr,
+    experts_ptr,
+    used_ptr,
+    num_experts,
+    max_rows,
+    length,
+    num_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program e writes the list of expert e of batched rows, and a strip of the unused rest.
+
+    Before: counts int `[El]`. After: sorted int32 `[length]`, experts int32 `[num_blocks]`, used int32 `[1]`.
+
+    Example: counts [1, 3], max_rows 3, BLOCK_SIZE 2: sorted [0, 6, 3, 4, 5, 6, 6, 6], experts [0, 1, 1, -1], used 6.
+    """
+    take_over(EARLY)
+    program = tl.program_id(0)
+    expert = tl.arange(0, BINS)
+    counts = tl.load(counts_ptr + expert, mask=expert < num_experts, other=0).to(tl.int32)
+    padded = (counts + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
+    used = tl.sum(padded)
+    if program == 0:
+        tl.store(used_ptr, used)
+    first = tl.sum(tl.where(expert < program, padded, 0))
+    count = tl.sum(tl.where(expert == program, counts, 0))
+    list_length = tl.sum(tl.where(expert == program, padded, 0))
+    sentinel = num_experts * max_rows
+    for start in range(0, list_length, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        value = tl.where(row < count, program * max_rows + row, sentinel)
+        tl.store(sorted_ptr + first + row, value, mask=row < list_length)
+    for start in range(0, list_length // BLOCK_SIZE, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        tl.store(experts_ptr + first // BLOCK_SIZE + block, program, mask=block < list_length // BLOCK_SIZE)
+    _fill_rest(sorted_ptr, used, length, sentinel, program, num_experts, BLOCK)
+    _fill_rest(experts_ptr, used // BLOCK_SIZE, num_blocks, -1, program, num_experts, BLOCK)
+
+
+def triton_batched_align(
+    max_rows: int, block_size: int, expert_num_tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The lists of `batched_moe_align_block_size` in one launch; arguments not checked."""
+    num_experts = expert_num_tokens.numel()
+    num_blocks = num_experts * cdiv(max_rows, block_size)
+    sorted_token_ids = expert_num_tokens.new_empty(num_blocks * block_size, dtype=torch.int32)
+    expert_ids = expert_num_tokens.new_empty(num_blocks, dtype=torch.int32)
+    used = expert_num_tokens.new_empty(1, dtype=torch.int32)
+    early = comes_early(expert_num_tokens.device)
+    _batched_kernel[(num_experts,)](
+        expert_num_tokens.contiguous(),
+        sorted_token_ids,
+        expert_ids,
+        used,
+        num_experts,
+        max_rows,
+        sorted_token_ids.numel(),
+        num_blocks,
+        BLOCK_SIZE=block_size,
+        BINS=next_power_of_2(num_experts),
+        BLOCK=_BLOCK,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=_NUM_WARPS,
+    )
+    return sorted_token_ids, expert_ids, used

@@ -6,9 +6,12 @@ both give the same bits. Slots are row numbers, -1 for none.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from moe_ep.kernels.forms import Plain, form_for
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2, tl
+from moe_ep.registry import Form, choose_form
 
 
 def pack_rows(
@@ -34,7 +37,7 @@ def pack_rows(
         send_meta: int32 `[M, 2 * topk]`: ids, -1 where the expert is another rank's, then the bits of the weights,
             0 there.
     """
-    pack = _form_for(pack_rows_reference, "triton_dispatch_rows.triton_pack_rows", rows)
+    pack = _choose_form(pack_rows_reference, triton_pack_rows, rows)
     pack(rows, topk_ids, topk_weights, owners, slots, send_rows, send_meta)
 
 
@@ -71,7 +74,7 @@ def weighted_rows(
         weights: f32 `[M, topk]`; None for a plain sum.
         send_rows: `[M, K]`, rounded once from f32.
     """
-    form = _form_for(weighted_rows_reference, "triton_dispatch_rows.triton_weighted_rows", expert_output, send_rows)
+    form = _choose_form(weighted_rows_reference, triton_weighted_rows, expert_output, send_rows)
     form(expert_output, slots, weights, send_rows)
 
 
@@ -93,7 +96,7 @@ def sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) 
         slots: int32 `[T, R]`.
         output: `[T, K]`, rounded once from f32.
     """
-    form = _form_for(sum_rows_reference, "triton_dispatch_rows.triton_sum_rows", output, received)
+    form = _choose_form(sum_rows_reference, triton_sum_rows, output, received)
     form(received, slots, output)
 
 
@@ -105,9 +108,9 @@ def sum_rows_reference(received: torch.Tensor, slots: torch.Tensor, output: torc
     output.copy_(total)
 
 
-def _form_for(plain: Plain, triton_form: str, *rows: torch.Tensor) -> Plain:
-    """As form_for; the Triton forms need rows whose columns lie side by side."""
-    return form_for(plain, triton_form, *rows) if all(tensor.stride(1) == 1 for tensor in rows) else plain
+def _choose_form(plain: Form, kernel: Form, *rows: torch.Tensor) -> Form:
+    """As choose_form; the Triton forms need rows whose columns lie side by side."""
+    return choose_form(plain, kernel, *rows) if all(tensor.stride(1) == 1 for tensor in rows) else plain
 
 
 def _taken(source: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -118,3 +121,205 @@ def _taken(source: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | No
     if weights is not None:
         rows = rows * weights[:, None]
     return torch.where(slots[:, None] >= 0, rows, 0.0)
+
+
+# A thread moves 16 bytes at a time. Rows are split until there are this many programs, to occupy a large GPU twice;
+# with many times as many, a thread moves two such vectors, and what each program must look up is paid half as often.
+_VECTOR_BYTES = 16
+_WARP = 32
+_ENOUGH_PROGRAMS = 264
+_PLENTY = 8 * _ENOUGH_PROGRAMS
+
+
+@functools.lru_cache(maxsize=1024)
+def row_blocks(num_rows: int, num_columns: int, element_size: int) -> tuple[int, int]:
+    """Chooses (columns per program, warps) for a kernel with one program for each row and block of columns.
+
+    Example: bf16, 7168 columns: 4096 rows give (2048, 4), 128 rows (1024, 4), one row (256, 1).
+    """
+    per_warp = _WARP * _VECTOR_BYTES // element_size
+    num_warps = 4
+    while num_warps > 1 and (
+        per_warp * num_warps // 2 >= num_columns
+        or num_rows * cdiv(num_columns, per_warp * num_warps) < _ENOUGH_PROGRAMS
+    ):
+        num_warps //= 2
+    block = per_warp * num_warps
+    if block < num_columns and num_rows * cdiv(num_columns, 2 * block) >= _PLENTY:
+        block *= 2
+    return block, num_warps
+
+
+def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same rows as words of the widest integer type that fits all of them, for kernels that only copy.
+
+    All tensors have one dtype and end in a contiguous dimension of one length; other strides may differ.
+    """
+    size = tensors[0].element_size()
+    row_bytes = tensors[0].size(-1) * size
+    for word in (torch.int32, torch.int16):
+        if word.itemsize >= size and all(
+            (length * size) % word.itemsize == 0
+            for tensor in tensors
+            for length in (*tensor.stride()[:-1], tensor.storage_offset(), row_bytes // size)
+        ):
+            return tuple(tensor.view(word) for tensor in tensors)
+    return tuple(tensor.view(torch.uint8) for tensor in tensors)
+
+
+@TritonKernel
+def _pack_rows_kernel(
+    rows_ptr,
+    ids_ptr,
+    weights_ptr,
+    owners_ptr,
+    slots_ptr,
+    send_rows_ptr,
+    send_meta_ptr,
+    num_columns,
+    num_experts,
+    row_stride,
+    send_stride,
+    NUM_RANKS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies one block of one token's row to every rank that needs it, reading it once.
+
+    Before: rows `[T, W]` words, ids int32 and weights f32 `[T, TOPK]`, slots int32 `[T, NUM_RANKS]`. After: send_rows
+    `[M, W]`, send_meta int32 `[M, 2 * TOPK]`. Program (t, 0) also writes ids and weights.
+
+    Example: owners [0, 1], ids [[0, 1]], slots [[0, 1]]: rows 0 and 1 are the token, their ids [0, -1] and [-1, 1].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(rows_ptr + token * row_stride + column, mask=column < num_columns, other=0)
+    for rank in tl.static_range(NUM_RANKS):
+        target = tl.load(slots_ptr + token * NUM_RANKS + rank).to(tl.int64)
+        bound = tl.where(target >= 0, num_columns, 0)
+        tl.store(send_rows_ptr + target * send_stride + column, values, mask=column < bound)
+    if block == 0:
+        slot = tl.arange(0, BLOCK_TOPK)
+        in_slots = slot < TOPK
+        expert = tl.load(ids_ptr + token * TOPK + slot, mask=in_slots, other=-1)
+        exists = (expert >= 0) & (expert < num_experts)
+        owner = tl.load(owners_ptr + expert, mask=exists, other=-1)
+        weight = tl.load(weights_ptr + token * TOPK + slot, mask=in_slots, other=0.0)
+        for rank in tl.static_range(NUM_RANKS):
+            target = tl.load(slots_ptr + token * NUM_RANKS + rank).to(tl.int64)
+            meta = send_meta_ptr + target * (2 * TOPK) + slot
+            writes = slot < tl.where(target >= 0, TOPK, 0)
+            tl.store(meta, tl.where(owner == rank, expert, -1), mask=writes)
+            theirs = tl.where(owner == rank, weight, 0.0)
+            tl.store(meta + TOPK, theirs.to(tl.int32, bitcast=True), mask=writes)
+
+
+@TritonKernel
+def _weighted_rows_kernel(
+    source_ptr,
+    slots_ptr,
+    weights_ptr,
+    target_ptr,
+    num_columns,
+    source_stride,
+    target_stride,
+    TOPK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    ALWAYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """target[i] = sum over j of weights[i, j] * source[slots[i, j]], in f32, for one block of columns.
+
+    Before: source `[X, K]`, slots int32 and weights f32 `[M, TOPK]`. After: target `[M, K]`. Slots of -1 are masked out
+    of the loads. A row without slots is not written, or with ALWAYS set to zero.
+
+    Example: slots [[2, -1]], weights [[.5, ?]]: target[0] = .5 * source[2].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    some = 0
+    for slot in tl.static_range(TOPK):
+        index = tl.load(slots_ptr + row * TOPK + slot).to(tl.int64)
+        bound = tl.where(index >= 0, num_columns, 0)
+        values = tl.load(source_ptr + index * source_stride + column, mask=column < bound, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            values = values * tl.load(weights_ptr + row * TOPK + slot)
+        total += tl.where(index >= 0, values, 0.0)
+        some += tl.where(index >= 0, 1, 0)
+    bound = num_columns
+    if not ALWAYS:
+        bound = tl.where(some > 0, num_columns, 0)
+    target = target_ptr + row * target_stride + column
+    tl.store(target, total.to(target_ptr.dtype.element_ty), mask=column < bound)
+
+
+def triton_pack_rows(
+    rows: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    owners: torch.Tensor,
+    slots: torch.Tensor,
+    send_rows: torch.Tensor,
+    send_meta: torch.Tensor,
+) -> None:
+    """Arguments as in `pack_rows`, not checked."""
+    rows, send_rows = as_words(rows, send_rows)
+    num_tokens, num_columns = rows.shape
+    topk = topk_ids.size(1)
+    block, num_warps = row_blocks(num_tokens, num_columns, rows.element_size())
+    _pack_rows_kernel[(num_tokens, cdiv(num_columns, block))](
+        rows,
+        topk_ids,
+        topk_weights,
+        owners,
+        slots,
+        send_rows,
+        send_meta,
+        num_columns,
+        owners.numel(),
+        rows.stride(0),
+        send_rows.stride(0),
+        NUM_RANKS=slots.size(1),
+        TOPK=topk,
+        BLOCK_TOPK=next_power_of_2(topk),
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+
+
+def triton_weighted_rows(
+    expert_output: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, send_rows: torch.Tensor
+) -> None:
+    """Arguments as in `weighted_rows`, not checked; rows without a slot are not written."""
+    _launch_weighted_rows(expert_output, slots, weights, send_rows, always=False)
+
+
+def triton_sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) -> None:
+    """Arguments as in `sum_rows`, not checked."""
+    _launch_weighted_rows(received, slots, None, output, always=True)
+
+
+def _launch_weighted_rows(
+    source: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, target: torch.Tensor, always: bool
+) -> None:
+    """Products and sums are rounded one by one, not fused, so the bits are those of the plain form."""
+    num_rows, num_columns = target.shape
+    block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
+    _weighted_rows_kernel[(num_rows, cdiv(num_columns, block))](
+        source,
+        slots,
+        weights,
+        target,
+        num_columns,
+        source.stride(0),
+        target.stride(0),
+        TOPK=slots.size(1),
+        HAS_WEIGHTS=weights is not None,
+        ALWAYS=always,
+        BLOCK=block,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )

@@ -69,6 +69,10 @@ class KernelSource:
     defines: tuple[tuple[str, str], ...] = ()
     archive: Archive | None = None
 
+    def compile_ahead(self, device: torch.device) -> None:
+        """Compiles it into the disk cache, unless it is there, without loading it; processes may share the work."""
+        _cubin(self, _arch_of(device))
+
 
 class Resources(NamedTuple):
     """What ptxas reports for the entry."""
@@ -146,11 +150,6 @@ def _load(sources: list[KernelSource], index: int) -> None:
                 source.archive.start(code)
             function = checked(driver_bindings().cuKernelGetFunction(code.get_kernel(source.entry).handle))
             _loaded[source, index] = Kernel(source.entry, int(function), device, code)
-
-
-def compile_ahead(source: KernelSource, device: torch.device) -> None:
-    """Compiles a kernel into the disk cache, unless it is there, without loading it; processes may share the work."""
-    _cubin(source, _arch_of(device))
 
 
 def unusable_reason() -> str | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.kernels.forms import form_for
+from moe_ep.kernels.dispatch_rows import row_blocks
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, comes_early, is_interpreted, take_over, tl, triton_jit
+from moe_ep.registry import choose_form
 
 GROUP_SIZE = 128
 E4M3_MAX = 448.0
@@ -37,13 +39,13 @@ def quantize_rows(rows: torch.Tensor) -> torch.Tensor:
     NaN. Both forms, Triton on CUDA and plain torch, give the same bits.
     """
     quantized = rows.new_empty((rows.size(0), quantized_row_bytes(rows.size(1))), dtype=torch.uint8)
-    return form_for(quantize_rows_reference, "triton_quantize.triton_quantize_rows", rows)(rows, quantized)
+    return choose_form(quantize_rows_reference, triton_quantize_rows, rows)(rows, quantized)
 
 
 def dequantize_rows(quantized: torch.Tensor, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
     """Converts the result of quantize_rows back to `[T, K]` of `dtype`; `quantized` may have any strides."""
     rows = quantized.new_empty((quantized.size(0), hidden_size), dtype=dtype)
-    return form_for(dequantize_rows_reference, "triton_quantize.triton_dequantize_rows", rows)(quantized, rows)
+    return choose_form(dequantize_rows_reference, triton_dequantize_rows, rows)(quantized, rows)
 
 
 def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
@@ -73,3 +75,238 @@ def dequantize_rows_reference(quantized: torch.Tensor, rows: torch.Tensor) -> to
     codes = quantized[:, :hidden_size].contiguous().view(torch.float8_e4m3fn).float()
     scales = quantized[:, scale_offset(hidden_size) :].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return rows.copy_(codes * scales.repeat_interleave(GROUP_SIZE, dim=1)[:, :hidden_size])
+
+
+# As measured: 16 columns per thread, and blocks that extend little beyond the end of a row.
+_MOST_COLUMNS, _WARP_COLUMNS = 1024, 512
+
+
+@triton_jit
+def _encode_e4m3(values):
+    """Converts f32 in [-448, 448] or NaN to the bits of e4m3, int32, to nearest with ties to even.
+
+    Normal numbers: round the 23 bits of mantissa to 3 by adding half a unit (less one bit where the last kept bit is
+    even), and move the exponent's bias from 127 to 7. Below 2**-6, codes are multiples of 2**-9: adding 2**14 leaves
+    them in the last bits of the sum.
+
+    Example: 1.0 -> 0x38, -0.4375 -> 0xae, 2**-9 -> 0x01, NaN -> 0x7f.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    small_sum = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    small = small_sum.to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, small, normal)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton_jit
+def _convert_e4m3(values, signs):
+    """f32 to the bits of e4m3, uint8, by the GPU's conversion: as _encode_e4m3, beyond 448 to 448; signs from `signs`.
+
+    The conversion takes two at a time and drops the sign of NaN. Four signs are gathered into a word by byte permutes.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 codes, first, second;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 codes, {low, high};
+        prmt.b32 first, $5, $6, 0x0073;
+        prmt.b32 second, $7, $8, 0x0073;
+        prmt.b32 first, first, second, 0x5410;
+        lop3.b32 $0, codes, first, 0x80808080, 0xF8;
+        }""",
+        "=r,r,r,r,r,r,r,r,r",
+        [values, signs],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton_jit
+def decode_e4m3(codes):
+    """Converts e4m3 bits, as any integer, to f32, exactly.
+
+    The 7 bits below the sign are moved to the place of exponent and mantissa in f32; a factor of 2**120 corrects the
+    bias, for subnormals too. 0x7f is NaN.
+
+    Example: 0x38 -> 1.0, 0x01 -> 2**-9, 0x80 -> -0.0.
+    """
+    bits = codes.to(tl.int32)
+    magnitude = (((bits & 0x7F) << 20).to(tl.float32, bitcast=True)) * 1.329227995784916e36
+    signed = (magnitude.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), signed)
+
+
+@triton_jit
+def _divide(values, divisor, CORRECTIONS: tl.constexpr):
+    """values / divisor, for a divisor per row that is at least 2**-126; the sign of zeros may be lost.
+
+    A reciprocal per row, and corrections of the quotient by its exact remainder (Markstein's division): a sixth of the
+    instructions of a division. Small rows are made larger first, so that remainders are no subnormals; a divisor of
+    infinity leaves 0, or NaN where the value is infinite too. Quotients of 2**-11 or more are rounded correctly with
+    two corrections. None means a plain division: the interpreter has no fused multiply-add.
+
+    One is enough for e4m3 codes of 16-bit values over a 448th of one. What it rounds is off by at most 1.5 * 2**-24
+    units in the last place, so it rounds another way only where the middle of two neighbouring f32 is that close, and
+    another code comes of that only if one of them is the middle b of two codes, a number of 5 bits. With X, S and b as
+    integers of 24, 24 and 5 bits, X * 2**k - (b * 2**20 +- 1) * S is then t = +-1 or +-2. Modulo 2**20 this gives
+    S = c * 2**20 -+ t with c from 8 to 16, and X * 2**k = b * c * 2**40 +- (c - t * b) * 2**20; 2**37 divides the left
+    side, so c = t * b, b = c = 16 and S = 2**24 - 1: no 448th of a number of 11 bits.
+    """
+    if CORRECTIONS == 0:
+        return tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+    factor = tl.where(divisor < 8.673617379884035e-19, 1.2676506002282294e30, 1.0)
+    infinite = divisor == float("inf")
+    divisor = tl.where(infinite, 0.0, divisor * factor)
+    reciprocal = tl.where(infinite, 0.0, tl.div_rn(1.0, divisor))
+    negative = tl.broadcast_to(-divisor, values.shape)
+    reciprocal = tl.broadcast_to(reciprocal, values.shape)
+    values = values * factor
+    quotient = values * reciprocal
+    for _ in tl.static_range(CORRECTIONS):
+        quotient = tl.fma(tl.fma(quotient, negative, values), reciprocal, quotient)
+    return quotient
+
+
+@TritonKernel
+def _quantize_kernel(
+    rows_ptr,
+    codes_ptr,
+    scales_ptr,
+    hidden_size,
+    num_groups,
+    row_stride,
+    code_stride,
+    scale_stride,
+    TINY: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
+    CORRECTIONS: tl.constexpr,
+):
+    """Quantizes BLOCK_GROUPS groups of one row.
+
+    Before: rows `[T, K]`. After: codes uint8 `[T, K]` and scales f32 `[T, ceil(K / GROUP)]`, both inside wire rows.
+    Program (t, b) holds a tile `[BLOCK_GROUPS, GROUP]`: its maximum along the columns gives the scales.
+
+    Example: GROUP=2, row [1, -448, 3.5, 0]: scales [1, 3.5 / 448], codes [0x38, 0xfe, 0x7e, 0x00].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    in_row = column < hidden_size
+    values = tl.load(rows_ptr + row * row_stride + column, mask=in_row, other=0.0).to(tl.float32)
+    magnitude = tl.abs(values)
+    if CORRECTIONS == 0:
+        # A GPU's maximum leaves NaN out; the interpreter's does not.
+        magnitude = tl.where(values != values, 0.0, magnitude)
+    scale = tl.maximum(tl.div_rn(tl.max(magnitude, axis=1), 448.0), TINY)
+    scaled = _divide(values, scale[:, None], CORRECTIONS)
+    if HAS_E4M3:
+        codes = _convert_e4m3(scaled, values)
+    else:
+        clamped = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
+        sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
+        codes = ((_encode_e4m3(clamped) & 0x7F) | sign).to(tl.uint8)
+    tl.store(codes_ptr + row * code_stride + column, codes, mask=in_row)
+    tl.store(scales_ptr + row * scale_stride + group, scale, mask=group < num_groups)
+
+
+@TritonKernel
+def _dequantize_kernel(
+    codes_ptr,
+    scales_ptr,
+    rows_ptr,
+    hidden_size,
+    code_stride,
+    scale_stride,
+    row_stride,
+    GROUP: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """rows[t, c] = decode(codes[t, c]) * scales[t, c / GROUP], for BLOCK_GROUPS groups of one row.
+
+    Before: wire rows, as codes uint8 and scales f32. After: rows `[T, K]`.
+
+    Example: GROUP=2, codes [0x38, 0xfe, 0x7e, 0x00], scales [1, 2]: [1, -448, 896, 0].
+    """
+    take_over(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    in_row = column < hidden_size
+    codes = tl.load(codes_ptr + row * code_stride + column, mask=in_row, other=0)
+    scale = tl.load(scales_ptr + row * scale_stride + group, mask=group * GROUP < hidden_size, other=0.0)
+    if HAS_E4M3:
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        values = decode_e4m3(codes)
+    target = rows_ptr + row * row_stride + column
+    tl.store(target, (values * scale[:, None]).to(rows_ptr.dtype.element_ty), mask=in_row)
+
+
+def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+    """Writes `quantized` and returns it; arguments as in `quantize_rows`, not checked."""
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    num_tokens, hidden_size = rows.shape
+    num_groups = cdiv(hidden_size, GROUP_SIZE)
+    # Views of one buffer: codes from its first byte, scales behind them.
+    start = scale_offset(hidden_size)
+    if start > hidden_size:
+        quantized[:, hidden_size:start].zero_()
+    block = min(_MOST_COLUMNS, row_blocks(num_tokens, hidden_size, rows.element_size())[0])
+    block_groups = max(1, block // GROUP_SIZE)
+    _quantize_kernel[(num_tokens, cdiv(num_groups, block_groups))](
+        rows,
+        quantized,
+        quantized[:, start:].view(torch.float32),
+        hidden_size,
+        num_groups,
+        rows.stride(0),
+        quantized.stride(0),
+        quantized.stride(0) // 4,
+        TINY=TINY_SCALE,
+        GROUP=GROUP_SIZE,
+        BLOCK_GROUPS=block_groups,
+        HAS_E4M3=_has_e4m3(rows.device),
+        CORRECTIONS=0 if is_interpreted() else 1 if rows.element_size() == 2 else 2,
+        num_warps=max(1, block // _WARP_COLUMNS),
+    )
+    return quantized
+
+
+def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Writes `rows` and returns it; arguments as in `dequantize_rows`, not checked."""
+    # Scales are read as f32, in place if their places allow it.
+    if quantized.stride(1) != 1 or quantized.stride(0) % 4 or quantized.storage_offset() % 4:
+        quantized = quantized.clone(memory_format=torch.contiguous_format)
+    num_tokens, hidden_size = rows.shape
+    block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
+    block_groups, early = max(1, block // GROUP_SIZE), comes_early(rows.device)
+    _dequantize_kernel[(num_tokens, cdiv(hidden_size, block_groups * GROUP_SIZE))](
+        quantized,
+        quantized[:, scale_offset(hidden_size) :].view(torch.float32),
+        rows,
+        hidden_size,
+        quantized.stride(0),
+        quantized.stride(0) // 4,
+        rows.stride(0),
+        GROUP=GROUP_SIZE,
+        BLOCK_GROUPS=block_groups,
+        HAS_E4M3=_has_e4m3(rows.device),
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=num_warps,
+    )
+    return rows
+
+
+def _has_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

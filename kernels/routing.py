@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra import libdevice
 
-from moe_ep.kernels.triton_handover import comes_early, take_over
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, comes_early, is_interpreted, libdevice, take_over, tl, triton_jit
 from moe_ep.routing.topk import topk_reference
 
 # A row's experts stay in registers of one program.
 MAX_EXPERTS = 4096
 
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
 # What a row holds.
 _SCORES = "scores"
 
 
-@triton.jit
+@triton_jit
 def _exp(x, PRECISE: tl.constexpr):
     """The exponential that torch uses on CUDA; the interpreter has no libdevice."""
     if PRECISE:
@@ -27,7 +22,7 @@ def _exp(x, PRECISE: tl.constexpr):
     return tl.exp(x)
 
 
-@triton.jit
+@triton_jit
 def _log1p(x, PRECISE: tl.constexpr):
     """log(1 + x) as torch has it on CUDA; for the interpreter, with the error of 1 + x taken out."""
     if PRECISE:
@@ -36,21 +31,20 @@ def _log1p(x, PRECISE: tl.constexpr):
     return tl.where(sum == 1.0, x, tl.log(sum) * (x / tl.where(sum == 1.0, 1.0, sum - 1.0)))
 
 
-@triton.jit
+@triton_jit
 def _keys(values):
     """int32 that compare as the f32 do, zeros of both signs alike: a warp finds their maximum in one instruction."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit
+@triton_jit
 def _first_best(keys, positions):
     """The lowest position that holds the largest key of a tile. Example: [3, 7, 7] at [4, 5, 6]: 5."""
     return tl.min(tl.where(keys == tl.max(keys), positions, 0x7FFFFFFF))
 
 
 @TritonKernel
-@triton.jit
 def _topk_kernel(
     router_ptr,
     bias_ptr,
@@ -205,7 +199,7 @@ def fused_topk(
         BLOCK_GROUPS=block_groups,
         BLOCK_MEMBERS=block_members,
         BLOCK_K=_power_of_2(top_k),
-        PRECISE=not _INTERPRETED,
+        PRECISE=not is_interpreted(),
         EARLY=early,
         launch_pdl=early,
         num_warps=1 if block_groups * block_members <= 512 else 4,

@@ -1,16 +1,25 @@
-"""Triton kernels that are launched again without Triton: its own launch takes Python tens of microseconds."""
+"""Triton kernels: compiled when they are first launched, and launched again without Triton.
+
+Triton is optional and takes long to import, so modules with Triton kernels must import without it. They take `tl` from
+here and mark their functions with `TritonKernel` and `triton_jit`. Triton is imported with the first launch; the names
+in those modules then stand for what it needs to find there. Its own launch takes tens of microseconds of Python, so
+later launches of the same kind go to the driver directly.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import operator
 from collections.abc import Callable
 from struct import Struct, calcsize
+from types import FunctionType
 from typing import Any
 
 import torch
 
+from moe_ep.kernels import jit
 from moe_ep.kernels.kernel import Kernel, param_places
 
 _MOST_INT32 = (1 << 31) - 1
@@ -30,8 +39,79 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+class Late:
+    """Stands in a module for what Triton makes of it there, until a kernel of that module is launched.
+
+    Args:
+        make: returns what kernels find under the name.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def made(self) -> Any:
+        return self._make()
+
+
+class _LateFunction(Late):
+    def __init__(self, function: Any, **options: Any) -> None:
+        super().__init__(lambda: _triton().jit(function, **options))
+        self._scope = function.__globals__
+
+    @functools.cached_property
+    def made(self) -> Any:
+        made = self.__dict__["made"] = self._make()
+        for name, value in [*self._scope.items()]:
+            if isinstance(value, Late):
+                self._scope[name] = value.made
+        return made
+
+
+def triton_jit(function: Any) -> Any:
+    """A function that kernels call, in place of `triton.jit`."""
+    return _LateFunction(function)
+
+
+def constant(value: Any) -> Any:
+    """A number of a module that kernels read, or a function that returns it once Triton is there."""
+    return Late(lambda: _triton().language.constexpr(value() if callable(value) else value))
+
+
+def _triton() -> Any:
+    return importlib.import_module("triton")
+
+
+tl: Any = Late(lambda: importlib.import_module("triton.language"))
+libdevice: Any = Late(lambda: importlib.import_module("triton.language.extra.libdevice"))
+gdc_wait: Any = Late(lambda: importlib.import_module("triton.language.extra.cuda").gdc_wait)
+gdc_launch_dependents: Any = Late(lambda: importlib.import_module("triton.language.extra.cuda").gdc_launch_dependents)
+
+
+@triton_jit
+def take_over(EARLY: tl.constexpr):
+    """Waits for the kernels before, and lets the next one start; precedes everything that a kernel reads or writes.
+
+    Waiting for the previous kernel keeps the order of all: none ends before those before it have ended.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@functools.cache
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1)."""
+    return bool(_triton().knobs.runtime.interpret)
+
+
+def comes_early(device: torch.device) -> bool:
+    """Whether a kernel there can be launched with `launch_pdl` (programmatic dependent launch): from Hopper on."""
+    return not is_interpreted() and jit.capability(device.index) >= (9, 0)
+
+
 class TritonKernel:
-    """A `triton.jit` function, called in the same way: `kernel[grid](*args, **constants)`.
+    """A kernel in Triton's language, called as a `triton.jit` function is: `kernel[grid](*args, **constants)`.
 
     Triton compiles a function for what it knows of the arguments: dtypes, addresses and numbers that 16 divides,
     numbers that are 1 or need 64 bits, pointers that are None, and all constants. What it compiled is kept by just
@@ -40,12 +120,25 @@ class TritonKernel:
 
     The function's parameters are pointers, named ..._ptr, then numbers, then constants, which are passed by name. The
     first pointer is never None, and the kernel runs on its device.
+
+    Args:
+        function: a plain function, or what `triton.jit` made of one.
+        options: of `triton.jit`.
     """
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self._num_pointers = sum(name.endswith("_ptr") for name in function.arg_names)
+    def __init__(self, function: Any, **options: Any) -> None:
+        self._late = _LateFunction(function, **options) if isinstance(function, FunctionType) else None
+        self._given = function
+        names = (
+            function.arg_names if self._late is None else function.__code__.co_varnames[: function.__code__.co_argcount]
+        )
+        self._num_pointers = sum(name.endswith("_ptr") for name in names)
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """What Triton compiles."""
+        return self._given if self._late is None else self._late.made
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._run, grid)

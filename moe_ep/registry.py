@@ -7,10 +7,13 @@ chosen, so a missing optional package affects only those who chose it, and the c
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from moe_ep.errors import one_of
 
@@ -102,15 +105,33 @@ def _find(target: str) -> Any:
     return getattr(imported, attribute)
 
 
+Form = TypeVar("Form", bound=Callable[..., Any])
+
+
+def choose_form(plain: Form, kernel: Form | str, *tensors: torch.Tensor, needs: str = "triton") -> Form:
+    """The kernel if all tensors are on GPUs and not empty and what it needs is there, otherwise the plain-torch form.
+
+    Both take the same arguments and return the same; the plain form is the reference.
+
+    Args:
+        kernel: a function of moe_ep.kernels, or for the core, which must not import it, "module:function" in there.
+        needs: "triton", or "nvrtc" for CUDA sources.
+    """
+    if not all(tensor.is_cuda and tensor.numel() for tensor in tensors) or not _is_there(needs):
+        return plain
+    return _kernel(kernel) if isinstance(kernel, str) else kernel
+
+
 @cache
-def optional_kernel(target: str) -> Callable[..., Any] | None:
-    """The function "module:name" of a kernel, or None if a package that its module needs is not installed."""
-    module, name = target.split(":")
-    try:
-        imported = importlib.import_module(module)
-    except ImportError:
-        return None
-    return getattr(imported, name)
+def _is_there(package: str) -> bool:
+    if package == "triton":
+        return importlib.util.find_spec("triton") is not None
+    return importlib.import_module("moe_ep.kernels.jit").unusable_reason() is None
+
+
+@cache
+def _kernel(target: str) -> Any:
+    return _find(f"moe_ep.kernels.{target}")
 
 
 ALL2ALL_BACKENDS = Registry(

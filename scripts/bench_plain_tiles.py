@@ -28,11 +28,15 @@ from moe_ep.kernels.align import moe_align_block_size
 from moe_ep.kernels.grouped.products import (
     Activation,
     Blocks,
+    Tiles,
     multiply_into_order_reference,
     multiply_into_places_reference,
+    rows_of_blocks,
+    shared_bytes,
+    tiles_for,
+    triton_multiply_into_order,
+    triton_multiply_into_places,
 )
-from moe_ep.kernels.grouped.tiles import Tiles, rows_of_blocks, shared_bytes, tiles_for
-from moe_ep.kernels.grouped.triton_products import triton_multiply_into_order, triton_multiply_into_places
 from moe_ep.layer.methods import relative_error, tolerance
 
 # Rows, columns, columns of the input in a step, warps, stages, and blocks that go through a block of columns together.

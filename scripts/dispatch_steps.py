@@ -81,7 +81,6 @@ def compile_kernels(commands: Sequence[argparse.Namespace], rank: int, size: int
     from moe_ep.dispatch.nvshmem import high_throughput_block as prefill
     from moe_ep.dispatch.nvshmem import kernels as decode
     from moe_ep.dispatch.nvshmem.layout import BatchLayout
-    from moe_ep.kernels import jit
 
     sources = {}
     for args in commands:
@@ -95,7 +94,7 @@ def compile_kernels(commands: Sequence[argparse.Namespace], rank: int, size: int
                     prefill.kernel_source(name, prefill.Layout(**shape), DTYPE): None for name in prefill.KERNELS
                 }
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        list(pool.map(lambda source: jit.compile_ahead(source, device), list(sources)[rank::size]))
+        list(pool.map(lambda source: source.compile_ahead(device), list(sources)[rank::size]))
 
 
 def usable_backends(device: torch.device) -> dict[str, str | None]:

@@ -30,7 +30,7 @@ from moe_ep.dispatch.nvshmem.high_throughput_block import (
     kernel_source,
 )
 from moe_ep.kernels import jit
-from moe_ep.modular_kernel.contracts import Dispatched, FusedMoEActivationFormat, Pending
+from moe_ep.modular_kernel.contracts import Compilation, Dispatched, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 # Within 5 % of the best on 4 H200 (docs/benchmarks/high_throughput.md); e4m3 rows are made and read by instructions.
@@ -135,6 +135,15 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         """
         layout = _layout(moe_config, quant_config, batches_in_flight)
         return {"symmetric": layout.symmetric_bytes, "plain": layout.plain_bytes}
+
+    @classmethod
+    def compilations(
+        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
+    ) -> Sequence[Compilation]:
+        if cls.unusable_reason() is not None or cls.refuses(moe_config) is not None:
+            return ()
+        layout = _layout(moe_config, quant_config, 1, False)
+        return [kernel_source(name, layout, moe_config.in_dtype) for name in KERNELS]
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard

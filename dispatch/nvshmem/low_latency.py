@@ -24,7 +24,13 @@ from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
 from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, layout_of, local_indices
 from moe_ep.dispatch.torch_distributed import Result, check_delegated
 from moe_ep.kernels import jit
-from moe_ep.modular_kernel.contracts import Dispatched, ExpertTokensMetadata, FusedMoEActivationFormat, Pending
+from moe_ep.modular_kernel.contracts import (
+    Compilation,
+    Dispatched,
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    Pending,
+)
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 
@@ -106,6 +112,15 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             "by_reference": 4 * El * rows + numbers + (rows * row_bytes if layout.fp8 else 0),
             "expert_outputs": El * rows * row_bytes,
         }
+
+    @classmethod
+    def compilations(
+        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
+    ) -> Sequence[Compilation]:
+        if cls.unusable_reason() is not None or cls.refuses(moe_config) is not None:
+            return ()
+        layout = layout_of(moe_config, quant_config)
+        return [kernel_source(name, layout, moe_config.in_dtype) for name in KERNELS]
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.BatchedExperts

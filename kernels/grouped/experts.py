@@ -9,14 +9,20 @@ from __future__ import annotations
 import importlib.util
 
 import torch
+import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, gate_limit
-from moe_ep.config import FusedMoEConfig
-from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size, sort_slots_by_expert
 from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step, check_weights, wide_dtype
-from moe_ep.kernels.grouped import torch_form as grouped_torch
-from moe_ep.kernels.grouped.products import Activation, Blocks, multiply_into_order, multiply_into_places
-from moe_ep.kernels.grouped.tiles import rows_of_blocks
+from moe_ep.kernels.grouped.products import (
+    Activation,
+    Blocks,
+    multiply_into_order,
+    multiply_into_places,
+    rows_of_blocks,
+)
+from moe_ep.kernels.grouped.rows import activate_rows, move_rows
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum
 from moe_ep.modular_kernel.contracts import FusedMoEPermuteExpertsUnpermute
 from moe_ep.quantization.canonical_weights import CanonicalWeights
@@ -100,8 +106,8 @@ class GroupedExperts(StandardFormat, _GroupedExpertsBase, unchecked=True):
         num_ids = num_experts if step.expert_map is None else step.expert_map.numel()
         rows_per_expert = ids.numel() / num_ids
         results = step.hidden_states.new_empty(ids.numel(), K, dtype=wide_dtype(step.hidden_states.dtype))
-        if rows_per_expert >= _MANY_ROWS and grouped_torch.can_multiply(step.hidden_states, step.w2):
-            grouped_torch.compute_slots(step, self.quant_config, self.moe_config.swiglu_limit, results)
+        if rows_per_expert >= _MANY_ROWS and can_multiply(step.hidden_states, step.w2):
+            compute_slots(step, self.quant_config, self.moe_config.swiglu_limit, results)
         else:
             size = rows_of_blocks(rows_per_expert)
             places, experts, used = moe_align_block_size(
@@ -143,3 +149,55 @@ def _blocks(
     """Every expert pads its rows to whole blocks."""
     most = min(places.numel(), -(-(most_rows + num_experts * (size - 1)) // size) * size)
     return Blocks(places, experts, used, size, num_places, most)
+
+
+# Major compute capabilities on which torch's grouped product is one kernel. On others it loops over the experts and
+# waits for their row counts.
+_ONE_KERNEL = (9, 10)
+# It needs rows that begin at multiples of 16 bytes.
+_ROW_BYTES = 16
+
+
+def can_multiply(rows: torch.Tensor, w2: torch.Tensor) -> bool:
+    """Whether one kernel of torch multiplies rows `[T, K]` with the weights, of which w2 is `[El, K, N]`."""
+    sizes = (rows.size(1), w2.size(2))
+    return (
+        rows.is_cuda
+        and rows.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(rows.device)[0] in _ONE_KERNEL
+        and not any(size * rows.element_size() % _ROW_BYTES for size in sizes)
+    )
+
+
+def compute_slots(step: Step, quant: FusedMoEQuantConfig, limit: float | None, results: torch.Tensor) -> None:
+    """Writes the results `[T * topk, K]` of the slots that local experts compute, unweighted, and no others.
+
+    Args:
+        limit: the config's swiglu_limit.
+    """
+    ids = step.topk_ids
+    slots, counts = sort_slots_by_expert(ids, step.w1.size(0), step.expert_map)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    experts = None
+    if quant.w1_bias is not None:
+        positions = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device)
+        experts = torch.searchsorted(ends, positions, right=True).clamp(max=ends.numel() - 1)
+    rows = torch.empty_like(results)
+    move_rows(step.hidden_states, slots // ids.size(1), rows, None, ends[-1:])
+    gate_up = _product(rows, step.w1, ends, quant.w1_bias, experts)
+    hidden = rows.new_empty(rows.size(0), step.w2.size(2))
+    activate_rows(step.activation, gate_up, hidden, ends[-1:], limit)
+    move_rows(_product(hidden, step.w2, ends, quant.w2_bias, experts), None, results, slots, ends[-1:])
+
+
+def _product(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    ends: torch.Tensor,
+    bias: torch.Tensor | None,
+    experts: torch.Tensor | None,
+) -> torch.Tensor:
+    """Multiplies rows `[S, in]`, of which those of expert e end before ends[e], by their experts' weights
+    `[El, out, in]`, and adds biases `[El, out]` if any."""
+    product = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    return product if bias is None else product.add_(bias[experts])

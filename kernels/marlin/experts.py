@@ -7,6 +7,7 @@ up rows need no scratch, since they never leave the kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.kernels import jit
 from moe_ep.kernels.expert_formats import BatchedFormat, Shape, StandardFormat, Step, wide_dtype
-from moe_ep.kernels.marlin import e4m3
+from moe_ep.kernels.marlin import e4m3, hopper
 from moe_ep.kernels.marlin.checks import (
     batched_shape,
     check_batch,
@@ -29,7 +30,7 @@ from moe_ep.kernels.marlin.gemm import partials_numel
 from moe_ep.kernels.marlin.packing import has_all_groups, not_packed_reason, pack_experts
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, weight_type
-from moe_ep.modular_kernel.contracts import ExpertWeights, FusedMoEPermuteExpertsUnpermute
+from moe_ep.modular_kernel.contracts import Compilation, ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import ScalarType, scalar_types
 
@@ -104,6 +105,20 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             if (reason := not_packed_reason(part, row_multiple)) is not None:
                 return reason
         return cls.unusable_reason()
+
+    @classmethod
+    def compilations(
+        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
+    ) -> Sequence[Compilation]:
+        scales, size = quant_config.w1_scale, quant_config.group_size
+        if quant_config.quant_type_id is None or scales is None or size is None or cls.unusable_reason() is not None:
+            return ()
+        if not hopper.runs_on(device):
+            return ()
+        sizes = (moe_config.num_local_experts, moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
+        activation = MoEActivation.parse(moe_config.activation)
+        numbers = (weight_type(quant_config.quant_type_id), moe_config.in_dtype, scales.dtype, size, activation)
+        return hopper.kernel_sources(*numbers, sizes, moe_config.swiglu_limit)
 
     @classmethod
     def pack_weights(

@@ -25,6 +25,7 @@ from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_d
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
 
+_HOPPER = (9, 0)
 _FEW_THREADS, _MANY_THREADS = 640, 384
 _TILE_ROWS = 256
 _MAX_BLOCKS = 256
@@ -88,9 +89,31 @@ def kernel_source(
     return jit.KernelSource(CUDA / name, entry, tuple((name, str(value)) for name, value in defines.items()))
 
 
+def kernel_sources(
+    kind: WeightType,
+    act_dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    group_size: int,
+    activation: MoEActivation,
+    sizes: tuple[int, int, int],
+    clamp_limit: float | None = None,
+) -> list[jit.KernelSource]:
+    """The kernels for many and for few rows, of so many experts, K and N."""
+    num_experts, K, N = sizes
+    per_step = groups_per_step(K, 1 if group_size == -1 else K // group_size)
+    tall = may_be_tall(num_experts, ((1 + activation.is_gated) * N, K))
+    numbers = (kind, act_dtype, scale_dtype, per_step, activation)
+    return [kernel_source(*numbers, few_rows, tall, clamp_limit) for few_rows in (False, True)]
+
+
 def may_be_tall(num_experts: int, rows: tuple[int, int]) -> bool:
     """Whether tiles of 384 or 512 of w13's or w2's weight rows may pay: those of 256 may be more than a GPU's SMs."""
     return num_experts * -(-max(rows) // _TILE_ROWS) > _MOST_FOR_ONE_WAVE
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether these kernels are for that GPU."""
+    return device.type == "cuda" and jit.capability(device.index or 0) == _HOPPER
 
 
 def groups_per_step(num_columns: int, num_groups: int) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from typing import Any
 
 import torch
 
 from moe_ep.arguments import check_id_range, check_integers, check_same_device, check_tensors
 from moe_ep.eplb.levelling import map_reference
 from moe_ep.errors import check_at_least, one_of
+from moe_ep.registry import choose_form
 
 _INDICES_TYPES = (torch.int32, torch.int64)
 
@@ -72,21 +72,12 @@ def eplb_map_to_physical_and_record(
     slots_per_rank = 1 if ep_size is None else num_physical // ep_size
     num_counted = _num_counted(num_unpadded_tokens, topk_ids)
     arguments = topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count, num_counted
-    fused = _fused() if topk_ids.is_cuda else None
-    if fused is not None:
-        return fused(*arguments, ep_rank, slots_per_rank, dtype)
-    return map_reference(*arguments, ep_rank, slots_per_rank).to(dtype)
+    form = choose_form(_map_plain, "eplb_map:map_and_record", topk_ids, needs="nvrtc")
+    return form(*arguments, ep_rank, slots_per_rank, dtype)
 
 
-@cache
-def _fused() -> Callable[..., torch.Tensor] | None:
-    """The CUDA kernel, or None where kernels cannot be compiled."""
-    try:
-        from moe_ep.kernels.eplb_map import map_and_record
-        from moe_ep.kernels.jit import unusable_reason
-    except ImportError:
-        return None
-    return None if unusable_reason() else map_and_record
+def _map_plain(topk_ids: torch.Tensor, *more: Any) -> torch.Tensor:
+    return (map_reference(topk_ids, *more[:-1]) if topk_ids.numel() else topk_ids).to(more[-1])
 
 
 def _num_counted(num_unpadded_tokens: int | torch.Tensor | None, topk_ids: torch.Tensor) -> int | torch.Tensor:

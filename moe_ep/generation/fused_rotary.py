@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
+
+from moe_ep.registry import choose_form
 
 # What models call the function that turns queries and keys, in the Python module of their code.
 _NAME = "apply_rotary_pos_emb"
@@ -23,8 +25,8 @@ class FusedRotary:
     def __init__(self, model: torch.nn.Module) -> None:
         self._functions: list[tuple[Any, Rotary, Rotary]] = []
         device = next(model.parameters()).device
-        ours = _triton_rotary() if device.type == "cuda" else None
-        if ours is None:
+        ours = choose_form(_unsupported, "rotary:triton_rotary", next(model.parameters()))
+        if ours is _unsupported:
             return
         for name in {type(part).__module__: None for part in model.modules()}:
             code = sys.modules.get(name)
@@ -42,6 +44,11 @@ class FusedRotary:
         finally:
             for code, theirs, _ in self._functions:
                 setattr(code, _NAME, theirs)
+
+
+def _unsupported(*_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands for a kernel that cannot run here; the model's own function stays in its place."""
+    raise RuntimeError("there is no plain form of the rotary kernel; use the model's own function")
 
 
 def _rotate(theirs: Rotary, ours: Rotary, widths: set[float], *args: Any, **kwargs: Any) -> Any:
@@ -90,13 +97,3 @@ def _widths(theirs: Rotary, ours: Rotary, device: torch.device) -> set[float]:
 
 def _same(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
-
-
-@cache
-def _triton_rotary() -> Rotary | None:
-    """The Triton form, or None where Triton is not installed."""
-    try:
-        from moe_ep.kernels.triton_rotary import triton_rotary
-    except ImportError:
-        return None
-    return triton_rotary

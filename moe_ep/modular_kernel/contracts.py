@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -147,6 +147,15 @@ PrepareResult = tuple[
 ]
 
 
+class Compilation(Protocol):
+    """A kernel that can be compiled before it is needed; two that compare equal are the same kernel."""
+
+    def __hash__(self) -> int: ...
+
+    def compile_ahead(self, device: torch.device) -> None:
+        """Compiles it into the cache on disk, unless it is there."""
+
+
 class FusedMoEPrepareAndFinalize(ABC):
     """Moves rows to the ranks that hold their experts, and the results back.
 
@@ -183,6 +192,16 @@ class FusedMoEPrepareAndFinalize(ABC):
     @abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:
         """The format that prepare returns and finalize accepts."""
+
+    @classmethod
+    def compilations(
+        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
+    ) -> Sequence[Compilation]:
+        """What a layer like this compiles on its first pass on this device, the slowest first; nothing by default.
+
+        Whoever warms a process up calls `compile_ahead` of each, in any process that shares MOE_EP_CACHE_DIR.
+        """
+        return ()
 
     @abstractmethod
     def topk_indices_dtype(self) -> torch.dtype | None:
@@ -499,6 +518,16 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
             weights: w13 and w2 in the canonical quantized form; empty if they are plain.
         """
         return cls.unusable_reason()
+
+    @classmethod
+    def compilations(
+        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
+    ) -> Sequence[Compilation]:
+        """What a layer like this compiles on its first pass on this device, the slowest first; nothing by default.
+
+        Whoever warms a process up calls `compile_ahead` of each, in any process that shares MOE_EP_CACHE_DIR.
+        """
+        return ()
 
     @classmethod
     def pack_weights(

@@ -16,7 +16,7 @@ from torch import nn
 from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_integers, check_same_device, check_tensors
 from moe_ep.config import RoutingConfig
 from moe_ep.fixed_tensors import FixedTensors
-from moe_ep.registry import optional_kernel
+from moe_ep.registry import choose_form
 from moe_ep.routing.topk import topk_reference
 
 
@@ -161,9 +161,9 @@ def choose(
     if config.custom_routing_function is not None:
         weights, ids = _custom_topk(config, hidden_states, router_logits)
     else:
-        fused = optional_kernel("moe_ep.kernels.routing:fused_topk") if router_logits.is_cuda else None
+        topk = choose_form(topk_reference, "routing:fused_topk", router_logits)
         num_groups, kept_groups = config.groups
-        weights, ids = (fused or topk_reference)(
+        weights, ids = topk(
             router_logits,
             config.top_k,
             scoring_func=config.scoring_func,
@@ -225,9 +225,13 @@ def known_choices(
     Args:
         row_mask: bool `[T]`, tokens that count; the others get no expert. None where all do.
     """
-    fused = optional_kernel("moe_ep.kernels.triton_choices:triton_known_choices") if topk_ids.is_cuda else None
-    if fused is not None and topk_ids.numel():
-        return fused(topk_weights, topk_ids, num_experts, row_mask)
+    form = choose_form(_known_choices_reference, "choices:triton_known_choices", topk_ids)
+    return form(topk_weights, topk_ids, num_experts, row_mask)
+
+
+def _known_choices_reference(
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, row_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     known = (topk_ids >= 0) & (topk_ids < num_experts)
     if row_mask is not None:
         known &= row_mask[:, None]

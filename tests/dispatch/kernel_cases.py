@@ -11,8 +11,7 @@ from moe_ep.dispatch import payload
 from moe_ep.dispatch.messages import MessageLayout
 from moe_ep.expert_map import determine_expert_map, expert_owner_table
 from moe_ep.kernels import dispatch_rows, quantize, triton_dispatch_plan, triton_dispatch_rows, triton_quantize
-from moe_ep.kernels.triton_open_messages import triton_open_messages
-from moe_ep.kernels.triton_pack_messages import triton_pack_messages
+from moe_ep.kernels.dispatch_messages import triton_open_messages, triton_pack_messages
 
 # The interpreter truncates where it should round to bf16; only kernels that copy are run in bf16 there.
 ROUNDING_DTYPES = {"cpu": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}

@@ -6,11 +6,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from moe_ep.kernels.triton_dispatch_plan import _send_plan_kernel
-from moe_ep.kernels.triton_dispatch_rows import _pack_rows_kernel, _weighted_rows_kernel, row_blocks
-from moe_ep.kernels.triton_open_messages import _open_messages_kernel
-from moe_ep.kernels.triton_pack_messages import _pack_messages_kernel
-from moe_ep.kernels.triton_quantize import _dequantize_kernel, _quantize_kernel
+from moe_ep.kernels.dispatch_messages import _open_messages_kernel, _pack_messages_kernel, _send_plan_kernel
+from moe_ep.kernels.dispatch_rows import _pack_rows_kernel, _weighted_rows_kernel, row_blocks
+from moe_ep.kernels.quantize import _dequantize_kernel, _quantize_kernel
 from tests.kernels.test_triton_compiles import ARCHITECTURES, compiled_ptx, hands_over_first
 
 

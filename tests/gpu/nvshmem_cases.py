@@ -98,7 +98,7 @@ def compile_several(sources: Iterable[jit.KernelSource], at_once: int = _COMPILE
     """Into the cache on disk."""
     device = torch.device("cuda", torch.cuda.current_device())
     with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(lambda source: jit.compile_ahead(source, device), sources))
+        list(pool.map(lambda source: source.compile_ahead(device), sources))
 
 
 def across_hosts(rank: int, world_size: int, check: Callable, *args: object) -> object:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Layout, kernel_source
-from moe_ep.kernels import jit
 from tests.dispatch.backend_cases import Case
 from tests.dispatch.two_level_cases import check_two_level
 from tests.ranks import RankPool, needs_gpu_ranks
@@ -36,7 +35,7 @@ def compile_together(rank: int, world_size: int) -> None:
         for name, (fp8, api) in itertools.product(KERNELS, ((False, True), (True, True), (False, False)))
     ]
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda source: jit.compile_ahead(source, torch.device("cuda", rank)), sources[rank::world_size]))
+        list(pool.map(lambda source: source.compile_ahead(torch.device("cuda", rank)), sources[rank::world_size]))
     torch.distributed.barrier()
 
 

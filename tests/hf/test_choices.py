@@ -97,7 +97,7 @@ def test_identity_experts_add_nothing_to_tokens_that_chose_none() -> None:
 
 
 def check_triton(device: str) -> None:
-    from moe_ep.kernels import triton_choices as fused
+    from moe_ep.kernels import choices as fused
 
     for num_tokens, dtype in ((1, torch.float32), (100, torch.bfloat16)):
         ids, weights, mask = made(num_tokens, device, dtype)
@@ -118,7 +118,7 @@ def check_triton(device: str) -> None:
 
 def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from moe_ep.kernels import triton_choices as fused
+    from moe_ep.kernels import choices as fused
 
     for kernel in (fused._pack_kernel, fused._count_kernel):
         monkeypatch.setattr(kernel, "function", interpreter.InterpretedFunction(kernel.function.fn))

@@ -43,7 +43,7 @@ CASES = [
 
 def check_lists(case: Case) -> None:
     """The CUDA kernel against plain torch, bitwise."""
-    from moe_ep.kernels.cuda_align import cuda_align, cuda_sort
+    from moe_ep.kernels.align import cuda_align, cuda_sort
 
     generator = torch.Generator().manual_seed(case.num_slots + case.num_experts)
     ids = torch.randint(-1, case.num_experts + 1, (case.num_slots,), generator=generator)
@@ -68,7 +68,7 @@ def check_lists(case: Case) -> None:
 
 def check_batched(device: str) -> None:
     """The Triton kernel against plain torch, bitwise."""
-    from moe_ep.kernels.triton_align import triton_batched_align
+    from moe_ep.kernels.align import triton_batched_align
 
     generator = torch.Generator().manual_seed(0)
     for num_experts, most, block_size in ((1, 1, 1), (5, 8, 4), (3, 300, 64), (32, 40, 16)):

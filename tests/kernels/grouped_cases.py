@@ -130,8 +130,8 @@ def check_activations(device: str, activate: Callable[..., None]) -> None:
 
 def check_triton(device: str) -> None:
     """The Triton kernels; the CPU needs TRITON_INTERPRET=1."""
-    from moe_ep.kernels.grouped.triton_products import triton_multiply_into_order, triton_multiply_into_places
-    from moe_ep.kernels.grouped.triton_rows import triton_activate_rows, triton_move_rows
+    from moe_ep.kernels.grouped.products import triton_multiply_into_order, triton_multiply_into_places
+    from moe_ep.kernels.grouped.rows import triton_activate_rows, triton_move_rows
 
     check_products(device, triton_multiply_into_order, triton_multiply_into_places)
     check_f16_range(device, triton_multiply_into_order, triton_multiply_into_places)

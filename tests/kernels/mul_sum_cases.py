@@ -84,8 +84,7 @@ def assert_is_the_sum(output: torch.Tensor, arguments: dict[str, torch.Tensor | 
 
 def check_triton(device: str, cases: list[Case]) -> None:
     """The Triton kernel on every case, in place, with the bits of the reference; the CPU needs TRITON_INTERPRET=1."""
-    from moe_ep.kernels.mul_sum import mul_sum_reference
-    from moe_ep.kernels.triton_mul_sum import triton_mul_sum
+    from moe_ep.kernels.mul_sum import mul_sum_reference, triton_mul_sum
 
     for case in cases:
         arguments = make_inputs(case, device)
@@ -100,7 +99,7 @@ def check_triton(device: str, cases: list[Case]) -> None:
 
 def check_far_rows() -> None:
     """Slots or columns that lie billions of elements apart, in a file of which little exists; in the interpreter."""
-    from moe_ep.kernels.triton_mul_sum import triton_mul_sum
+    from moe_ep.kernels.mul_sum import triton_mul_sum
 
     apart = 1 << 30
     with tempfile.NamedTemporaryFile() as file:

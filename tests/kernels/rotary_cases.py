@@ -24,7 +24,7 @@ def plain_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 def check_rotary(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """The Triton kernel with the bits of torch's operations; the CPU needs TRITON_INTERPRET=1."""
-    from moe_ep.kernels.triton_rotary import triton_rotary
+    from moe_ep.kernels.rotary import triton_rotary
 
     generator = torch.Generator().manual_seed(1)
     for dtype in dtypes:

@@ -1,38 +1,55 @@
-"""Both forms of a function: found by name, called with the same arguments, and the plain one on the CPU."""
+"""Both forms of a function take the same arguments, the plain one runs on the CPU, and Triton may be missing."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from moe_ep.kernels.forms import form_for
+from moe_ep.registry import choose_form
 
-KERNELS = Path(__file__).parents[2] / "kernels"
+ROOT = Path(__file__).parents[2]
 USES = [
-    (".".join(path.relative_to(KERNELS).with_suffix("").parts), plain, name)
-    for path in sorted(KERNELS.rglob("*.py"))
-    for plain, name in re.findall(r'form_for\((\w+), "([\w.]+)"', path.read_text())
+    (".".join(path.relative_to(ROOT).with_suffix("").parts), plain, kernel)
+    for folder in ("kernels", "moe_ep/routing", "moe_ep/eplb", "moe_ep/hf")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    for plain, kernel in re.findall(r'choose_form\(\s*(\w+), "?([\w.:]+)"?,', path.read_text())
 ]
+# Takes the arguments of the other as they come.
+PASSED_ON = ("_map_plain",)
 
 
-@pytest.mark.parametrize(("module", "plain", "name"), USES)
-def test_a_form_takes_the_arguments_of_the_other(module: str, plain: str, name: str) -> None:
-    pytest.importorskip("triton")
-    triton_module, function = name.rsplit(".", 1)
-    forms = (
-        getattr(importlib.import_module(f"moe_ep.kernels.{where}"), what)
-        for where, what in ((module, plain), (triton_module, function))
-    )
+@pytest.mark.parametrize(("module", "plain", "kernel"), [use for use in USES if use[1] not in ("plain", *PASSED_ON)])
+def test_a_form_takes_the_arguments_of_the_other(module: str, plain: str, kernel: str) -> None:
+    module = module if module.startswith("moe_ep.") else f"moe_ep.{module}"
+    where, _, what = f"moe_ep.kernels.{kernel}".rpartition(":") if ":" in kernel else (module, "", kernel)
+    forms = getattr(importlib.import_module(module), plain), getattr(importlib.import_module(where), what)
     first, second = (list(inspect.signature(form).parameters.values()) for form in forms)
     assert [p.annotation for p in first] == [p.annotation for p in second[: len(first)]]
     assert all(p.default is not p.empty for p in second[len(first) :]), "what one form alone takes needs a default"
 
 
 def test_plain_on_the_cpu() -> None:
-    assert form_for(torch.neg, "triton_quantize.triton_quantize_rows", torch.ones(1)) is torch.neg
-    assert len(USES) >= 8
+    assert choose_form(torch.neg, torch.abs, torch.ones(1)) is torch.neg
+    assert len(USES) >= 10
+
+
+def test_kernels_import_and_compute_without_triton() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from moe_ep.kernels import align, choices, dispatch_messages, dispatch_rows, mul_sum, quantize, rotary, routing
+from moe_ep.kernels.grouped import experts
+from moe_ep.kernels.marlin import pack_marlin
+print(mul_sum.moe_fused_mul_sum(torch.ones(1, 2, 4), torch.ones(1, 2)).sum().item())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "8.0"

@@ -12,9 +12,8 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.kernels.grouped import experts as grouped
-from moe_ep.kernels.grouped import torch_form as grouped_torch
+from moe_ep.kernels.grouped.products import fitting, rows_of_blocks
 from moe_ep.kernels.grouped.rows import activate_rows, move_rows
-from moe_ep.kernels.grouped.tiles import fitting, rows_of_blocks
 from moe_ep.modular_kernel import ExpertTokensMetadata, make_experts
 from moe_ep.registry import EXPERTS
 from tests.kernels.grouped_cases import check_activations, check_moves, check_triton
@@ -54,7 +53,7 @@ def test_standard_equals_the_reference(
 ) -> None:
     if by_torch:
         monkeypatch.setattr(grouped, "_MANY_ROWS", 0)
-        monkeypatch.setattr(grouped_torch, "can_multiply", lambda rows, w2: True)
+        monkeypatch.setattr(grouped, "can_multiply", lambda rows, w2: True)
     w1, w2, quant = weights(activation, has_bias)
     topk = 1 if weight_on_input else TOP_K
     ids = torch.stack([torch.randperm(7)[:topk] for _ in range(T)]).int()

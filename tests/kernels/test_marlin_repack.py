@@ -232,7 +232,7 @@ def test_what_was_not_packed_is_not_unpacked(packed: Any) -> None:
 
 
 def check_triton(device: str) -> None:
-    from moe_ep.kernels.marlin import triton_pack_codes as fused
+    from moe_ep.kernels.marlin import repack as fused
 
     for bits, spread in ((4, False), (4, True), (8, False)):
         for rows, columns, gated in ((64, 32, True), (192, 96, True), (32, 64, False), (160, 224, False)):
@@ -243,7 +243,7 @@ def check_triton(device: str) -> None:
 
 def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from moe_ep.kernels.marlin import triton_pack_codes as fused
+    from moe_ep.kernels.marlin import repack as fused
 
     kernel = fused._pack_codes_kernel
     monkeypatch.setattr(kernel, "function", interpreter.InterpretedFunction(kernel.function.fn))

@@ -83,7 +83,7 @@ def test_ids_are_those_of_the_map() -> None:
 
 def test_blocks_follow_shape_and_element_size() -> None:
     pytest.importorskip("triton")
-    from moe_ep.kernels.triton_mul_sum import choose_blocks
+    from moe_ep.kernels.mul_sum import choose_blocks
 
     assert choose_blocks(4096, 7168, 2) == (1024, 4)
     assert choose_blocks(4096, 7168, 4) == (512, 4)

@@ -10,11 +10,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_ep.kernels.grouped.tiles import fitting
-from moe_ep.kernels.grouped.triton_products import _product_kernel
+from moe_ep.kernels.align import _batched_kernel
+from moe_ep.kernels.grouped.products import _product_kernel, fitting
+from moe_ep.kernels.mul_sum import _mul_sum_kernel
 from moe_ep.kernels.routing import _topk_kernel
-from moe_ep.kernels.triton_align import _batched_kernel
-from moe_ep.kernels.triton_mul_sum import _mul_sum_kernel
 from moe_ep.routing.topk import SCORING_FUNCS
 
 ARCHITECTURES = (80, 90)

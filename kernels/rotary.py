@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
-from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2, tl, triton_jit
 
 _BLOCK_HEADS = 8
 
 
-@triton.jit
+@triton_jit
 def _product(x, y):
     """Rounded to the type of the factors."""
     return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype).to(tl.float32)
 
 
-@triton.jit
+@triton_jit
 def _rotate(
     source_ptr,
     target_ptr,
@@ -47,7 +45,6 @@ def _rotate(
 
 
 @TritonKernel
-@triton.jit
 def _rotary_kernel(
     query_ptr,
     key_ptr,

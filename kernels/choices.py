@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
-from moe_ep.kernels.triton_kernel import TritonKernel, cdiv
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, tl
 
 _BLOCK = 256
 # Numbers: 256 bytes, so that ids start where kernels may read many at once.
@@ -14,7 +12,6 @@ _ALIGNMENT = 64
 
 
 @TritonKernel
-@triton.jit
 def _pack_kernel(
     ids_ptr,
     weights_ptr,
@@ -52,7 +49,6 @@ def _pack_kernel(
 
 
 @TritonKernel
-@triton.jit
 def _count_kernel(ids_ptr, counts_ptr, num_slots, BLOCK: tl.constexpr):
     """Adds each id of `[T, top_k]` that is not negative to counts int64 `[num_experts]`.
 
