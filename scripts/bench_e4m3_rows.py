@@ -26,10 +26,9 @@ from moe_ep.activation import MoEActivation
 from moe_ep.bench.results import append_line, facts, markdown_table
 from moe_ep.bench.timing import time_calls
 from moe_ep.kernels.marlin import e4m3
-from moe_ep.kernels.marlin.compute import sort_by_expert
-from moe_ep.kernels.marlin.gemm import partials_numel, run_experts
-from moe_ep.kernels.marlin.pair import WeightPair
-from moe_ep.kernels.marlin.rounding import TOLERANCE
+from moe_ep.kernels.marlin.compute import partials_numel, run_experts, sort_by_expert
+from moe_ep.kernels.marlin.plain import TOLERANCE
+from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.layer.methods import relative_error
 
 SUSTAINED_US = 4e5

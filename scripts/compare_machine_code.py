@@ -31,7 +31,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.dispatch.nvshmem import high_throughput_block, kernels
 from moe_ep.dispatch.nvshmem.layout import BatchLayout
-from moe_ep.kernels import cuda_align, eplb_map, jit
+from moe_ep.kernels import align, eplb_map, jit
 from moe_ep.kernels.marlin import ampere, e4m3, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.scalar_type import scalar_types
@@ -59,7 +59,7 @@ def builds() -> Iterator[Build]:
     yield from _dispatch()
     for arch, ids, blocks in itertools.product(("sm_80", "sm_90a"), _INTEGERS, _CLUSTERS):
         if blocks == 1 or arch == "sm_90a":
-            yield f"align {_short(ids)} {blocks}", cuda_align.kernel_source(ids, blocks), arch, ids == torch.int32
+            yield f"align {_short(ids)} {blocks}", align.kernel_source(ids, blocks), arch, ids == torch.int32
     for arch, kinds, slots in itertools.product(("sm_80", "sm_90a"), itertools.product(_INTEGERS, repeat=3), (1, 2)):
         name = f"eplb_map {' '.join(map(_short, kinds))} {slots}"
         yield name, eplb_map.kernel_source(*kinds, slots), arch, len(set(kinds)) == 1

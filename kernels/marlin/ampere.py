@@ -16,7 +16,6 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.flags import stream_flags
-from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import (
     CUDA,
     ExpertsParams,
@@ -27,7 +26,7 @@ from moe_ep.kernels.marlin.params import (
     type_number,
 )
 from moe_ep.kernels.marlin.types import WeightType
-from moe_ep.kernels.marlin.weights import Weights
+from moe_ep.kernels.marlin.weights import WeightPair, Weights
 
 _THREADS, _GATHER_THREADS = 128, 256
 _TILE_ROWS, _STEP_COLUMNS = 128, 64

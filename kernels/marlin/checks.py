@@ -15,10 +15,9 @@ from moe_ep.arguments import (
 )
 from moe_ep.errors import check_whole
 from moe_ep.kernels.marlin import e4m3
-from moe_ep.kernels.marlin.gemm import partials_numel
-from moe_ep.kernels.marlin.pair import WeightPair
+from moe_ep.kernels.marlin.compute import partials_numel
 from moe_ep.kernels.marlin.types import WeightType
-from moe_ep.kernels.marlin.weights import check_activation_dtype, check_weights
+from moe_ep.kernels.marlin.weights import WeightPair, check_activation_dtype, check_weights
 
 # Of the tensors of a GEMM: what stands before and after its number in their names, and whether there may be none.
 _PARTS = (

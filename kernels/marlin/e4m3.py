@@ -14,13 +14,12 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin import tensor_map
 from moe_ep.kernels.marlin.flags import stream_flags
-from moe_ep.kernels.marlin.hopper import MOST_EXPERTS
-from moe_ep.kernels.marlin.pair import WeightPair
+from moe_ep.kernels.marlin.hopper import MOST_EXPERTS, TENSOR_MAP_BYTES, tensor_map
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, experts_params, type_number
-from moe_ep.kernels.marlin.rounding import GROUP_COLUMNS
+from moe_ep.kernels.marlin.plain import GROUP_COLUMNS
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
+from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.scalar_type import scalar_types
 
 _TILE_ROWS, _TILE_TOKENS = 256, 128
@@ -49,7 +48,7 @@ class E4m3Params(ctypes.Structure):
     """E4m3Params of cuda/e4m3_sm90.cu, as large as its alignment makes it."""
 
     _fields_ = (
-        ("tokens", (ctypes.c_uint8 * tensor_map.NUM_BYTES) * 2),
+        ("tokens", (ctypes.c_uint8 * TENSOR_MAP_BYTES) * 2),
         ("experts", ExpertsParams),
         ("row_scales", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),
@@ -138,8 +137,8 @@ def run(output: torch.Tensor, hidden_states: torch.Tensor, pair: WeightPair, row
         capacity=where.capacity,
     )
     for phase, (place, weights) in enumerate(((where.codes, pair.w13), (where.hidden, pair.w2))):
-        encoded = tensor_map.encode(start + place, where.capacity, weights.num_columns, torch.uint8)
-        ctypes.memmove(multiply.tokens[phase], encoded, tensor_map.NUM_BYTES)
+        encoded = tensor_map(start + place, where.capacity, weights.num_columns, torch.uint8)
+        ctypes.memmove(multiply.tokens[phase], encoded, TENSOR_MAP_BYTES)
     kernel.launch(multiply, (common.num_blocks, 1, 1), _MULTIPLY_THREADS, common.shared_bytes)
 
 

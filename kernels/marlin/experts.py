@@ -25,11 +25,10 @@ from moe_ep.kernels.marlin.checks import (
     check_tokens,
     check_weight_pair,
 )
-from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
-from moe_ep.kernels.marlin.gemm import partials_numel
-from moe_ep.kernels.marlin.packing import has_all_groups, not_packed_reason, pack_experts
-from moe_ep.kernels.marlin.pair import WeightPair
+from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens, partials_numel
+from moe_ep.kernels.marlin.repack import has_all_groups, not_packed_reason, pack_experts
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, weight_type
+from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.modular_kernel.contracts import Compilation, ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import ScalarType, scalar_types

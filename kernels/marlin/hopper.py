@@ -18,12 +18,11 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin import tensor_map, tuning
+from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.flags import stream_flags
-from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, type_number
 from moe_ep.kernels.marlin.types import WeightType
-from moe_ep.kernels.marlin.weights import Weights
+from moe_ep.kernels.marlin.weights import WeightPair, Weights
 
 _HOPPER = (9, 0)
 _FEW_THREADS, _MANY_THREADS = 640, 384
@@ -51,11 +50,15 @@ _READ_TOKENS = 64  # of a tile's sums that the kernel for many rows reads at onc
 _BEGIN_ANEW = 200
 
 
+TENSOR_MAP_BYTES = 128
+_BOX_ROWS, _BOX_BYTES = 32, 128  # kBoxTokens of the kernels' stages; what a row of swizzled tokens has
+
+
 class PrefillParams(ctypes.Structure):
     """PrefillParams of cuda/prefill_sm90.cu, as large as its alignment makes it."""
 
     _fields_ = (
-        ("tokens", (ctypes.c_uint8 * tensor_map.NUM_BYTES) * 2),
+        ("tokens", (ctypes.c_uint8 * TENSOR_MAP_BYTES) * 2),
         ("experts", ExpertsParams),
         ("unused", ctypes.c_uint8 * (-ctypes.sizeof(ExpertsParams) % 64)),
     )
@@ -231,8 +234,8 @@ def _many_params(params: ExpertsParams, act_dtype: torch.dtype) -> PrefillParams
     num_rows = params.max_rows if params.sorted else params.num_experts * params.max_rows
     for phase, gemm in enumerate(params.gemm):
         if phase == 1 or params.row_ids is None:
-            encoded = tensor_map.encode(gemm.input, num_rows, gemm.columns, act_dtype)
-            ctypes.memmove(many.tokens[phase], encoded, tensor_map.NUM_BYTES)
+            encoded = tensor_map(gemm.input, num_rows, gemm.columns, act_dtype)
+            ctypes.memmove(many.tokens[phase], encoded, TENSOR_MAP_BYTES)
     return many
 
 
@@ -250,3 +253,44 @@ def _num_blocks(device_index: int) -> int:
 @functools.cache
 def _max_shared_bytes(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=1024)
+def tensor_map(address: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> bytes:
+    """The map of a contiguous matrix for tensor copies in boxes of 32 rows x 128 bytes, swizzle 128, zeros out of
+    bounds.
+
+    It depends only on address and shape, and encoding takes microseconds, so maps are cached. The format of the 128
+    bytes is internal to the driver (CUDA driver API, cuTensorMapEncodeTiled).
+
+    Args:
+        dtype: bfloat16, float16, or uint8 for the codes of 8-bit numbers.
+
+    Raises:
+        ImportError: cuda-core is missing.
+        RuntimeError: the driver refuses the matrix.
+    """
+    driver = jit.driver_bindings()
+    formats = driver.CUtensorMapDataType
+    of_dtype = {
+        torch.bfloat16: formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.uint8: formats.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }
+    sizes = [driver.cuuint64_t(num_columns), driver.cuuint64_t(num_rows)]
+    box = [driver.cuuint32_t(_BOX_BYTES // dtype.itemsize), driver.cuuint32_t(_BOX_ROWS)]
+    steps = [driver.cuuint32_t(1), driver.cuuint32_t(1)]
+    result = driver.cuTensorMapEncodeTiled(
+        of_dtype[dtype],
+        len(sizes),
+        address,
+        sizes,
+        [driver.cuuint64_t(num_columns * dtype.itemsize)],
+        box,
+        steps,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return ctypes.string_at(jit.checked(result).getPtr(), TENSOR_MAP_BYTES)

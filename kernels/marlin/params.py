@@ -10,9 +10,8 @@ import torch
 
 from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
-from moe_ep.kernels.marlin.weights import Weights
+from moe_ep.kernels.marlin.weights import WeightPair, Weights
 from moe_ep.scalar_type import scalar_types
 
 CUDA = Path(__file__).parent / "cuda"

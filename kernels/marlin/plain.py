@@ -12,11 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
-from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.repack import PackedWeights, unpack_marlin
-from moe_ep.kernels.marlin.rounding import round_hidden, round_rows
 from moe_ep.kernels.marlin.types import WeightType
-from moe_ep.kernels.marlin.weights import Weights, group_size_of
+from moe_ep.kernels.marlin.weights import WeightPair, Weights, group_size_of
 from moe_ep.layer.custom_ops import without_autocast
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 
@@ -74,3 +72,21 @@ def _group_of_columns(weights: Weights, expert: int) -> torch.Tensor:
     if weights.sort_indices is None:
         return packed
     return torch.empty_like(packed).scatter_(0, weights.sort_indices[expert].long(), packed)
+
+
+TOLERANCE = 0.08  # mean |d| / mean |ref| of results, beside those of rows that are not rounded
+GROUP_COLUMNS = 128  # kGroupColumns of cuda/e4m3_layout.cuh
+_LEAST_SCALE = 2.0**-60
+
+
+def round_rows(rows: torch.Tensor) -> torch.Tensor:
+    """`[n, K]` as its rows are in e4m3, one scale each: f32."""
+    rows = rows.float()
+    largest = rows.abs().amax(dim=1, keepdim=True)
+    scales = (largest / torch.full_like(largest, torch.finfo(torch.float8_e4m3fn).max)).clamp(min=_LEAST_SCALE)
+    return (rows / scales).to(torch.float8_e4m3fn).float() * scales
+
+
+def round_hidden(hidden: torch.Tensor) -> torch.Tensor:
+    """The activation's output `[n, N]` as it is in e4m3, with a scale for every 128 columns of a row: f32."""
+    return round_rows(hidden.reshape(-1, GROUP_COLUMNS)).view(hidden.shape)

@@ -10,7 +10,7 @@ from moe_ep.dispatch import messages as messages_module
 from moe_ep.dispatch import payload
 from moe_ep.dispatch.messages import MessageLayout
 from moe_ep.expert_map import determine_expert_map, expert_owner_table
-from moe_ep.kernels import dispatch_rows, quantize, triton_dispatch_plan, triton_dispatch_rows, triton_quantize
+from moe_ep.kernels import dispatch_messages, dispatch_rows, quantize
 from moe_ep.kernels.dispatch_messages import triton_open_messages, triton_pack_messages
 
 # The interpreter truncates where it should round to bf16; only kernels that copy are run in bf16 there.
@@ -74,13 +74,13 @@ def check_quantize(case: Case, device: str) -> None:
             (case.num_tokens, quantize.quantized_row_bytes(case.hidden_size)), dtype=torch.uint8, device=device
         )
         expected = quantize.quantize_rows_reference(rows, empty.clone())
-        found = triton_quantize.triton_quantize_rows(rows, empty.clone())
+        found = quantize.triton_quantize_rows(rows, empty.clone())
         assert torch.equal(found, expected)
         back = quantize.dequantize_rows_reference(expected, torch.empty_like(rows))
         # Also from places where no f32 can be read, and one row alone, which torch calls contiguous.
         shifted = torch.cat([expected[:, :1], expected], dim=1)[:, 1:]
         for quantized in (expected, shifted, shifted[:1], expected.T.contiguous().T):
-            for dequantize in (quantize.dequantize_rows_reference, triton_quantize.triton_dequantize_rows):
+            for dequantize in (quantize.dequantize_rows_reference, quantize.triton_dequantize_rows):
                 found_back = dequantize(quantized, torch.empty_like(rows[: len(quantized)]))
                 assert torch.equal(bits(found_back), bits(back[: len(quantized)]))
 
@@ -97,7 +97,7 @@ def check_plan(case: Case, device: str) -> None:
         return
     for capacity in (None, case.capacity):
         expected = payload.send_plan_reference(ids, owners, case.num_ranks, capacity)
-        slots, counts = triton_dispatch_plan.triton_send_plan(ids, owners, case.num_ranks, capacity)
+        slots, counts = dispatch_messages.triton_send_plan(ids, owners, case.num_ranks, capacity)
         assert torch.equal(slots, expected.slots)
         assert torch.equal(counts, expected.counts)
 
@@ -117,7 +117,7 @@ def check_pack_rows(case: Case, device: str) -> None:
     ):
         rows = (draw_rows(case.num_tokens, num_columns, torch.float32, device) * 10).to(dtype)
         made = []
-        for pack in (dispatch_rows.pack_rows_reference, triton_dispatch_rows.triton_pack_rows):
+        for pack in (dispatch_rows.pack_rows_reference, dispatch_rows.triton_pack_rows):
             send_rows = torch.zeros((num_rows, num_columns), dtype=torch.float32, device=device).to(dtype)
             send_meta = ids.new_full((num_rows, 2 * case.topk), 7)
             pack(rows, ids, weights, owners, slots, send_rows, send_meta)
@@ -137,7 +137,7 @@ def check_weighted_and_sum(case: Case, device: str) -> None:
         named[slots[slots >= 0].long()] = True
         received[~named] = float("nan")
         made = []
-        for add in (dispatch_rows.sum_rows_reference, triton_dispatch_rows.triton_sum_rows):
+        for add in (dispatch_rows.sum_rows_reference, dispatch_rows.triton_sum_rows):
             output = received.new_full((case.num_tokens, case.hidden_size), float("nan"))
             add(received, slots, output)
             made.append(output)
@@ -148,7 +148,7 @@ def check_weighted_and_sum(case: Case, device: str) -> None:
         for factors in (weights, None):
             targets = [received.new_zeros((case.num_tokens, case.hidden_size)) for _ in range(2)]
             dispatch_rows.weighted_rows_reference(source, ids, factors, targets[0])
-            triton_dispatch_rows.triton_weighted_rows(source, ids, factors, targets[1])
+            dispatch_rows.triton_weighted_rows(source, ids, factors, targets[1])
             assert torch.equal(targets[0], targets[1])
 
 

@@ -81,11 +81,13 @@ def test_rows_that_nobody_names_are_not_read() -> None:
 
 def test_columns_that_do_not_lie_side_by_side_are_left_to_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr(dispatch_rows, "form_for", lambda plain, name, *rows: lambda *args: called.append(name))
+    monkeypatch.setattr(
+        dispatch_rows, "choose_form", lambda plain, kernel, *rows: lambda *args: called.append(kernel.__name__)
+    )
     received, slots = torch.randn(3, 4), torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
     sum_rows(received, slots, torch.empty(2, 4))
     weighted_rows(received, slots, None, torch.empty(2, 4))
-    assert called == [f"triton_dispatch_rows.triton_{name}_rows" for name in ("sum", "weighted")]
+    assert called == ["triton_sum_rows", "triton_weighted_rows"]
     output, transposed = torch.empty(4, 2).T, received.T.contiguous().T
     sum_rows(received, slots, output)
     assert torch.equal(output, torch.stack([received[0] + received[2], received[1]]))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin import ampere, compute, gemm, hopper
+from moe_ep.kernels.marlin import ampere, compute, hopper
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.plain import dequantize_packed
 from moe_ep.kernels.marlin.repack import pack_marlin
@@ -34,11 +34,11 @@ SILU = MoEActivation.SILU
 @contextmanager
 def ampere_only() -> Iterator[None]:
     """On Hopper too, the kernels that serve every GPU from sm_80 on."""
-    compute.run_experts = partial(gemm.run_experts, ampere_only=True)
+    compute.run_experts = partial(compute.run_experts, ampere_only=True)
     try:
         yield
     finally:
-        compute.run_experts = gemm.run_experts
+        compute.run_experts = compute.run_experts
 
 
 def on_hopper() -> bool:

@@ -10,14 +10,12 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels.marlin import e4m3
-from moe_ep.kernels.marlin.compute import compute_tokens, sort_by_expert
+from moe_ep.kernels.marlin.compute import compute_tokens, sort_by_expert, takes_e4m3
 from moe_ep.kernels.marlin.functional import fused_marlin_moe
-from moe_ep.kernels.marlin.gemm import takes_e4m3
-from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import Rows
-from moe_ep.kernels.marlin.plain import compute_expert
-from moe_ep.kernels.marlin.rounding import TOLERANCE
+from moe_ep.kernels.marlin.plain import TOLERANCE, compute_expert
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
+from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import OnlineFp8Config, relative_error, tolerance
 from moe_ep.scalar_type import scalar_types

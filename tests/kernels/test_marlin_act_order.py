@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts
-from moe_ep.kernels.marlin.packing import in_order_of_w2
-from moe_ep.kernels.marlin.repack import PackedWeights, pack_marlin, unpack_marlin
+from moe_ep.kernels.marlin.repack import PackedWeights, in_order_of_w2, pack_marlin, unpack_marlin
 from moe_ep.modular_kernel.contracts import ExpertTokensMetadata, ExpertWeights
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.scalar_type import scalar_types

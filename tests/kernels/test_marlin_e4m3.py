@@ -11,13 +11,13 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin import e4m3, gemm
+from moe_ep.kernels.marlin import compute, e4m3
 from moe_ep.kernels.marlin.experts import MarlinExperts
 from moe_ep.kernels.marlin.functional import fused_marlin_moe
-from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import Rows
-from moe_ep.kernels.marlin.rounding import TOLERANCE, round_hidden, round_rows
+from moe_ep.kernels.marlin.plain import TOLERANCE, round_hidden, round_rows
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
+from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods.base import relative_error
 from moe_ep.scalar_type import scalar_types
@@ -123,9 +123,9 @@ def test_rows_are_rounded_where_that_is_faster() -> None:
     assert not e4m3.pays(experts(32, 7168, 2048, None), 1024)
     assert not e4m3.pays(experts(769, 7168, 2048), 1024)
     counts = torch.zeros(32, dtype=torch.int32)
-    assert gemm.takes_e4m3(deepseek, Rows(counts, 4096, is_sorted=True, expected_m=512))
-    assert not gemm.takes_e4m3(deepseek, Rows(counts, 4096, is_sorted=True))
-    assert not gemm.takes_e4m3(deepseek, Rows(counts, 4096, expected_m=512))
+    assert compute.takes_e4m3(deepseek, Rows(counts, 4096, is_sorted=True, expected_m=512))
+    assert not compute.takes_e4m3(deepseek, Rows(counts, 4096, is_sorted=True))
+    assert not compute.takes_e4m3(deepseek, Rows(counts, 4096, expected_m=512))
 
 
 def test_older_gpus_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
-from moe_ep.kernels.marlin.packing import not_packed_reason
+from moe_ep.kernels.marlin.repack import not_packed_reason
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import ScalarType, scalar_types

@@ -11,13 +11,12 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels.marlin import functional
+from moe_ep.kernels.marlin.compute import run_experts
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
-from moe_ep.kernels.marlin.gemm import run_experts
-from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import Rows
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
-from moe_ep.kernels.marlin.weights import Weights
+from moe_ep.kernels.marlin.weights import WeightPair, Weights
 from moe_ep.modular_kernel.contracts import ExpertTokensMetadata
 from moe_ep.scalar_type import scalar_types
 from tests.kernels.marlin_cases import ROWS, E, K, N, arguments, configs, pair

@@ -14,7 +14,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.dispatch.nvshmem import high_throughput_block, kernels
 from moe_ep.dispatch.nvshmem.layout import BatchLayout
-from moe_ep.kernels import cuda_align, eplb_map, jit
+from moe_ep.kernels import align, eplb_map, jit
 from moe_ep.kernels.marlin import ampere, e4m3, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.scalar_type import scalar_types
@@ -65,7 +65,7 @@ def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
     gemm = ampere.kernel_source(UINT4B8, BF16, BF16, 128, 0, SILU, 32)
     yield "AmpereParams", gemm, ampere.AmpereParams, "AmpereParams"
     yield "GatherParams", ampere.gather_source(0), ampere.GatherParams, "GatherParams"
-    yield "AlignParams", cuda_align.kernel_source(torch.int64, 1), cuda_align.AlignParams, "AlignParams"
+    yield "AlignParams", align.kernel_source(torch.int64, 1), align.AlignParams, "AlignParams"
     yield "eplb", eplb_map.kernel_source(torch.int32, torch.int64, torch.int64), eplb_map.MapParams, "Params"
     small, large = BatchLayout(**SHAPE), high_throughput_block.Layout(**SHAPE)
     for mirror, name in ((kernels.dispatch_type(RANKS), "dispatch"), (kernels.combine_type(RANKS), "combine")):
