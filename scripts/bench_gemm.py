@@ -159,12 +159,15 @@ def peer_lines(command: list[str], seconds: float) -> Iterator[dict[str, Any]]:
         for line in process.stdout or ():
             if line.startswith("{") and line.endswith("}\n"):
                 yield json.loads(line)
+            elif line.startswith(f"{command[2]}: "):  # what it could not compute; it goes on
+                print(line.strip(), file=sys.stderr)
+                said = ""
             else:
                 said = line.strip() or said
         process.wait()
         timed_out = clock.finished.is_set()
         clock.cancel()
-    if process.returncode:
+    if process.returncode and (said or timed_out):
         print(f"{command[2]}: {f'stopped after {seconds:.0f} s' if timed_out else said}", file=sys.stderr)
 
 

@@ -15,14 +15,18 @@ smallest sizes that hold an expert's rows. The file has these kernels as code of
 compiles at the first call, 40 s on a Hopper GPU's host; it keeps them in CUDA_CACHE_PATH.
 torch is `torch.bmm` on bf16 weights: what experts take that are not quantized.
 --compile-only makes the first calls and times nothing: shapes may be compiled side by side.
+What a peer cannot compute is said in one line (package, version, weights, shape, rows, and where it failed), the other
+shapes and rows are measured, and the exit code is 1. The recorded tables are from humming-kernels 0.1.19.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import lzma
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -210,22 +214,50 @@ def unpacked(library: Path) -> str:
     return str(target)
 
 
-def run_shape(peer: Humming | Vllm | Torch, shape: Shape, row_counts: list[int], compile_only: bool) -> None:
-    """Prints a line for each number of rows."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    buffers = Buffers(shape, capacity_of(min(row_counts)))
-    for rows in sorted(row_counts):
+def run_shape(options: argparse.Namespace, shape: Shape) -> bool:
+    """Prints a line for each number of rows; whether all could be computed."""
+    try:
+        peer = PEERS[options.peer](shape, options)
+    except Exception as error:
+        print(failure(options, shape, options.rows, error), flush=True)
+        return False
+    device, all_computed = torch.device("cuda", torch.cuda.current_device()), True
+    buffers = Buffers(shape, capacity_of(min(options.rows)))
+    for rows in sorted(options.rows):
         if capacity_of(rows) > buffers.capacity:
             buffers = Buffers(shape, capacity_of(rows))
         buffers.counts.fill_(rows)
         times = {}
-        for name, call in peer.calls(buffers, rows).items():
-            if compile_only:
-                call(0)
-                continue
-            times[name] = timed(call, device).median
+        try:
+            for name, call in peer.calls(buffers, rows).items():
+                if options.compile_only:
+                    call(0)
+                    continue
+                times[name] = timed(call, device).median
+        except Exception as error:
+            print(failure(options, shape, [rows], error), flush=True)
+            all_computed = False
+            continue
         size = (shape.experts, shape.K, shape.N)
         print(json.dumps({"shape": size, "rows": rows, "us": peer.named(times)}), flush=True)
+    return all_computed
+
+
+def failure(options: argparse.Namespace, shape: Shape, row_counts: list[int], error: Exception) -> str:
+    """What a peer could not compute and where in its code it failed, in one line."""
+    packages = {"humming": "humming-kernels", "vllm": "vllm", "torch": "torch"}
+    try:
+        version = importlib.metadata.version(packages[options.peer])
+    except importlib.metadata.PackageNotFoundError:
+        version = "(no package)"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = "/".join(Path(frame.filename).parts[-3:])
+    said = f": {error}" if str(error) else ""
+    return (
+        f"{options.peer}: {packages[options.peer]} {version} fails with {options.weights} weights, E {shape.experts}, "
+        f"K {shape.K}, N {shape.N}, rows {', '.join(map(str, row_counts))}: {type(error).__name__}{said} at "
+        f"{place}:{frame.lineno}, `{frame.line}`"
+    )
 
 
 def main() -> None:
@@ -240,12 +272,12 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true", help="make the first calls and time nothing")
     options = parser.parse_args()
     torch.manual_seed(0)
+    all_computed = True
     for experts, K, N in options.shape:
-        shape = with_weights(Shape(experts=experts, K=K, N=N), options.weights)
-        peer = PEERS[options.peer](shape, options)
-        run_shape(peer, shape, options.rows, options.compile_only)
-        del peer
+        all_computed &= run_shape(options, with_weights(Shape(experts=experts, K=K, N=N), options.weights))
         torch.cuda.empty_cache()
+    if not all_computed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
