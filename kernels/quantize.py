@@ -1,8 +1,8 @@
-"""Rows in e4m3 for the wire: one byte per column, and one f32 scale for every 128 columns of a row.
+"""Rows in e4m3 or int8: one byte per column, and one f32 scale for every 128 columns of a row.
 
 A quantized row is a sequence of bytes: K codes, padding to a multiple of 4, then ceil(K / 128) scales. The last group
-may be partial. value = code * scale with scale = max |x| of the group / 448, so the largest column of a group is exact
-up to the rounding of the scale.
+may be partial. value = code * scale with scale = max |x| of the group / 448 (e4m3) or / 127 (int8), so the largest
+column of a group is exact up to the rounding of the scale.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from moe_ep.registry import choose_form
 
 GROUP_SIZE = 128
 E4M3_MAX = 448.0
+INT8_MAX = 127.0
 # The smallest normal f32. A group of zeros has this scale, to avoid a division by zero.
 TINY_SCALE = torch.finfo(torch.float32).tiny
 
@@ -32,23 +33,46 @@ def quantized_row_bytes(hidden_size: int) -> int:
     return scale_offset(hidden_size) + 4 * -(-hidden_size // GROUP_SIZE)
 
 
-def quantize_rows(rows: torch.Tensor) -> torch.Tensor:
+def quantize_rows(rows: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
     """Quantizes `[T, K]` f32, f16 or bf16 to uint8 `[T, quantized_row_bytes(K)]`.
 
-    Codes are rounded to nearest, ties to even, and have the signs of their columns; NaN stays NaN, and infinity becomes
-    NaN. Both forms, Triton on CUDA and plain torch, give the same bits.
+    Codes are rounded to nearest, ties to even. e4m3 codes have the signs of their columns; NaN stays NaN, and infinity
+    becomes NaN. An int8 group with either is NaN as a whole. Both forms, Triton on CUDA and plain torch, give the same
+    bits.
+
+    Args:
+        dtype: of the codes, torch.float8_e4m3fn or torch.int8.
+
+    Raises:
+        ValueError: another dtype.
     """
+    check_code_dtype(dtype)
     quantized = rows.new_empty((rows.size(0), quantized_row_bytes(rows.size(1))), dtype=torch.uint8)
-    return choose_form(quantize_rows_reference, triton_quantize_rows, rows)(rows, quantized)
+    return choose_form(quantize_rows_reference, triton_quantize_rows, rows)(rows, quantized, dtype)
 
 
-def dequantize_rows(quantized: torch.Tensor, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Converts the result of quantize_rows back to `[T, K]` of `dtype`; `quantized` may have any strides."""
+def dequantize_rows(
+    quantized: torch.Tensor, hidden_size: int, dtype: torch.dtype, code_dtype: torch.dtype = torch.float8_e4m3fn
+) -> torch.Tensor:
+    """Converts the result of quantize_rows back to `[T, K]` of `dtype`; `quantized` may have any strides.
+
+    Raises:
+        ValueError: a code_dtype that is neither e4m3 nor int8.
+    """
+    check_code_dtype(code_dtype)
     rows = quantized.new_empty((quantized.size(0), hidden_size), dtype=dtype)
-    return choose_form(dequantize_rows_reference, triton_dequantize_rows, rows)(quantized, rows)
+    return choose_form(dequantize_rows_reference, triton_dequantize_rows, rows)(quantized, rows, code_dtype)
 
 
-def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+def check_code_dtype(dtype: torch.dtype) -> None:
+    """Raises ValueError for a dtype that rows are not quantized to."""
+    if dtype not in (torch.float8_e4m3fn, torch.int8):
+        raise ValueError(f"dtype is {dtype}; rows are quantized to torch.float8_e4m3fn or torch.int8")
+
+
+def quantize_rows_reference(
+    rows: torch.Tensor, quantized: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> torch.Tensor:
     """quantize_rows in plain torch, on any device; writes `quantized` and returns it."""
     num_tokens, hidden_size = rows.shape
     num_groups = -(-hidden_size // GROUP_SIZE)
@@ -56,12 +80,18 @@ def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torc
     padded[:, :hidden_size] = rows
     groups = padded.view(num_tokens, num_groups, GROUP_SIZE)
     magnitudes = groups.abs()
-    largest = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(dim=2)
+    is_int8 = dtype == torch.int8
+    largest = magnitudes.amax(dim=2) if is_int8 else torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(dim=2)
     # The divisor is a tensor, since torch on CUDA multiplies by the reciprocal of a scalar, which rounds differently.
-    scales = (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=TINY_SCALE)
-    codes = (groups / scales[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    # Machines differ in the sign of infinity divided by infinity.
-    codes = (codes & 0x7F) | (groups.signbit().to(torch.uint8) << 7)
+    scales = (largest / torch.full_like(largest, INT8_MAX if is_int8 else E4M3_MAX)).clamp(min=TINY_SCALE)
+    quotients = groups / scales[:, :, None]
+    if is_int8:
+        scales = torch.where(scales.isnan(), float("nan"), scales)  # the same bits of NaN on every machine
+        codes = quotients.nan_to_num(0.0).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8).view(torch.uint8)
+    else:
+        codes = quotients.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        # Machines differ in the sign of infinity divided by infinity.
+        codes = (codes & 0x7F) | (groups.signbit().to(torch.uint8) << 7)
     quantized[:, :hidden_size] = codes.flatten(1)[:, :hidden_size]
     start = scale_offset(hidden_size)
     quantized[:, hidden_size:start] = 0
@@ -69,10 +99,12 @@ def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torc
     return quantized
 
 
-def dequantize_rows_reference(quantized: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def dequantize_rows_reference(
+    quantized: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> torch.Tensor:
     """dequantize_rows in plain torch, on any device; writes `rows` and returns it."""
     hidden_size = rows.size(1)
-    codes = quantized[:, :hidden_size].contiguous().view(torch.float8_e4m3fn).float()
+    codes = quantized[:, :hidden_size].contiguous().view(dtype).float()
     scales = quantized[:, scale_offset(hidden_size) :].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return rows.copy_(codes * scales.repeat_interleave(GROUP_SIZE, dim=1)[:, :hidden_size])
 
@@ -252,7 +284,68 @@ def _dequantize_kernel(
     tl.store(target, (values * scale[:, None]).to(rows_ptr.dtype.element_ty), mask=in_row)
 
 
-def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+@TritonKernel
+def _quantize_int8_kernel(
+    rows_ptr,
+    codes_ptr,
+    scales_ptr,
+    hidden_size,
+    num_groups,
+    row_stride,
+    code_stride,
+    scale_stride,
+    TINY: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+):
+    """As _quantize_kernel, to int8.
+
+    Example: GROUP=2, row [1, -127, 2, 0]: scales [1, 2 / 127], codes [1, -127, 127, 0].
+
+    Adding 1.5 * 2**23 leaves a number below 2**22 as an integer in the last bits, rounded to nearest even.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    in_row = column < hidden_size
+    values = tl.load(rows_ptr + row * row_stride + column, mask=in_row, other=0.0).to(tl.float32)
+    largest = tl.max(tl.where(values != values, 0.0, tl.abs(values)), axis=1)
+    has_nan = tl.max(tl.where(values != values, 1, 0), axis=1) > 0
+    scale = tl.maximum(tl.div_rn(largest, 127.0), TINY)
+    scale = tl.where(has_nan, float("nan"), scale)
+    quotient = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
+    quotient = tl.where(quotient == quotient, quotient, 0.0)
+    codes = ((quotient + 12582912.0) - 12582912.0).to(tl.int32)
+    tl.store(codes_ptr + row * code_stride + column, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=in_row)
+    tl.store(scales_ptr + row * scale_stride + group, scale, mask=group < num_groups)
+
+
+@TritonKernel
+def _dequantize_int8_kernel(
+    codes_ptr,
+    scales_ptr,
+    rows_ptr,
+    hidden_size,
+    code_stride,
+    scale_stride,
+    row_stride,
+    GROUP: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+):
+    """As _dequantize_kernel, from int8. Example: GROUP=2, codes [1, -127], scale 2: [2, -254]."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    in_row = column < hidden_size
+    codes = tl.load(codes_ptr + row * code_stride + column, mask=in_row, other=0).to(tl.int8, bitcast=True)
+    scale = tl.load(scales_ptr + row * scale_stride + group, mask=group * GROUP < hidden_size, other=0.0)
+    target = rows_ptr + row * row_stride + column
+    tl.store(target, (codes.to(tl.float32) * scale[:, None]).to(rows_ptr.dtype.element_ty), mask=in_row)
+
+
+def triton_quantize_rows(
+    rows: torch.Tensor, quantized: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> torch.Tensor:
     """Writes `quantized` and returns it; arguments as in `quantize_rows`, not checked."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     num_tokens, hidden_size = rows.shape
@@ -263,7 +356,11 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
         quantized[:, hidden_size:start].zero_()
     block = min(_MOST_COLUMNS, row_blocks(num_tokens, hidden_size, rows.element_size())[0])
     block_groups = max(1, block // GROUP_SIZE)
-    _quantize_kernel[(num_tokens, cdiv(num_groups, block_groups))](
+    kernel, more = _quantize_int8_kernel, {}
+    if dtype != torch.int8:
+        corrections = 0 if is_interpreted() else 1 if rows.element_size() == 2 else 2
+        kernel, more = _quantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "CORRECTIONS": corrections}
+    kernel[(num_tokens, cdiv(num_groups, block_groups))](
         rows,
         quantized,
         quantized[:, start:].view(torch.float32),
@@ -275,22 +372,27 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
         TINY=TINY_SCALE,
         GROUP=GROUP_SIZE,
         BLOCK_GROUPS=block_groups,
-        HAS_E4M3=_has_e4m3(rows.device),
-        CORRECTIONS=0 if is_interpreted() else 1 if rows.element_size() == 2 else 2,
         num_warps=max(1, block // _WARP_COLUMNS),
+        **more,
     )
     return quantized
 
 
-def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def triton_dequantize_rows(
+    quantized: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> torch.Tensor:
     """Writes `rows` and returns it; arguments as in `dequantize_rows`, not checked."""
     # Scales are read as f32, in place if their places allow it.
     if quantized.stride(1) != 1 or quantized.stride(0) % 4 or quantized.storage_offset() % 4:
         quantized = quantized.clone(memory_format=torch.contiguous_format)
     num_tokens, hidden_size = rows.shape
     block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
-    block_groups, early = max(1, block // GROUP_SIZE), comes_early(rows.device)
-    _dequantize_kernel[(num_tokens, cdiv(hidden_size, block_groups * GROUP_SIZE))](
+    block_groups = max(1, block // GROUP_SIZE)
+    kernel, more = _dequantize_int8_kernel, {}
+    if dtype != torch.int8:
+        early = comes_early(rows.device)
+        kernel, more = _dequantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "EARLY": early, "launch_pdl": early}
+    kernel[(num_tokens, cdiv(hidden_size, block_groups * GROUP_SIZE))](
         quantized,
         quantized[:, scale_offset(hidden_size) :].view(torch.float32),
         rows,
@@ -300,10 +402,8 @@ def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch
         rows.stride(0),
         GROUP=GROUP_SIZE,
         BLOCK_GROUPS=block_groups,
-        HAS_E4M3=_has_e4m3(rows.device),
-        EARLY=early,
-        launch_pdl=early,
         num_warps=num_warps,
+        **more,
     )
     return rows
 

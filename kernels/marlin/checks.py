@@ -14,9 +14,8 @@ from moe_ep.arguments import (
     check_tensors,
 )
 from moe_ep.errors import check_whole
-from moe_ep.kernels.marlin import e4m3
 from moe_ep.kernels.marlin.compute import partials_numel
-from moe_ep.kernels.marlin.types import WeightType
+from moe_ep.kernels.marlin.types import WeightType, check_input_dtype
 from moe_ep.kernels.marlin.weights import WeightPair, check_activation_dtype, check_weights
 
 # Of the tensors of a GEMM: what stands before and after its number in their names, and whether there may be none.
@@ -67,15 +66,9 @@ def check_weight_pair(
     hidden = w13.num_rows // 2 if activation.is_gated else w13.num_rows
     if w2.num_columns != hidden:
         raise ValueError(f"w2 has {w2.num_columns} columns; w1 with {activation} gives {hidden}")
-    pair = WeightPair(kind, activation, act_dtype, w13, w2, clamp_limit, input_dtype)
-    if input_dtype not in (None, act_dtype, torch.float8_e4m3fn):
-        raise ValueError(
-            f"input_dtype is {input_dtype}; it must be None, torch.float8_e4m3fn, or the activations' own dtype "
-            f"({act_dtype})"
-        )
-    if pair.input_dtype == torch.float8_e4m3fn and (reason := e4m3.unfit_reason(pair)) is not None:
-        raise ValueError(f"input_dtype is {input_dtype}, but {reason}; pass None")
-    return pair
+    for part in (first, second):
+        check_input_dtype(kind, part[1].dtype, act_dtype, input_dtype)
+    return WeightPair(kind, activation, act_dtype, w13, w2, clamp_limit, input_dtype)
 
 
 def check_batch(

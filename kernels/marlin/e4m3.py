@@ -1,7 +1,7 @@
 """Launches the kernels for e4m3 weights and rows that are rounded to e4m3: products take Hopper half the time of bf16.
 
-Where an expert has many rows, products are what takes the time. Rows are rounded as rounding.py says: first those of
-the input (cuda/e4m3_rows.cu), then the activation's output by the kernel that multiplies (cuda/e4m3_sm90.cu). vLLM
+Where an expert has many rows, products are what takes the time. Rows are rounded as plain.round_rows says: first those
+of the input (cuda/e4m3_rows.cu), then the activation's output by the kernel that multiplies (cuda/e4m3_sm90.cu). vLLM
 calls the choice input_dtype, too.
 """
 
@@ -187,4 +187,8 @@ def kernel_sources(
 
 
 def _has_kernels(pair: WeightPair) -> bool:
-    return jit.capability(pair.device.index or 0) == _HOPPER and pair.num_experts <= MOST_EXPERTS
+    return (
+        unfit_reason(pair) is None
+        and jit.capability(pair.device.index or 0) == _HOPPER
+        and pair.num_experts <= MOST_EXPERTS
+    )

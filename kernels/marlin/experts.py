@@ -8,7 +8,6 @@ up rows need no scratch, since they never leave the kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from moe_ep.kernels.marlin.checks import (
 )
 from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens, partials_numel
 from moe_ep.kernels.marlin.repack import has_all_groups, not_packed_reason, pack_experts
-from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, weight_type
+from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, fits_input_dtype, weight_type
 from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.modular_kernel.contracts import Compilation, ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.quantization.canonical_weights import CanonicalWeights
@@ -38,8 +37,6 @@ _SCRATCH = ("workspace13", "workspace2")
 
 class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
     """What both formats share: the tensors that belong to the weights, and the problem size."""
-
-    _may_round = False
 
     def __init__(
         self,
@@ -77,6 +74,10 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             (quant.w1_scale, quant.w1_zp, quant.w1_bias, quant.g1_alphas, w13_g_idx, w13_g_idx_sort_indices),
             (quant.w2_scale, quant.w2_zp, quant.w2_bias, quant.g2_alphas, w2_g_idx, w2_g_idx_sort_indices),
         )
+        # None where rows are not rounded: nobody asked, or not beside these weights.
+        asked = quant.input_dtype
+        fits = asked is not None and fits_input_dtype(self._kind, quant.w1_scale.dtype, asked)
+        self._input_dtype = asked if fits else None
         self._pair: WeightPair | None = None
         self._device = quant.w1_scale.device
 
@@ -150,8 +151,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             parts = ((w1, *first), (w2, *second))
             limit = self.moe_config.swiglu_limit
             pair = self._pair = check_weight_pair(self._kind, act, act_dtype, self._is_k_full, *parts, limit)
-            if self._may_round and e4m3.unfit_reason(pair) is None:
-                pair.input_dtype = torch.float8_e4m3fn
+            pair.input_dtype = self._input_dtype or act_dtype
         return pair
 
     def _output_dtype(self, step: Step) -> torch.dtype:
@@ -206,6 +206,9 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
     def supports_f32_output(self) -> bool:
         return self._device.type != "cuda"  # the kernels write 16-bit rows
 
+    def may_round_rows(self) -> bool:
+        return self._input_dtype is not None and self._device.type != "cuda"
+
     def scratch_shapes(self, num_experts: int, max_rows: int, N: int) -> tuple[Shape, Shape]:
         return (self._partials(max_rows),), (num_experts * max_rows, N)
 
@@ -225,17 +228,14 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
 class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
     """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order.
 
-    If `quant_config.input_dtype` is float8_e4m3fn and weights and shapes allow it, rows may be rounded to e4m3, as
-    functional.fused_marlin_moe says. Arguments and errors are otherwise those of BatchedMarlinExperts without
-    max_num_tokens and num_dispatchers.
+    Arguments and errors are those of BatchedMarlinExperts without max_num_tokens and num_dispatchers. Rows are rounded
+    to `quant_config.input_dtype` where functional.fused_marlin_moe rounds them, and not beside weights that do not go
+    with it.
     """
 
-    def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, **more: Any) -> None:
-        super().__init__(moe_config, quant_config, **more)
-        self._may_round = quant_config.input_dtype == torch.float8_e4m3fn
-
     def may_round_rows(self) -> bool:
-        return self._may_round and self._kind.scalar_type == scalar_types.float8_e4m3fn
+        has_kernel = self._kind.scalar_type == scalar_types.float8_e4m3fn  # beside e4m3 rows
+        return self._input_dtype is not None and (has_kernel or self._device.type != "cuda")
 
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
         slots = -(-num_slots * K // 128) * 128

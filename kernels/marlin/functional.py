@@ -63,6 +63,7 @@ def batched_fused_marlin_moe(
     expert_row_ids: torch.Tensor | None = None,
     expected_m: float | None = None,
     clamp_limit: float | None = None,
+    input_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Computes each local expert on its own rows: w13, activation, w2; the results are not weighted.
 
@@ -87,7 +88,8 @@ def batched_fused_marlin_moe(
         expected_m: rows that an expert is expected to have in the mean, for the choice of kernels on a GPU; results are
             right whatever expert_num_tokens says. None: nobody knows, and kernels for few and many rows are launched,
             as they always are under torch.compile.
-        clamp_limit: where gate and up end before a gated activation (`moe_ep.activation.gate_limit`).
+        clamp_limit: clamp limit of gate and up before a gated activation (`moe_ep.activation.gate_limit`).
+        input_dtype: as in fused_marlin_moe; no kernel rounds batched rows yet.
 
     Returns:
         `[El, max_tokens, K]`; rows from expert_num_tokens on are not changed.
@@ -114,7 +116,7 @@ def batched_fused_marlin_moe(
         weight_type(quant_type_id), act, hidden_states.dtype, is_k_full,
         (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
         (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
-        clamp_limit,
+        clamp_limit, input_dtype,
     )  # fmt: skip
     check_batch(pair, hidden_states, expert_num_tokens, expert_row_ids)
     shape = batched_shape(pair, hidden_states, expert_row_ids)
@@ -127,7 +129,7 @@ def batched_fused_marlin_moe(
         torch.ops.moe_ep.batched_marlin_experts(
             output, hidden_states, expert_num_tokens, w1, w2, bias1, bias2, w1_scale, w2_scale, quant_type_id,
             act.value, global_scale1, global_scale2, g_idx1, g_idx2, sort_indices1, sort_indices2, w1_zeros, w2_zeros,
-            is_k_full, expert_row_ids, clamp_limit,
+            is_k_full, expert_row_ids, clamp_limit, input_dtype,
         )  # fmt: skip
         return output
     compute_batch(
@@ -182,9 +184,11 @@ def fused_marlin_moe(
         global_num_experts: entries of expert_map; -1 if its length says it.
         expert_map: integer `[global_num_experts]`, global -> local ids; None if ids are local.
         apply_router_weight_on_input: multiply the rows instead of the results by the weights (topk must be 1).
-        input_dtype: torch.float8_e4m3fn lets rows and the activation's output be rounded to it, beside weights of that
-            type (a gated activation, K and N multiples of 128), where that is faster: on Hopper with many rows an
-            expert, and always on the CPU. Results are off by some 4 % then (rounding.py). None: rows are not rounded.
+        input_dtype: torch.int8 or torch.float8_e4m3fn lets rows and the activation's output be rounded to it
+            (`plain.round_rows`), beside the weights of types.INPUT_DTYPES. On the CPU they always are; on a GPU where
+            that is faster: e4m3 beside e4m3 weights on Hopper with many rows an expert (a gated activation, K and N
+            multiples of 128). Results are off by some 1.6 % with int8 then, and 4 % with e4m3. None, or the
+            activations' dtype: rows are not rounded.
         activation_func: `f(activation, output, input)`, used instead of the built-in activation.
         moe_sum: `f(rows [T, topk, K], output)`, used instead of the built-in sum; rows are weighted, skipped ones zero.
 
@@ -269,6 +273,7 @@ def batched_marlin_experts(
     is_k_full: bool,
     expert_row_ids: torch.Tensor | None,
     clamp_limit: float | None,
+    input_dtype: torch.dtype | None,
 ) -> None:
     """batched_fused_marlin_moe into `output` `[El, max_tokens, K]`."""
     batched_fused_marlin_moe(
@@ -276,6 +281,7 @@ def batched_marlin_experts(
         activation=activation, global_scale1=global_scale1, global_scale2=global_scale2, g_idx1=g_idx1, g_idx2=g_idx2,
         sort_indices1=sort_indices1, sort_indices2=sort_indices2, w1_zeros=w1_zeros, w2_zeros=w2_zeros,
         is_k_full=is_k_full, output=output, expert_row_ids=expert_row_ids, clamp_limit=clamp_limit,
+        input_dtype=input_dtype,
     )  # fmt: skip
 
 

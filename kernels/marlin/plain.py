@@ -17,6 +17,12 @@ from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import WeightPair, Weights, group_size_of
 from moe_ep.layer.custom_ops import without_autocast
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
+from moe_ep.scalar_type import scalar_types
+
+TOLERANCE = 0.08  # mean |d| / mean |ref| of results with e4m3 rows, beside those of rows that are not rounded
+GROUP_COLUMNS = 128  # kGroupColumns of cuda/e4m3_layout.cuh
+_LEAST_SCALE = 2.0**-60
+_LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 
 ActivationFunction = Callable[[MoEActivation, torch.Tensor, torch.Tensor], None]
 
@@ -48,18 +54,25 @@ def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.
 def compute_expert(
     rows: torch.Tensor, pair: WeightPair, expert: int, activation_func: ActivationFunction | None = None
 ) -> torch.Tensor:
-    """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`."""
-    kind, w13, w2, activation = pair.kind, pair.w13, pair.w2, pair.activation
-    rounds = pair.input_dtype == torch.float8_e4m3fn
+    """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`.
+
+    If pair.input_dtype is int8 or e4m3, the rows and the activation's output are rounded to it (`round_rows`). e4m3
+    rows of e4m3 weights have one scale each, as the kernel quantizes them; all others one for every 128 columns.
+    """
+    kind, w13, w2, activation, dtype = pair.kind, pair.w13, pair.w2, pair.activation, pair.input_dtype
+    rounds = dtype in _LARGEST_CODE
+    has_row_scales = dtype == torch.float8_e4m3fn and kind.scalar_type == scalar_types.float8_e4m3fn
     bias1, bias2 = (None if w.bias is None else w.bias[expert].float() for w in (w13, w2))
     with without_autocast():
-        gate_up = F.linear(round_rows(rows) if rounds else rows.float(), dequantize_packed(w13, kind, expert), bias1)
+        rows = round_rows(rows, dtype, rows.size(1) if has_row_scales else GROUP_COLUMNS) if rounds else rows.float()
+        gate_up = F.linear(rows, dequantize_packed(w13, kind, expert), bias1)
         if activation_func is None:
             hidden = apply_activation(activation, gate_up, clamp_limit=pair.clamp_limit)
         else:
             hidden = gate_up.new_empty(gate_up.size(0), w2.num_columns)
             activation_func(activation, hidden, gate_up)
-        return F.linear(round_hidden(hidden) if rounds else hidden, dequantize_packed(w2, kind, expert), bias2)
+        hidden = round_rows(hidden, dtype) if rounds else hidden
+        return F.linear(hidden, dequantize_packed(w2, kind, expert), bias2)
 
 
 def _group_of_columns(weights: Weights, expert: int) -> torch.Tensor:
@@ -74,19 +87,20 @@ def _group_of_columns(weights: Weights, expert: int) -> torch.Tensor:
     return torch.empty_like(packed).scatter_(0, weights.sort_indices[expert].long(), packed)
 
 
-TOLERANCE = 0.08  # mean |d| / mean |ref| of results, beside those of rows that are not rounded
-GROUP_COLUMNS = 128  # kGroupColumns of cuda/e4m3_layout.cuh
-_LEAST_SCALE = 2.0**-60
+def round_rows(rows: torch.Tensor, dtype: torch.dtype, group_columns: int = GROUP_COLUMNS) -> torch.Tensor:
+    """Rows `[n, K]` as they are after quantizing to int8 or e4m3: f32.
 
+    value = code * scale, with scale = max|x| / 127 (int8) or / 448 (e4m3), at least 2^-60, of group_columns columns;
+    the last group has those that remain. Codes are rounded to nearest, ties to even.
 
-def round_rows(rows: torch.Tensor) -> torch.Tensor:
-    """`[n, K]` as its rows are in e4m3, one scale each: f32."""
+    Example: int8, row [1, -0.5, 0.25]: scale 1 / 127, codes 127, -64, 32.
+    """
     rows = rows.float()
-    largest = rows.abs().amax(dim=1, keepdim=True)
-    scales = (largest / torch.full_like(largest, torch.finfo(torch.float8_e4m3fn).max)).clamp(min=_LEAST_SCALE)
-    return (rows / scales).to(torch.float8_e4m3fn).float() * scales
-
-
-def round_hidden(hidden: torch.Tensor) -> torch.Tensor:
-    """The activation's output `[n, N]` as it is in e4m3, with a scale for every 128 columns of a row: f32."""
-    return round_rows(hidden.reshape(-1, GROUP_COLUMNS)).view(hidden.shape)
+    num_rows, num_columns = rows.shape
+    groups = F.pad(rows, (0, -num_columns % group_columns)).view(num_rows, -1, group_columns)
+    largest = groups.abs().amax(dim=2, keepdim=True)
+    # A tensor as the divisor: torch on CUDA multiplies by the reciprocal of a number.
+    scales = (largest / torch.full_like(largest, _LARGEST_CODE[dtype])).clamp(min=_LEAST_SCALE)
+    codes = groups / scales
+    codes = codes.round() if dtype == torch.int8 else codes.to(dtype).float()
+    return (codes * scales).view(num_rows, -1)[:, :num_columns]

@@ -162,7 +162,7 @@ class WeightPair:
         kind: number type of both.
         act_dtype: dtype of the activations that they were checked for.
         clamp_limit: as in gate_limit.
-        input_dtype: float8_e4m3fn if rows may be rounded to it, otherwise act_dtype.
+        input_dtype: int8 or float8_e4m3fn if rows may be rounded to it, otherwise act_dtype.
         device: the device of all their tensors.
     """
 

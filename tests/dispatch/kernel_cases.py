@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +62,7 @@ def draw_rows(num_rows: int, hidden_size: int, dtype: torch.dtype, device: str) 
 
 
 def check_quantize(case: Case, device: str) -> None:
-    for dtype in ROUNDING_DTYPES[device]:
+    for dtype, codes in itertools.product(ROUNDING_DTYPES[device], (torch.float8_e4m3fn, torch.int8)):
         rows = draw_rows(case.num_tokens, case.hidden_size, dtype, device)
         rows *= torch.logspace(-4, 3, case.hidden_size, device=device).to(dtype)
         if case.num_tokens > 2:
@@ -73,15 +74,15 @@ def check_quantize(case: Case, device: str) -> None:
         empty = torch.zeros(
             (case.num_tokens, quantize.quantized_row_bytes(case.hidden_size)), dtype=torch.uint8, device=device
         )
-        expected = quantize.quantize_rows_reference(rows, empty.clone())
-        found = quantize.triton_quantize_rows(rows, empty.clone())
+        expected = quantize.quantize_rows_reference(rows, empty.clone(), codes)
+        found = quantize.triton_quantize_rows(rows, empty.clone(), codes)
         assert torch.equal(found, expected)
-        back = quantize.dequantize_rows_reference(expected, torch.empty_like(rows))
+        back = quantize.dequantize_rows_reference(expected, torch.empty_like(rows), codes)
         # Also from places where no f32 can be read, and one row alone, which torch calls contiguous.
         shifted = torch.cat([expected[:, :1], expected], dim=1)[:, 1:]
         for quantized in (expected, shifted, shifted[:1], expected.T.contiguous().T):
             for dequantize in (quantize.dequantize_rows_reference, quantize.triton_dequantize_rows):
-                found_back = dequantize(quantized, torch.empty_like(rows[: len(quantized)]))
+                found_back = dequantize(quantized, torch.empty_like(rows[: len(quantized)]), codes)
                 assert torch.equal(bits(found_back), bits(back[: len(quantized)]))
 
 

@@ -111,6 +111,21 @@ def test_quantized_rows_come_back(dtype: torch.dtype, hidden_size: int) -> None:
         assert ((found - part).abs() <= bound * 1.01).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("hidden_size", [1, 127, 128, 129, 384])
+def test_rows_come_back_from_int8(dtype: torch.dtype, hidden_size: int) -> None:
+    rows = torch.randn(4, hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows[1], rows[2, -1] = 0.0, float("inf")
+    back = dequantize_rows(quantize_rows(rows, torch.int8), hidden_size, dtype, torch.int8)
+    assert back.dtype == dtype and not back[1].any() and back[2, (hidden_size - 1) // 128 * 128 :].isnan().all()
+    for group in range(0, hidden_size, 128):
+        part, found = rows[[0, 3], group : group + 128].float(), back[[0, 3], group : group + 128].float()
+        step = part.abs().amax(dim=1, keepdim=True) / 127
+        assert ((found - part).abs() <= step * 0.51 + part.abs() * torch.finfo(dtype).eps).all()
+    with pytest.raises(ValueError, match="float16"):
+        quantize_rows(rows, torch.float16)
+
+
 @st.composite
 def routings(draw: st.DrawFn) -> dict:
     num_ranks = draw(st.integers(1, 5))

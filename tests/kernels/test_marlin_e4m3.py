@@ -15,7 +15,7 @@ from moe_ep.kernels.marlin import compute, e4m3
 from moe_ep.kernels.marlin.experts import MarlinExperts
 from moe_ep.kernels.marlin.functional import fused_marlin_moe
 from moe_ep.kernels.marlin.params import Rows
-from moe_ep.kernels.marlin.plain import TOLERANCE, round_hidden, round_rows
+from moe_ep.kernels.marlin.plain import TOLERANCE, round_rows
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.layer import FusedMoE
@@ -25,7 +25,7 @@ from tests.kernels.marlin_cases import E, arguments, make
 from tests.layer.moe_oracle import load, make_weights
 
 FP8 = torch.float8_e4m3fn
-E4M3, UINT4B8 = (WEIGHT_TYPES[kind.id] for kind in (scalar_types.float8_e4m3fn, scalar_types.uint4b8))
+E4M3, UINT8B128 = (WEIGHT_TYPES[kind.id] for kind in (scalar_types.float8_e4m3fn, scalar_types.uint8b128))
 SILU, RELU2 = MoEActivation.SILU, MoEActivation.RELU2_NO_MUL
 K, N = 256, 128
 
@@ -47,10 +47,10 @@ def given_of(
 def test_a_row_is_a_scale_and_codes() -> None:
     row = torch.tensor([[448.0, -1.0, 0.3, 2.0**-9, 0.0], [896.0, 2.0, 3.0, 2.0**-10, -0.0], [0.0] * 5])
     expected = torch.tensor([[448.0, -1.0, 0.3125, 2.0**-9, 0.0], [896.0, 2.0, 3.0, 0.0, 0.0], [0.0] * 5])
-    assert torch.equal(round_rows(row), expected)
+    assert torch.equal(round_rows(row, FP8), expected)
     hidden = torch.cat([torch.full((1, 128), 1.0), torch.full((1, 128), 2.0**-24)], dim=1)
-    assert torch.equal(round_hidden(hidden), hidden)
-    assert not round_rows(hidden)[0, 128:].any()  # too small beside the rest of the row
+    assert torch.equal(round_rows(hidden, FP8), hidden)
+    assert not round_rows(hidden, FP8, 256)[0, 128:].any()  # too small beside the rest of the row
 
 
 def test_results_are_those_of_rounded_rows() -> None:
@@ -58,30 +58,9 @@ def test_results_are_those_of_rounded_rows() -> None:
     given = given_of()
     plain, rounded = fused_marlin_moe(**given), fused_marlin_moe(**given, input_dtype=FP8)
     assert 0.01 < relative_error(rounded, plain) < TOLERANCE
-    again = given | {"hidden_states": round_rows(given["hidden_states"]).bfloat16()}
+    again = given | {"hidden_states": round_rows(given["hidden_states"], FP8, K).bfloat16()}
     assert relative_error(fused_marlin_moe(**again), rounded) < relative_error(plain, rounded)
     assert torch.equal(fused_marlin_moe(**given, input_dtype=torch.bfloat16), plain)
-
-
-@pytest.mark.parametrize(
-    ("change", "input_dtype", "sentence"),
-    [
-        (
-            {"kind": UINT4B8, "group": 32},
-            FP8,
-            "input_dtype is torch.float8_e4m3fn, but the weights are uint4b8, and must be float8",
-        ),
-        ({"activation": RELU2}, FP8, "but the activation is relu2_no_mul, and must be a gated one; pass None"),
-        ({"K": 192}, FP8, "but K is 192 and N 128; both must be multiples of 128; pass None"),
-        ({"N": 64}, FP8, "but K is 256 and N 64; both must be multiples of 128; pass None"),
-        ({"group": 32}, FP8, "but the weights have scales of fewer than 128 columns; pass None"),
-        ({}, torch.int8, "input_dtype is torch.int8; it must be None, torch.float8_e4m3fn, or the activations' own"),
-        ({}, torch.float16, "input_dtype is torch.float16; it must be None"),
-    ],
-)
-def test_what_cannot_be_rounded(change: dict[str, Any], input_dtype: torch.dtype, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        fused_marlin_moe(**given_of(**change), input_dtype=input_dtype)
 
 
 @pytest.mark.parametrize("num_experts", [1, 3, 256])
@@ -108,7 +87,14 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def experts(num_experts: int, K: int, N: int, input_dtype: torch.dtype | None = FP8) -> WeightPair:
     """Experts without weights."""
     w13, w2 = (
-        SimpleNamespace(num_rows=rows, num_columns=columns, qweight=torch.empty(num_experts, 0))
+        SimpleNamespace(
+            num_rows=rows,
+            num_columns=columns,
+            qweight=torch.empty(num_experts, 0),
+            g_idx=None,
+            sort_indices=None,
+            scales=torch.empty(num_experts, 1, rows),
+        )
         for rows, columns in ((2 * N, K), (K, N))
     )
     return WeightPair(E4M3, SILU, torch.bfloat16, w13, w2, None, input_dtype)  # type: ignore[arg-type]
@@ -133,7 +119,7 @@ def test_older_gpus_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not e4m3.pays(experts(32, 7168, 2048), 1024)
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [(E4M3, True), (UINT4B8, False)], ids=["fp8", "int4"])
+@pytest.mark.parametrize(("kind", "rounds"), [(E4M3, True), (UINT8B128, False)], ids=["fp8", "int8"])
 def test_experts_round_where_their_weights_allow_it(kind: WeightType, rounds: bool) -> None:
     given = given_of(kind)
     parallel = FusedMoEParallelConfig.make(1, 1, 1)
