@@ -33,14 +33,13 @@ class Machine:
 
     Attributes:
         gpus_per_host: ranks that reach each other over the host's links.
-        memory_bytes_per_s, flops_per_s: what streams of weights and matrix products reach.
+        memory_bytes_per_s, flops_per_s: what streams of weights, which are only read, and matrix products reach.
         link_bytes_per_s: out of one GPU to others of its host, all of them at once.
         network_bytes_per_s: out of one GPU to other hosts; a GPU has its own network card.
         link_latency_us, network_latency_us: of one dispatch or combine of hardly any bytes.
         experts_latency_us: of experts of hardly any bytes and rows.
         alone_us: more of them where there is one rank, which sorts tokens by expert and adds them up.
-        memory_efficiency, compute_efficiency: shares of those rates that the experts reach; that of memory may be above
-            1, since its rate is that of reads and writes, and experts hardly write.
+        memory_efficiency, compute_efficiency: shares of those rates that the experts reach.
         wire_efficiency: share of the links' rate that dispatch and combine reach.
         route_us: of router and mapping.
         memory_bytes: of one GPU.
@@ -51,7 +50,7 @@ class Machine:
     """
 
     gpus_per_host: int = 8
-    memory_bytes_per_s: float = 4.3e12
+    memory_bytes_per_s: float = 4.54e12
     flops_per_s: float = 790e12
     link_bytes_per_s: float = 325e9
     network_bytes_per_s: float = 50e9
@@ -59,7 +58,7 @@ class Machine:
     network_latency_us: float = 20.0
     experts_latency_us: float = 6.0
     alone_us: float = 12.0
-    memory_efficiency: float = 1.15
+    memory_efficiency: float = 1.0
     compute_efficiency: float = 0.82
     wire_efficiency: float = 0.9
     route_us: float = 6.0
@@ -213,9 +212,11 @@ def calibrated(machine: Machine, geometry: Geometry, rows: Sequence[dict[str, An
     fixed, alone, per_weights_us, per_products_us = _fit(terms, times)
     return replace(
         machine,
+        # The rows' rate is that of reads and writes; experts, which hardly write, may reach more.
+        memory_bytes_per_s=machine.memory_bytes_per_s * max(1.0, 1 / per_weights_us),
         experts_latency_us=fixed,
         alone_us=alone if len(several) < len(rows) else machine.alone_us,
-        memory_efficiency=1 / per_weights_us,
+        memory_efficiency=min(1.0, 1 / per_weights_us),
         compute_efficiency=1 / per_products_us,
     )
 

@@ -84,11 +84,12 @@ def main(args: argparse.Namespace) -> int:
 
     geometry = preset(config.geometry)
     machine = Machine(gpus_per_host=config.gpus_per_host, network_bytes_per_s=config.network_gb_per_s * 1e9)
-    compared = ""
+    compared, device = "", "GPU"
     if config.measured is not None:
-        machine, compared = _calibrated(config.measured, geometry, machine)
-    rows = [_row(config, geometry, machine, size, tokens) for tokens in config.tokens for size in config.gpus]
-    told = f"{compared}{_assumed(config, geometry, machine)}\n{table(rows, _COLUMNS)}"
+        machine, compared, device = _calibrated(config.measured, geometry, machine)
+    rows = [_row(config, geometry, machine, size, tokens, device) for tokens in config.tokens for size in config.gpus]
+    columns = _COLUMNS if device == "GPU" else {key: name for key, name in _COLUMNS.items() if key != "fits"}
+    told = f"{compared}{_assumed(config, geometry, machine, device)}\n{table(rows, columns)}"
     tell(told, config.json, lambda: [as_line(row | {"machine": asdict(machine)}) for row in rows])
     return 0
 
@@ -110,22 +111,26 @@ _COLUMNS = {
 }
 
 
-def _assumed(config: PlanConfig, geometry: Geometry, machine: Machine) -> str:
+def _assumed(config: PlanConfig, geometry: Geometry, machine: Machine, device: str) -> str:
     """What the prediction rests on, in lines for people; --json has every number of it."""
+    memory = f"{machine.memory_bytes / 1e9:.0f} GB, " if device == "GPU" else ""
     return (
         f"{geometry.name}, {config.wire} rows, T tokens per rank, uniform routing; tokens/s through all "
         f"{geometry.num_layers} MoE layers, without attention\n"
-        f"GPU      {machine.memory_bytes / 1e9:.0f} GB, {machine.memory_bytes_per_s / 1e9:,.4g} GB/s and "
+        f"{device}      {memory}{machine.memory_bytes_per_s / 1e9:,.4g} GB/s and "
         f"{machine.flops_per_s / 1e12:,.3g} TFLOP/s, of which experts reach {machine.memory_efficiency:.2f} and "
         f"{machine.compute_efficiency:.2f}; their latency {machine.experts_latency_us:,.3g} us, routing "
         f"{machine.route_us:,.3g} us\n"
-        f"links    {machine.link_bytes_per_s / 1e9:,.4g} GB/s a GPU in hosts of {machine.gpus_per_host}, of which "
+        f"links    {machine.link_bytes_per_s / 1e9:,.4g} GB/s a {device} in hosts of {machine.gpus_per_host}, of which "
         f"{machine.wire_efficiency:.2f} are reached; latency {machine.link_latency_us:,.4g} us\n"
-        f"network  {machine.network_bytes_per_s / 1e9:,.4g} GB/s a GPU; latency {machine.network_latency_us:,.4g} us\n"
+        f"network  {machine.network_bytes_per_s / 1e9:,.4g} GB/s a {device}; latency "
+        f"{machine.network_latency_us:,.4g} us\n"
     )
 
 
-def _row(config: PlanConfig, geometry: Geometry, machine: Machine, ep_size: int, tokens: int) -> dict[str, Any]:
+def _row(
+    config: PlanConfig, geometry: Geometry, machine: Machine, ep_size: int, tokens: int, device: str
+) -> dict[str, Any]:
     from moe_ep.bench.cost_model import predict
 
     step = predict(
@@ -141,14 +146,15 @@ def _row(config: PlanConfig, geometry: Geometry, machine: Machine, ep_size: int,
         "bottleneck": step.bottleneck,
         "active_experts": step.active_experts,
         "GiB_of_weights": step.weights_bytes / 2**30,
-        "fits": step.weights_bytes < machine.memory_bytes,
+        "fits": step.weights_bytes < machine.memory_bytes if device == "GPU" else None,
         "tokens_per_s": step.tokens_per_s,
         "tokens_per_s_per_GPU": step.tokens_per_s / ep_size,
     }
 
 
-def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machine, str]:
-    """The machine by the measured rows, and those rows beside their prediction."""
+def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machine, str, str]:
+    """The machine by the measured rows, those rows beside their prediction, and "GPU" or "CPU"; of CPUs the rows do not
+    say how much memory they have."""
     from moe_ep.bench.cost_model import calibrated
     from moe_ep.bench.scaling_file import about_runs, read_scaling
 
@@ -163,7 +169,7 @@ def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machi
         raise OptionError(f"--measured is {path}; of {geometry.name} {error}") from None
     if told := about_runs(runs):
         print(told, file=sys.stderr)
-    return machine, _compared(geometry, machine, found)
+    return machine, _compared(geometry, machine, found), "GPU" if any(row.get("cuda") for row in found) else "CPU"
 
 
 def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any]]) -> str:
