@@ -1,4 +1,4 @@
-"""The tables of the README are those of the rows recorded in docs/benchmarks."""
+"""The tables of the README are those of the rows recorded in docs/benchmarks, and of the code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+
+from moe_ep import env
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -52,3 +54,15 @@ def test_dispatch() -> None:
     (row,) = (row for row in rows if all(row[key] == value for key, value in wanted.items()))
     text = " ".join(README)
     assert re.search(rf"takes {row['median_us']:.1f} us, where two raw .* take {row['raw_median_us']:.1f} ", text)
+
+
+def test_the_table_of_variables_is_that_of_the_code() -> None:
+    shown = {}
+    for line in (ROOT / "README.md").read_text().splitlines():
+        if match := re.match(r"\| `(MOE_EP_\w+)` \| `([^`]*)` \|", line):
+            shown[match[1]] = match[2]
+    known = {variable.name: variable.default for variable in env.ALL}
+    assert shown.keys() == known.keys()
+    assert {name: shown[name] for name in known if name != env.CACHE_DIR.name} == {
+        name: default for name, default in known.items() if name != env.CACHE_DIR.name
+    }
