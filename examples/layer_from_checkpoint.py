@@ -25,13 +25,14 @@ def main(path: str, index: int, num_tokens: int = 16) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpus else torch.device("cpu")
     layer = FusedMoE.from_checkpoint(path, layer=index, dtype=torch.bfloat16).to(device)
 
-    sizes = layer.moe_config
     generator = torch.Generator().manual_seed(rank)  # every rank has tokens of its own
-    hidden_states = torch.randn(num_tokens, sizes.hidden_dim, generator=generator).bfloat16().to(device)
+    hidden_states = torch.randn(num_tokens, layer.hidden_size, generator=generator).bfloat16().to(device)
     router_logits = torch.randn(num_tokens, layer.num_experts, generator=generator).to(device)
     with torch.inference_mode():
         output = layer(hidden_states, router_logits)  # a collective step: all ranks call it
-    print(f"rank {rank}: {sizes.num_local_experts} of {layer.num_experts} experts, output {tuple(output.shape)}")
+    print(
+        f"rank {rank}: {layer.moe_config.num_local_experts} of {layer.num_experts} experts, output {tuple(output.shape)}"
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
 

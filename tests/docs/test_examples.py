@@ -95,7 +95,6 @@ def test_a_layer_of_one_s_own_sizes() -> None:
     assert output.shape == (128, 1024) and output.isfinite().all()
 
 
-@pytest.mark.skipif(not hasattr(FusedMoE, "from_checkpoint"), reason="FusedMoE.from_checkpoint is being added")
 @pytest.mark.parametrize("page", ["README.md", "docs/formats.md"])
 @pytest.mark.parametrize("quantization", [None, GPTQ], ids=["plain", "gptq"])
 def test_a_layer_from_a_checkpoint(page: str, quantization: dict[str, Any] | None, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep import FusedMoE
 from moe_ep.checkpoint.demo import make_demo_checkpoint
 from tests.checkpoint.checkpoints import make_checkpoint
 
@@ -24,7 +23,6 @@ def torchrun(script: str, *arguments: str, num_ranks: int = 2) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(not hasattr(FusedMoE, "from_checkpoint"), reason="FusedMoE.from_checkpoint is being added")
 def test_a_layer_from_a_checkpoint(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
     printed = torchrun("layer_from_checkpoint.py", str(tmp_path / "model"), "0")
