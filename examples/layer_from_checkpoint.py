@@ -30,9 +30,8 @@ def main(path: str, index: int, num_tokens: int = 16) -> None:
     router_logits = torch.randn(num_tokens, layer.num_experts, generator=generator).to(device)
     with torch.inference_mode():
         output = layer(hidden_states, router_logits)  # a collective step: all ranks call it
-    print(
-        f"rank {rank}: {layer.moe_config.num_local_experts} of {layer.num_experts} experts, output {tuple(output.shape)}"
-    )
+    num_local = layer.moe_config.num_local_experts
+    print(f"rank {rank}: {num_local} of {layer.num_experts} experts, output {tuple(output.shape)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
