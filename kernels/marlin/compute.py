@@ -2,6 +2,10 @@
 
 Hopper has its own kernels (hopper.py; e4m3.py where rows may be rounded). Other GPUs from sm_80 on, and Hopper for
 cases that its own kernels do not support, run those of ampere.py. All read the same packed layout.
+
+The kernels write 16-bit numbers, and beside f16 gate times up or an expert's own result may exceed 65504. So behind
+every f16 launch comes another one in bf16, for the experts (batched rows) or tokens whose results are not finite. It is
+told row counts of zero where all are, and then ends at once; it costs f16 layers some launches and bf16 layers nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import torch
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import jit
 from moe_ep.kernels.align import sort_slots_by_expert
+from moe_ep.kernels.convert_rows import convert_rows
 from moe_ep.kernels.expert_formats import wide_dtype
 from moe_ep.kernels.marlin import ampere, e4m3, hopper
 from moe_ep.kernels.marlin.params import Rows, experts_params
@@ -113,8 +118,14 @@ def compute_batch(
     intermediate_cache2: torch.Tensor | None,
     expected_m: float | None = None,
     most_rows: int | None = None,
+    stays_in_range: bool = False,
 ) -> None:
-    """`batched_fused_marlin_moe` into `output` `[El, max_tokens, K]`; for expected_m and most_rows see Rows."""
+    """`batched_fused_marlin_moe` into `output` `[El, max_tokens, K]`; for expected_m and most_rows see Rows.
+
+    Args:
+        stays_in_range: beside f16, `output` may be f32, does not share memory with hidden_states, and experts are
+            computed again in bf16 where their results are not finite.
+    """
     num_experts, max_rows = output.size(0), output.size(1)
     if max_rows == 0 or num_experts == 0:
         return
@@ -122,7 +133,13 @@ def compute_batch(
         rows = Rows(expert_num_tokens, max_rows, expert_row_ids, expected_m=expected_m, most_rows=most_rows)
         hidden = _scratch(intermediate_cache2, num_experts * max_rows * pair.w2.num_columns, hidden_states)
         partials = _partials(intermediate_cache13, max_rows, hidden_states)
-        run_experts(output, hidden_states, pair, rows, hidden, partials)
+        if not stays_in_range or hidden_states.dtype is not torch.float16:
+            run_experts(output, hidden_states, pair, rows, hidden, partials)
+            return
+        used = -(-2 * partials.numel() // 128) * 128
+        results = _scratch(intermediate_cache13, output.numel(), hidden_states, used).view(output.shape)
+        run_experts(results, hidden_states, pair, rows, hidden, partials)
+        _finish_in_range(pair, output, hidden_states, rows, results, hidden, partials)
         return
     for expert in range(num_experts):
         count = min(int(expert_num_tokens[expert]), max_rows)
@@ -157,6 +174,17 @@ def compute_tokens(
         numbers = None if not takes_e4m3(pair, rows) else -(-e4m3.scratch_bytes(pair, rows.max_rows) // 4)
         partials = _partials(intermediate_cache13, num_tokens * topk, hidden_states, slots_numel, numbers)
         run_experts(slots, hidden_states, pair, rows, hidden, partials)
+        if hidden_states.dtype is torch.float16 and moe_sum is None:
+            mul_sum(slots, topk_weights, output, topk_ids, expert_map)
+            is_bad = ~output.isfinite().all(dim=1, keepdim=True)
+            ids = torch.where(is_bad, topk_ids, -1)
+            twin, rows = pair.once(_Bf16Twin), sort_by_expert(ids, pair.num_experts, expert_map)
+            twin.refresh(rows.num_tokens)
+            slots, hidden = slots.view(torch.bfloat16), hidden.view(torch.bfloat16)
+            run_experts(slots, hidden_states.to(torch.bfloat16), twin.pair, rows, hidden, partials)
+            again = mul_sum(slots, topk_weights, torch.empty_like(output), ids, expert_map)
+            output.copy_(torch.where(is_bad, again, output))
+            return
     else:
         wide = wide_dtype(hidden_states.dtype)
         slots = hidden_states.new_empty((num_tokens, topk, pair.w13.num_columns), dtype=wide)
@@ -166,6 +194,70 @@ def compute_tokens(
     else:
         is_local = to_local_ids(topk_ids, expert_map)[..., None] >= 0
         moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(hidden_states.dtype), output)
+
+
+class _Bf16Twin:
+    """The weights for bf16 rows: the same codes, and what has the activations' dtype in bf16."""
+
+    def __init__(self, pair: WeightPair) -> None:
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        w13, w2 = (
+            weights._replace(
+                scales=self._twin(weights.scales),
+                zeros=None if weights.zeros is None else self._twin(weights.zeros),
+                bias=None if weights.bias is None else self._twin(weights.bias),
+            )
+            for weights in (pair.w13, pair.w2)
+        )
+        rounded = pair.input_dtype if pair.input_dtype != pair.act_dtype else None
+        self.pair = WeightPair(pair.kind, pair.activation, torch.bfloat16, w13, w2, pair.clamp_limit, rounded)
+
+    def refresh(self, num_tokens: torch.Tensor) -> None:
+        """Copies what belongs to the experts that have rows: what it is copied from may have changed.
+
+        Another kernel must come between this and the experts', which may read scales while the last one ends.
+        """
+        for source, twin in self._copied:
+            convert_rows(source, (num_tokens > 0).to(torch.int32) * source.size(1), twin, None)
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is not torch.float16:
+            return tensor
+        twin = torch.empty_like(tensor, dtype=torch.bfloat16)
+        size = (tensor.size(0), -1, tensor.size(-1))
+        self._copied.append((tensor.view(size), twin.view(size)))
+        return twin
+
+
+def _finish_in_range(
+    pair: WeightPair,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    rows: Rows,
+    results: torch.Tensor,
+    hidden: torch.Tensor,
+    partials: torch.Tensor,
+) -> None:
+    """Writes f16 results of batched rows to `output`, and computes the experts again in bf16 that are not finite.
+
+    Args:
+        output: `[El, max_tokens, K]`, f16 or f32.
+        results: f16, of the same shape; it is then scratch. So are hidden and partials, as in run_experts.
+    """
+    bf16, num_tokens = torch.bfloat16, rows.num_tokens
+    flags = torch.zeros_like(num_tokens)
+    convert_rows(results, num_tokens, output, flags)
+    counts = num_tokens * flags
+    twin = pair.once(_Bf16Twin)
+    twin.refresh(counts)
+    again = torch.empty_like(hidden_states, dtype=bf16)
+    if rows.row_ids is None:
+        convert_rows(hidden_states, counts, again, None)
+    else:
+        again.copy_(hidden_states)
+    results, hidden = results.view(bf16), hidden.view(bf16)
+    run_experts(results, again, twin.pair, rows._replace(num_tokens=counts), hidden, partials)
+    convert_rows(results, counts, output, None)
 
 
 def sort_by_expert(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None) -> Rows:

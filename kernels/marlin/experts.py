@@ -1,13 +1,14 @@
 """Packed 4- and 8-bit experts for the modular kernel, one class for each activation format.
 
 Scratch of a pass: `workspace2` holds the activation's output (N numbers per row), and `workspace13` the partial sums
-of tiles that several blocks share, at most 35 MB, and in the Standard format also one row of K for each slot. Gate and
-up rows need no scratch, since they never leave the kernel.
+of tiles that several blocks share, at most 35 MB, and in the Standard format, or beside f16, also one row of K for each
+slot. Gate and up rows need no scratch, since they never leave the kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -118,7 +119,10 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         sizes = (moe_config.num_local_experts, moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
         activation = MoEActivation.parse(moe_config.activation)
         numbers = (weight_type(quant_config.quant_type_id), moe_config.in_dtype, scales.dtype, size, activation)
-        return hopper.kernel_sources(*numbers, sizes, moe_config.swiglu_limit)
+        sources = hopper.kernel_sources(*numbers, sizes, moe_config.swiglu_limit)
+        if moe_config.in_dtype is torch.float16:  # and bf16 for what is out of range
+            return [*sources, *cls.compilations(replace(moe_config, in_dtype=torch.bfloat16), quant_config, device)]
+        return sources
 
     @classmethod
     def pack_weights(
@@ -203,14 +207,15 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
             is_k_full=is_k_full,
         )
 
-    def supports_f32_output(self) -> bool:
-        return self._device.type != "cuda"  # the kernels write 16-bit rows
-
     def may_round_rows(self) -> bool:
         return self._input_dtype is not None and self._device.type != "cuda"
 
     def scratch_shapes(self, num_experts: int, max_rows: int, N: int) -> tuple[Shape, Shape]:
-        return (self._partials(max_rows),), (num_experts * max_rows, N)
+        numel = self._partials(max_rows)
+        if self._device.type == "cuda" and self.moe_config.in_dtype is torch.float16:
+            # Results, before those out of range are computed again.
+            numel = -(-numel // 128) * 128 + num_experts * max_rows * self.moe_config.hidden_dim
+        return (numel,), (num_experts * max_rows, N)
 
     def run(self, step: Step) -> None:
         counts, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
@@ -222,7 +227,9 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
         # Tokens of all ranks choose top-k experts of all. A backend's buffers may have room for fewer tokens than come.
         most_rows = max(step.output.size(1), self._max_rows) * step.topk_ids.size(-1)
         expected_m = most_rows / self.moe_config.global_num_experts
-        compute_batch(pair, step.output, step.hidden_states, counts, row_ids, *step.scratch, expected_m, most_rows)
+        compute_batch(
+            pair, step.output, step.hidden_states, counts, row_ids, *step.scratch, expected_m, most_rows, True
+        )
 
 
 class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):

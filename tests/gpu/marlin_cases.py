@@ -34,11 +34,12 @@ SILU = MoEActivation.SILU
 @contextmanager
 def ampere_only() -> Iterator[None]:
     """On Hopper too, the kernels that serve every GPU from sm_80 on."""
-    compute.run_experts = partial(compute.run_experts, ampere_only=True)
+    run_experts = compute.run_experts
+    compute.run_experts = partial(run_experts, ampere_only=True)
     try:
         yield
     finally:
-        compute.run_experts = compute.run_experts
+        compute.run_experts = run_experts
 
 
 def on_hopper() -> bool:

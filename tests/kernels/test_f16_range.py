@@ -11,6 +11,7 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEQuantConfig
+from moe_ep.kernels.convert_rows import convert_rows_reference
 from moe_ep.kernels.marlin import BatchedMarlinExperts, MarlinExperts, fused_marlin_moe
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.layer import FusedMoE
@@ -18,6 +19,7 @@ from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance
 from moe_ep.modular_kernel import FusedMoEModularKernel, make_experts, make_prepare_finalize
 from moe_ep.registry import ALL2ALL_BACKENDS
 from moe_ep.scalar_type import scalar_types
+from tests.kernels.convert_cases import check_convert
 from tests.kernels.grouped_cases import check_f16_range
 from tests.kernels.marlin_cases import ROWS, E, K, N, arguments, configs, moe_config, pair, reference
 from tests.layer.moe_oracle import Weights, load, make_weights, run_expert
@@ -174,6 +176,10 @@ def test_plain_experts_beyond_the_range(name: str) -> None:
     expected = 1e-4 * results[ids, torch.arange(ROWS)[:, None]].sum(1)
     kernel = FusedMoEModularKernel(make_prepare_finalize("no_ep", config), make_experts(name, config))
     assert relative_error(kernel(rows, w1, w2, weights, ids), expected) < 1e-3
+
+
+def test_converted_rows() -> None:
+    check_convert("cpu", convert_rows_reference)
 
 
 def test_products_keep_f32_rows_in_range() -> None:

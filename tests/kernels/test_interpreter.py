@@ -16,6 +16,10 @@ CHECKS = {
     "routing": "from tests.kernels.routing_cases import *; check_fused('cpu', INTERPRETER_CASES)",
     "mul_sum": "from tests.kernels.mul_sum_cases import *; check_triton('cpu', INTERPRETER_CASES); check_far_rows()",
     "grouped": "from tests.kernels.grouped_cases import *; check_triton('cpu')",
+    "convert": (
+        "from tests.kernels.convert_cases import *; from moe_ep.kernels.convert_rows import triton_convert_rows; "
+        "check_convert('cpu', triton_convert_rows)"
+    ),
     "align": "from tests.kernels.align_cases import *; check_batched('cpu')",
     "rotary": "from tests.kernels.rotary_cases import *; check_rotary('cpu', (torch.float32,))",
     "dispatch": "from tests.dispatch.kernel_cases import *; check_all('cpu', INTERPRETER_CASES)",
