@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     args = parser.parse_args(argv)
+    args.parser = parser
     args.shown = shlex.join(["moe-ep", *(sys.argv[1:] if argv is None else argv)])
     with interrupts.raised_as_interrupt():
         try:

@@ -34,9 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from moe_ep.launch.cli.main import make_parser
-
-    words = dict(_words(make_parser(), "moe-ep"))
+    words = dict(_words(args.parser, "moe-ep"))
     if args.shell == "fish":
         show("\n".join(_fish(words)))
         return 0
