@@ -48,6 +48,8 @@ _GROUPS = {
 _BATCHES = ((7168, 8, 8), (2880, 4, 4), (2000, 32, 3), (2048, 1, 1), (4096, 6, 16))
 _CLUSTERS = (1, 8)
 _LIMIT = 10.0
+# Of the attributes in .nv.info: the form whose bytes follow, and EIATTR_PARAM_CBANK (symbol, offset, size).
+_SIZED, _PARAM_CBANK = 4, 0x0A
 
 Build = tuple[str, jit.KernelSource, str, bool]  # name, source, architecture, part of --quick
 
@@ -184,11 +186,25 @@ def digest_of_cubin(cubin: bytes, entry: str) -> dict[str, str]:
             found[kept] = _hash(text, section[7] >> 24)  # sh_info: registers
         elif name.startswith(".nv.shared."):
             found[kept] = f"{section[5]} bytes"
-        elif name.startswith(".nv.info.") or re.match(r"\.nv\.constant[0-35-9]", name):
+        elif name.startswith(".nv.info."):
+            found[kept] = _hash(_attributes(text), 0)
+        elif re.match(r"\.nv\.constant[0-35-9]", name):
             found[kept] = _hash(text, 0)
         elif name.startswith(".rela.text.") and text:
             found[kept] = _hash(_relocations(text, section[6], raw, texts), 0)
     return found
+
+
+def _attributes(text: bytes) -> bytes:
+    """A kernel's attributes without the index of the symbol of its parameters, which other symbols move."""
+    kept, at = b"", 0
+    while at < len(text):
+        form, attribute, value = struct.unpack_from("<BBH", text, at)
+        size = value if form == _SIZED else 0
+        skipped = 4 if attribute == _PARAM_CBANK else 0
+        kept += text[at : at + 4] + text[at + 4 + skipped : at + 4 + size]
+        at += 4 + size
+    return kept
 
 
 def _relocations(text: bytes, symbols: int, raw: list[tuple[int, ...]], texts: list[bytes]) -> bytes:
