@@ -54,7 +54,7 @@ $(VENV)/.docs: $(VENV)/.installed
 docs-packages: $(VENV)/.docs
 
 docs: $(VENV)/.docs
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build
 
 bench: $(VENV)/.installed
 	$(BIN)/python scripts/bench_dispatch.py $(ARGS)
