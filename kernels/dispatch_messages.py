@@ -98,8 +98,8 @@ def _pack_messages_kernel(
 def _chose(
     ids_ptr, token, num_tokens, expert, TOPK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr
 ):
-    """Whether a token chose an expert, int32 0 or 1 `[BLOCK_TOKENS, BLOCK_EXPERTS]`; experts of -1 were chosen by
-    nobody."""
+    """Whether a token chose an expert, int32 0 or 1 `[BLOCK_TOKENS, BLOCK_EXPERTS]`; an expert of -1
+    counts as not chosen."""
     chose = tl.zeros([BLOCK_TOKENS, BLOCK_EXPERTS], dtype=tl.int32)
     for slot in tl.static_range(TOPK):
         chosen = tl.load(ids_ptr + token * TOPK + slot, mask=token < num_tokens, other=-2)

@@ -1,4 +1,4 @@
-"""Rows before and after they travel: packing for the wire, weighting before the way back, summing on their own rank.
+"""Rows of a dispatch and its combine: packed for the wire, weighted for the combine, and summed by their owner.
 
 Each function has a Triton form for CUDA tensors and a plain one, which is the reference and is used without Triton;
 both give the same bits. Slots are row numbers, -1 for none.

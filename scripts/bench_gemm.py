@@ -126,7 +126,7 @@ def caller(
     shape: Shape, pairs: list, rows: torch.Tensor, counts: list[int], output: torch.Tensor, scratch: torch.Tensor,
     hidden: torch.Tensor,
 ) -> Callable[[int], object]:  # fmt: skip
-    """call(i): the experts with the i-th copy of the weights, told the mean of their rows as a layer tells them."""
+    """call(i): the experts with the i-th copy of the weights, with their expected rows, as a layer passes them."""
     numbers = torch.tensor(counts, dtype=torch.int32).cuda()
 
     def call(i: int) -> object:

@@ -47,7 +47,7 @@ class _Tile(NamedTuple):
 
 
 _TILES = (_Tile(16, 4, 2), _Tile(32, 2, 3), _Tile(64, 1, 3))
-_UNKNOWN_ROWS = 32  # what an expert is taken to have if nobody says
+_UNKNOWN_ROWS = 32  # assumed for an expert if expected_m is unknown
 
 
 class AmpereParams(ctypes.Structure):
@@ -117,7 +117,7 @@ def launch(
     hidden: torch.Tensor,
     partials: torch.Tensor,
 ) -> None:
-    """Computes every expert's rows; arguments as gemm.run_experts."""
+    """Computes every expert's rows; arguments as compute.run_experts."""
     hidden_states, rows = in_packed_order(output, hidden_states, pair.w13, rows)
     params = experts_params(hidden_states, hidden, output, pair, rows)
     tile = _tile_of(rows)
@@ -133,14 +133,14 @@ def launch(
         shared = _shared_bytes(tile, pair.kind, weights, pair.num_experts)
         most = _BLOCKS_PER_SM if weights.has_regular_groups else _BLOCKS_THAT_LOOK_UP
         blocks = max(1, min(most, shared_of_sm // (shared + 1024)))
-        told = AmpereParams(params, groups, max_slices)
-        kernels[tile, phase].launch(told, (sms * blocks, 1, 1), _THREADS, shared)
+        with_groups = AmpereParams(params, groups, max_slices)
+        kernels[tile, phase].launch(with_groups, (sms * blocks, 1, 1), _THREADS, shared)
 
 
 def _tile_of(rows: Rows) -> _Tile:
     """The smallest that holds the rows that an expert is expected to have; one of more has several.
 
-    Where nobody knows, the one in the middle: with tiles of 64 few rows would take as long as 64, and with these many
+    If that is unknown, the one in the middle: with tiles of 64 few rows would take as long as 64, and with these many
     rows take a fifth longer.
     """
     expected = _UNKNOWN_ROWS if rows.expected_m is None else rows.expected_m

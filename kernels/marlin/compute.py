@@ -4,8 +4,8 @@ Hopper has its own kernels (hopper.py; e4m3.py where rows may be rounded). Other
 cases that its own kernels do not support, run those of ampere.py. All read the same packed layout.
 
 The kernels write 16-bit numbers, and beside f16 gate times up or an expert's own result may exceed 65504. So behind
-every f16 launch comes another one in bf16, for the experts (batched rows) or tokens whose results are not finite. It is
-told row counts of zero where all are, and then ends at once; it costs f16 layers some launches and bf16 layers nothing.
+every f16 launch comes another one in bf16, for the experts (batched rows) or tokens whose results are not finite. Its
+row counts are zero where all are, and then it ends at once; it costs f16 layers some launches and bf16 layers nothing.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _TILE_ROWS, _TILE_TOKENS = 256, 128
 _START_MULTIPLE = 8
 _ROWS_THREADS, _MULTIPLY_THREADS = 256, 384
 _ROWS_BLOCKS = 6  # for each multiprocessor, at most
-_READ_TWICE = 28_000_000  # bytes of rows under way that the L2 cache keeps until they are read again
+_READ_TWICE = 28_000_000  # bytes of rows in flight that stay in the L2 cache until they are read again
 _TABLES = 3
 _ALIGNMENT = 128  # bytes
 _HOPPER = (9, 0)
@@ -145,13 +145,13 @@ def run(output: torch.Tensor, hidden_states: torch.Tensor, pair: WeightPair, row
 def quantize(
     hidden_states: torch.Tensor, pair: WeightPair, rows: Rows, scratch: torch.Tensor
 ) -> tuple[ExpertsParams, Places]:
-    """The first kernel: rows as codes and scales in scratch; what the second is told, and where all lies."""
+    """The first kernel: quantizes rows into scratch; returns the second one's parameters and where all lies."""
     common, start = pair.once(_Common), scratch.data_ptr()
     where = places(pair.num_experts, rows.max_rows, pair.w13.num_columns, pair.w2.num_columns)
     params = experts_params(hidden_states, scratch, hidden_states, pair, rows)
-    told = RowsParams(experts=params, codes=start + where.codes, scales=start + where.row_scales)
+    given = RowsParams(experts=params, codes=start + where.codes, scales=start + where.row_scales)
     blocks = min(common.rows_blocks, -(-rows.max_rows * 32 // _ROWS_THREADS))
-    common.kernels["rows"].launch(told, (blocks, 1, 1), _ROWS_THREADS, common.table_bytes)
+    common.kernels["rows"].launch(given, (blocks, 1, 1), _ROWS_THREADS, common.table_bytes)
     return params, where
 
 
@@ -179,10 +179,10 @@ def kernel_sources(
         "ACT_BF16": int(act_dtype == torch.bfloat16),
         **activation_defines(activation, clamp_limit),
     }
-    told = tuple((name, str(value)) for name, value in defines.items())
+    pairs = tuple((name, str(value)) for name, value in defines.items())
     return {
-        "rows": jit.KernelSource(CUDA / "e4m3_rows.cu", "e4m3_rows", told),
-        "experts": jit.KernelSource(CUDA / "e4m3_sm90.cu", "e4m3_experts", told),
+        "rows": jit.KernelSource(CUDA / "e4m3_rows.cu", "e4m3_rows", pairs),
+        "experts": jit.KernelSource(CUDA / "e4m3_sm90.cu", "e4m3_experts", pairs),
     }
 
 

@@ -75,7 +75,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             (quant.w1_scale, quant.w1_zp, quant.w1_bias, quant.g1_alphas, w13_g_idx, w13_g_idx_sort_indices),
             (quant.w2_scale, quant.w2_zp, quant.w2_bias, quant.g2_alphas, w2_g_idx, w2_g_idx_sort_indices),
         )
-        # None where rows are not rounded: nobody asked, or not beside these weights.
+        # None if rows are not rounded: not asked for, or not supported beside these weights.
         asked = quant.input_dtype
         fits = asked is not None and fits_input_dtype(self._kind, quant.w1_scale.dtype, asked)
         self._input_dtype = asked if fits else None
@@ -228,7 +228,15 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
         most_rows = max(step.output.size(1), self._max_rows) * step.topk_ids.size(-1)
         expected_m = most_rows / self.moe_config.global_num_experts
         compute_batch(
-            pair, step.output, step.hidden_states, counts, row_ids, *step.scratch, expected_m, most_rows, True
+            pair,
+            step.output,
+            step.hidden_states,
+            counts,
+            row_ids,
+            *step.scratch,
+            expected_m,
+            most_rows,
+            stays_in_range=True,
         )
 
 

@@ -1,6 +1,6 @@
 """The experts as functions: for batched rows, in place or by reference, and for tokens with the ids of their experts.
 
-On GPUs from sm_80 on, kernels compute them (gemm.py chooses which). On the CPU, and if the caller passes an
+On GPUs from sm_80 on, kernels compute them (compute.py chooses which). On the CPU, and if the caller passes an
 activation_func, the same functions dequantize the weights and multiply in f32 with torch. Arguments are checked before
 anything is launched; a ValueError names the one that does not fit.
 """
@@ -86,7 +86,7 @@ def batched_fused_marlin_moe(
             hold a part of the columns, with the scales of all groups.
         expert_row_ids: int32 `[El, max_tokens]`, the input row of each of an expert's rows.
         expected_m: rows that an expert is expected to have in the mean, for the choice of kernels on a GPU; results are
-            right whatever expert_num_tokens says. None: nobody knows, and kernels for few and many rows are launched,
+            right whatever expert_num_tokens says. None: unknown, and the decode and the prefill kernel are launched,
             as they always are under torch.compile.
         clamp_limit: clamp limit of gate and up before a gated activation (`moe_ep.activation.gate_limit`).
         input_dtype: as in fused_marlin_moe; no kernel rounds batched rows yet.
@@ -106,7 +106,7 @@ def batched_fused_marlin_moe(
     is_number = isinstance(expected_m, int | float) and not isinstance(expected_m, bool)
     if expected_m is not None and not (is_number and 0 <= expected_m < math.inf):
         raise ValueError(
-            f"expected_m is {expected_m!r}; it must be a finite number of at least 0, or None if nobody knows it"
+            f"expected_m is {expected_m!r}; it must be a finite number of at least 0, or None if it is unknown"
         )
     check_tensors(hidden_states=hidden_states, expert_num_tokens=expert_num_tokens)
     if expert_row_ids is not None:

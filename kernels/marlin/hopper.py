@@ -25,7 +25,7 @@ from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import WeightPair, Weights
 
 _HOPPER = (9, 0)
-_FEW_THREADS, _MANY_THREADS = 640, 384
+_DECODE_THREADS, _PREFILL_THREADS = 640, 384
 _TILE_ROWS = 256
 _MAX_BLOCKS = 256
 _MOST_FOR_ONE_WAVE = 128  # tiles: no more than Hopper's SMs
@@ -151,17 +151,17 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows
     common = pair.once(_Common)
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
-    for few_rows in _divide(params, common, rows):
+    for few_rows in select_kernels(params, common, rows):
         kernel = common.kernels[few_rows]
         params.sync = stream_flags(common.device, kernel.entry, common.num_flags[few_rows]).data_ptr()
         params.fixup_sums = params.sync + 8 * _LEFT_SUMS
         params.hidden_packets = params.sync + 8 * common.hidden_packets
-        threads = _FEW_THREADS if few_rows else _MANY_THREADS
-        told = params if few_rows else _many_params(params, pair.act_dtype)
-        kernel.launch(told, (common.num_blocks, 1, 1), threads, common.shared_bytes, early=True)
+        threads = _DECODE_THREADS if few_rows else _PREFILL_THREADS
+        given = params if few_rows else _prefill_params(params, pair.act_dtype)
+        kernel.launch(given, (common.num_blocks, 1, 1), threads, common.shared_bytes, early=True)
 
 
-def _divide(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, ...]:
+def select_kernels(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, ...]:
     """Says in the parameters which kernel computes which experts; the kernels to launch, True the one for few rows."""
     params.max_small_m, params.launch_overhead, params.max_tiles = tuning.MOST_FEW_ROWS, 0, params.num_experts
     if params.max_rows <= tuning.MOST_FEW_ROWS:
@@ -228,15 +228,15 @@ class _Common:
         return kernels
 
 
-def _many_params(params: ExpertsParams, act_dtype: torch.dtype) -> PrefillParams:
+def _prefill_params(params: ExpertsParams, act_dtype: torch.dtype) -> PrefillParams:
     """The parameters with the maps of w13's input, unless its rows are gathered, and of w2's."""
-    many = PrefillParams(experts=params)
+    prefill = PrefillParams(experts=params)
     num_rows = params.max_rows if params.sorted else params.num_experts * params.max_rows
     for phase, gemm in enumerate(params.gemm):
         if phase == 1 or params.row_ids is None:
             encoded = tensor_map(gemm.input, num_rows, gemm.columns, act_dtype)
-            ctypes.memmove(many.tokens[phase], encoded, TENSOR_MAP_BYTES)
-    return many
+            ctypes.memmove(prefill.tokens[phase], encoded, TENSOR_MAP_BYTES)
+    return prefill
 
 
 @functools.lru_cache(maxsize=1024)

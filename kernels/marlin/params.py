@@ -34,7 +34,7 @@ class Rows(NamedTuple):
         row_ids: int32: None, or the input row of each expert's rows `[E, max_rows]`, or sorted ids (below).
         ids_divisor: the input row is id // ids_divisor.
         is_sorted: row_ids holds the rows of one expert after the other, and row `id` of the output is written.
-        expected_m: rows that an expert is expected to have in the mean; None if nobody knows. Any number is right.
+        expected_m: rows that an expert is expected to have in the mean; None if unknown. Results do not depend on it.
         most_rows: the most rows that all experts have together, where that is less than max_rows for each.
     """
 

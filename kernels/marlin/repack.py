@@ -410,7 +410,12 @@ def not_packed_reason(weights: CanonicalWeights, row_multiple: int) -> str | Non
 def pack_experts(
     w13: CanonicalWeights, w2: CanonicalWeights, act_dtype: torch.dtype, gated: bool, has_bias: bool
 ) -> tuple[ExpertWeights, ExpertWeights]:
-    """Packs both matrices, keeping only the part of act-order that has to be handled at run time."""
+    """Packs both matrices, keeping only the part of act-order that has to be handled at run time.
+
+    w2 multiplies the activation's output, whose order is free: w13's rows can be in any order as long as gate and up
+    have the same. In the order that sorts w2's columns by group, w2 no longer needs act-order. w13's own columns
+    multiply tokens that other experts read too, so their order stays.
+    """
     if has_bias:
         return _packed(w13, act_dtype, gated), _packed(w2, act_dtype, False)
     w13, w2 = in_order_of_w2(w13, w2)

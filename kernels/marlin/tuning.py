@@ -1,9 +1,8 @@
-"""What is chosen for each shape when Hopper's kernels are launched: from a table of measurements, or one default.
+"""Up to how many rows of an expert the decode kernel computes it on Hopper, for each shape: measured, or one default.
 
-One choice there is: how many rows of an expert are few, that is, which of the two kernels computes it. The package has
-a table, `moe-ep tune` adds to one of the user's under MOE_EP_CACHE_DIR, which is asked first. Both are JSON,
-{GPU: {problem: {"few_rows": rows}}}, with names as `torch.cuda.get_device_name` and `Problem.key` give them, and are
-read once a process: a captured graph keeps its choices.
+The package has a table of measurements. `moe-ep tune` adds to a table of the user's under MOE_EP_CACHE_DIR, which comes
+first. Both are JSON, {GPU: {problem: {"few_rows": rows}}}, with names as `torch.cuda.get_device_name` and `Problem.key`
+give them. They are read once a process: a captured graph keeps its choices.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from moe_ep.kernels.marlin.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-# kDecodeTileTokens of cuda/params.cuh, and what is taken for a shape that nobody has measured.
+# kDecodeTileTokens of cuda/params.cuh, and the default for a shape without a measurement.
 MOST_FEW_ROWS = 32
 # One of the sizes that tiles of few rows have, or none.
 CANDIDATES = (0, 8, 16, 24, 32)

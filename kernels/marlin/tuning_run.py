@@ -1,4 +1,4 @@
-"""Measures on a GPU what tuning.py chooses: each of the two kernels at few rows, on random weights of a shape."""
+"""Times the decode and the prefill kernel at small M on random weights of a shape, for the tables of tuning.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measure(
 
     Args:
         kind: the problem's number type.
-        report: told after each measurement how many of how many there are.
+        report: called after each measurement with the number done and the total.
     """
     first, second = (2 if activation.is_gated else 1) * problem.N, problem.K
     num_bytes = problem.experts * (first + problem.N) * problem.K * kind.bits / 8

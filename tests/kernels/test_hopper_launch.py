@@ -21,9 +21,9 @@ def divide(
     params = ExpertsParams(num_experts=num_experts, max_rows=max_rows)
     rows = Rows(torch.zeros(num_experts), max_rows, expected_m=expected_m, most_rows=most_rows)
     common: Any = SimpleNamespace(
-        device_name="a GPU that nobody has measured", problem=Problem(8, 512, 256, "uint4b8", 128), launch_overhead=cost
+        device_name="a GPU without a table", problem=Problem(8, 512, 256, "uint4b8", 128), launch_overhead=cost
     )
-    return hopper._divide(params, common, rows), params
+    return hopper.select_kernels(params, common, rows), params
 
 
 @pytest.mark.parametrize(

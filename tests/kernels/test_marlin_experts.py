@@ -154,7 +154,7 @@ def test_what_is_expected_of_batched_rows(buffer_rows: int, most_rows: int, monk
     kind, told = WEIGHT_TYPES[scalar_types.uint4b8.id], []
     first, second = pair(kind, 32, MoEActivation.SILU)
     batched = BatchedMarlinExperts(*configs(first, second, kind), max_num_tokens=ROWS, num_dispatchers=3)
-    monkeypatch.setattr(experts, "compute_batch", lambda *given: told.extend(given[-2:]))
+    monkeypatch.setattr(experts, "compute_batch", lambda *given, **more: told.extend(given[-2:]))
     rows, meta = torch.randn(E, buffer_rows, K).bfloat16(), ExpertTokensMetadata(torch.zeros(E, dtype=torch.int32))
     ids, weights, none = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), torch.empty(0, dtype=torch.bfloat16)
     packed = (first.packed.qweight, second.packed.qweight)

@@ -37,7 +37,7 @@ struct Columns {
     return most;
   }
 
-  // For 16-bit numbers, the code is that of the correctly rounded quotient (triton_quantize.py says why).
+  // For 16-bit numbers, the code is that of the correctly rounded quotient (kernels/quantize.py says why).
   DEVICE float code(int i, float scale, float inverse) const {
     float q = x[i] * inverse;
     return fmaf(fmaf(-q, scale, x[i]), inverse, q);

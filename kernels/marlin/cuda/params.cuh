@@ -68,7 +68,7 @@ DEVICE int find_expert(const int* table, int n, int scale, int value) {
   return low;
 }
 
-// A tensor map (CUtensorMap), for bulk copies of boxes of a matrix; tensor_map.py encodes it.
+// A tensor map (CUtensorMap), for bulk copies of boxes of a matrix; hopper.tensor_map encodes it.
 struct alignas(64) TensorMap {
   u8 bytes[128];
 };
