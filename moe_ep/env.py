@@ -1,11 +1,14 @@
 """Every environment variable that moe_ep reads, with its type, default and meaning.
 
 They are read when they are needed and not at import, so a test or a launcher may set them late. Command-line flags and
-constructor arguments take precedence.
+constructor arguments take precedence. The first reading warns of MOE_EP_* names in the environment that are none of
+these, as a mistyped one has no effect.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +16,14 @@ from typing import Generic, TypeVar
 
 from moe_ep.files import user_path
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+_PREFIX = "MOE_EP_"
+# Set by launchers for their workers, and for the tests of this project.
+_OTHERS = ("MOE_EP_GANG_", "MOE_EP_TEST_", "MOE_EP_TEXT_MOE")
+_has_warned = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +36,29 @@ class EnvVar(Generic[T]):
     meaning: str
 
     def get(self) -> T:
+        warn_of_unknown_names()
         given = os.environ.get(self.name, "")
         try:
             return self.parse(given or self.default)
         except ValueError as error:
             way_out = f"unset it to use the default ({self.default})" if given else f"set {self.name}"
             raise ValueError(f"{self.name} is {given or self.default!r}; {error}; {way_out}") from None
+
+
+def warn_of_unknown_names() -> None:
+    """Logs a warning for every MOE_EP_* name in the environment that nothing reads; once in a process, and not in the
+    workers of a gang, whose launcher has done it."""
+    global _has_warned
+    if _has_warned or "MOE_EP_GANG_RANK" in os.environ:
+        return
+    _has_warned = True
+    known = [variable.name for variable in ALL]
+    for name in sorted(os.environ):
+        if not name.startswith(_PREFIX) or name.startswith(_OTHERS) or name in known:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the names are {', '.join(known)}"
+        logger.warning("the environment has %s, which moe_ep does not read: %s", name, hint)
 
 
 def _seconds(raw: str) -> float:

@@ -1,7 +1,10 @@
 """Choices by name and environment variables: defaults, parsing, and the sentences."""
 
 import dataclasses
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -106,3 +109,35 @@ def test_bad_values_are_named(monkeypatch, variable, raw):
     monkeypatch.setenv(variable.name, raw)
     with pytest.raises(ValueError, match=f"{variable.name} is {raw!r}; it must be .*; unset it"):
         variable.get()
+
+
+def warnings_of(environ: dict[str, str]) -> str:
+    code = "from moe_ep import env; env.LOG_LEVEL.get(); env.CHUNK_SIZE.get(); env.LOG_LEVEL.get()"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MOE_EP_")}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True, check=True)
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mistyped", "meant"),
+    [
+        ("MOE_EP_LOGLEVEL", "MOE_EP_LOG_LEVEL"),
+        ("MOE_EP_DISPATCH_TIMEOUT", "MOE_EP_DISPATCH_TIMEOUT_S"),
+        ("MOE_EP_ALLTOALL_BACKEND", "MOE_EP_ALL2ALL_BACKEND"),
+        ("MOE_EP_CHUNKSIZE", "MOE_EP_CHUNK_SIZE"),
+    ],
+)
+def test_a_mistyped_name_is_warned_of_once(mistyped: str, meant: str) -> None:
+    printed = warnings_of({mistyped: "1"})
+    assert printed.count(f"{mistyped},") == 1 and f"did you mean {meant}?" in printed
+
+
+def test_a_name_like_no_other_is_warned_of_too() -> None:
+    printed = warnings_of({"MOE_EP_QZX": "1", "MOE_EP_CHUNK_SIZE": "5", "MOE_EPOCH": "3"})
+    assert printed.count("MOE_EP_QZX") == 1 and "MOE_EPOCH" not in printed
+    assert all(variable.name in printed for variable in env.ALL)
+
+
+def test_names_of_launchers_and_tests_are_no_mistakes() -> None:
+    others = {"MOE_EP_GANG_RANK": "0", "MOE_EP_TEST_ANYTHING": "1", "PATH_OF_MOE_EP_X": "1"}
+    assert warnings_of(others | {variable.name: "" for variable in env.ALL}) == ""
