@@ -38,6 +38,7 @@ class RankReport:
         placement: where it left the experts, of rank 0 where it is to be saved.
         choices: (step, layer position, ids int32 `[T, top_k]`) of this rank's tokens, where they are recorded.
         errors: layer -> largest relative error over all ranks' tokens, for the layers this rank verified.
+        errors_of_quantizing: the same against the weights on disk, where --quantize has changed them.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class RankReport:
     placement: PlacementFile | None = None
     choices: list[tuple[int, int, Any]] = field(default_factory=list)
     errors: dict[int, float] = field(default_factory=dict)
+    errors_of_quantizing: dict[int, float] = field(default_factory=dict)
 
     @property
     def experts_of_all_layers(self) -> list[int] | None:
@@ -192,6 +194,11 @@ class RunReport:
         return {layer: error for rank in self.ranks for layer, error in rank.errors.items()}
 
     @property
+    def error_of_quantizing(self) -> float | None:
+        """The largest error against the weights before --quantize; None without it, or where nothing was verified."""
+        return max((error for rank in self.ranks for error in rank.errors_of_quantizing.values()), default=None)
+
+    @property
     def verified(self) -> bool:
         """Whether every layer was compared and none is further off than its dtype explains."""
         errors, tolerance = self.errors, self.ranks[0].tolerance
@@ -247,7 +254,7 @@ class RunReport:
         """The last JSON line."""
         first = self.ranks[0]
         num_tokens = sum(rank.num_tokens for rank in self.ranks)
-        worst = max(self.errors.values(), default=None)
+        worst, quantizing = max(self.errors.values(), default=None), self.error_of_quantizing
         return {
             "kind": "summary",
             "model": first.model,
@@ -293,7 +300,10 @@ class RunReport:
                 "max_relative_error": worst if math.isfinite(worst) else None,
                 "tolerance": first.tolerance,
                 "passed": self.verified,
-            },
+            }
+            | (
+                {} if quantizing is None else {"error_of_quantizing": quantizing if math.isfinite(quantizing) else None}
+            ),
             "seed": self.config.seed,
             "text": None if self.config.text is None else str(self.config.text),
             "routing": self.config.routing,
@@ -325,9 +335,11 @@ class RunReport:
             return "verification: off" if self.is_complete else "verification: not reached"
         layer, worst = max(self.errors.items(), key=lambda item: item[1])
         verdict = "verified" if self.verified else "NOT verified"
+        quantizing = self.error_of_quantizing
+        beside = "" if quantizing is None else f"; {quantizing:.2e} against the weights before --quantize"
         return (
             f"{verdict}: maximum relative error {worst:.2e} (layer {layer}) against the reference without expert "
-            f"parallelism ({self.ranks[0].dtype} allows {self.ranks[0].tolerance:.0e})"
+            f"parallelism ({self.ranks[0].dtype} allows {self.ranks[0].tolerance:.0e}){beside}"
         )
 
 

@@ -180,20 +180,22 @@ def _verify(
         progress.report("verifying layers", count, len(mine))
         layer = block.layer_index
         online = getattr(block.moe.quant_method, "as_quantized", None)
-        # Each rank's tokens by themselves: router logits then have the very bits they had there.
-        outputs = [
-            verify.reference_moe(
-                reader,
-                spec,
-                layer,
-                hidden_states.to(x.device),
-                online,
-                None if logits is None else routing.layer_logits(position, 0, rank).to(x.device),
-            )
-            for rank, (hidden_states, _) in enumerate(gathered)
-        ]
-        computed = torch.cat([output for _, output in gathered])
-        report.errors[layer] = verify.max_relative_error(computed, torch.cat(outputs).cpu())
+        # By what matrices were quantized to, and, where --quantize did that, by those on disk.
+        for errors, as_quantized in ((report.errors, online), (report.errors_of_quantizing, None))[: 1 + bool(online)]:
+            # Each rank's tokens by themselves: router logits then have the very bits they had there.
+            outputs = [
+                verify.reference_moe(
+                    reader,
+                    spec,
+                    layer,
+                    hidden_states.to(x.device),
+                    as_quantized,
+                    None if logits is None else routing.layer_logits(position, 0, rank).to(x.device),
+                )
+                for rank, (hidden_states, _) in enumerate(gathered)
+            ]
+            computed = torch.cat([output for _, output in gathered])
+            errors[layer] = verify.max_relative_error(computed, torch.cat(outputs).cpu())
     progress.report("verifying layers", len(mine), len(mine))
 
 

@@ -42,7 +42,6 @@ from moe_ep.errors import ConfigError, one_of
 from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods.online import ONLINE, OnlineConfig
-from moe_ep.observability.stages import stage
 from moe_ep.routing import select_experts
 
 QUANTIZE = ("none", *ONLINE)
@@ -232,8 +231,7 @@ class MoEBlock(FixedTensors):
             router_logits: f32 `[T, E]`, used instead of the router's.
         """
         hidden_states = self.normalize(x)
-        with stage("route"):
-            logits = self._logits(hidden_states, router_logits)
+        logits = self._logits(hidden_states, router_logits)
         output = self._experts(hidden_states, logits)
         if observer is not None:
             observer(self.layer_index, hidden_states, output)

@@ -126,10 +126,14 @@ def test_text_becomes_tokens_and_short_text_goes_round(tmp_path: Path, capsys: p
 def test_plain_weights_quantized_on_load_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "model")
     arguments = f"--model {tmp_path / 'model'} --quantize int4 --dtype bf16 --device cpu --launcher local".split()
-    _, lines = run(capsys, tmp_path / "out.jsonl", *arguments, "--ep-size", "2", "--tokens-per-rank", "9")
+    text, lines = run(capsys, tmp_path / "out.jsonl", *arguments, "--ep-size", "2", "--tokens-per-rank", "9")
     summary = check_lines(lines, 2, 18, top_k=2)
     assert summary["dtype"] == "bfloat16"
     assert summary["verify"]["passed"] is True
+    # int4 changes results by more than bf16 does, which is told beside it.
+    of_quantizing = summary["verify"]["error_of_quantizing"]
+    assert of_quantizing > summary["verify"]["max_relative_error"]
+    assert f"{of_quantizing:.2e} against the weights before --quantize" in text
 
 
 def test_without_verification(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
