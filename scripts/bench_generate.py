@@ -24,10 +24,9 @@ from typing import Any
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 from on_gang import measure_on_gang
 
-from moe_ep.launch.cli.option_values import checkpoint_folder, output_file, whole_numbers
-from moe_ep.launch.cli.options import at_least, one_of, option
+from moe_ep.launch.cli.gang_options import GangConfig
+from moe_ep.launch.cli.options import at_least, checkpoint_folder, one_of, option, output_file, whole_numbers
 from moe_ep.launch.cli.run_config import RunConfig
-from moe_ep.launch.gangs.gang_choice import GangConfig
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 STAGES = ("route", "dispatch", "experts", "combine")

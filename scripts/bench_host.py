@@ -20,9 +20,8 @@ from typing import Any
 
 from on_gang import measure_on_gang
 
-from moe_ep.launch.cli.option_values import geometry_name, output_file
-from moe_ep.launch.cli.options import at_least, option
-from moe_ep.launch.gangs.gang_choice import GangConfig
+from moe_ep.launch.cli.gang_options import GangConfig
+from moe_ep.launch.cli.options import at_least, geometry_name, option, output_file
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 _CHAIN = 40

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from moe_ep.errors import ConfigError, MoeEpError
+from moe_ep.launch.cli.gang_options import GangConfig, start_gang
 from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args
-from moe_ep.launch.gangs.gang_choice import GangConfig, start_gang
 
 C = TypeVar("C", bound=GangConfig)
 

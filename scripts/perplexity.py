@@ -16,10 +16,18 @@ from typing import Any
 
 from moe_ep.errors import ConfigError, MoeEpError
 from moe_ep.files import parse_json
-from moe_ep.launch.cli.model_options import DTYPES, torch_dtype
-from moe_ep.launch.cli.option_values import checkpoint_folder, input_file
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
-from moe_ep.launch.gangs.gang_choice import GangConfig, start_gang
+from moe_ep.launch.cli.gang_options import DTYPES, GangConfig, start_gang, torch_dtype
+from moe_ep.launch.cli.options import (
+    OptionError,
+    Parser,
+    add_flags,
+    at_least,
+    checkpoint_folder,
+    from_args,
+    input_file,
+    one_of,
+    option,
+)
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from moe_ep.files import parse_json
 from moe_ep.generation.conversation import TEMPLATE_FIELDS, Conversation
-from moe_ep.launch.cli.model_options import ModelConfig
-from moe_ep.launch.cli.option_values import input_file, output_file
-from moe_ep.launch.cli.options import OptionError, at_least, number, option
+from moe_ep.launch.cli.gang_options import ModelConfig
+from moe_ep.launch.cli.options import OptionError, at_least, input_file, number, option, output_file
 
 _STDIN = Path("-")
 # Settings of a chat request that every prompt of a command has alike, with the option for each. Their values where they

@@ -1,17 +1,142 @@
-"""What `moe-ep run` can be told."""
+"""The options of `moe-ep run`."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
+from moe_ep.errors import ConfigError, EplbError
 from moe_ep.files import parse_json
-from moe_ep.launch.cli.eplb_options import EplbOptions
-from moe_ep.launch.cli.model_options import ModelConfig
-from moe_ep.launch.cli.option_values import host, input_file, new_folder, output_file, port
-from moe_ep.launch.cli.options import at_least, option, whole
+from moe_ep.launch.cli.gang_options import ModelConfig
+from moe_ep.launch.cli.options import (
+    OptionError,
+    at_least,
+    flag,
+    host,
+    input_file,
+    new_folder,
+    number,
+    one_of,
+    one_of_these,
+    option,
+    output_file,
+    port,
+    whole,
+)
 from moe_ep.launch.cli.outputs import ADDS_LINES
+from moe_ep.registry import EPLB_POLICIES
+
+if TYPE_CHECKING:
+    from moe_ep.eplb.placement_file import PlacementFile
+
+
+def _routing(raw: str) -> str:
+    """As it was given; the file of a recorded one as an absolute path."""
+    if raw == "uniform" or re.fullmatch(r"zipf:\d+(\.\d+)?", raw):
+        return raw
+    if raw.startswith("recorded:"):
+        return f"recorded:{_file(raw.removeprefix('recorded:'))}"
+    raise ValueError("it must be uniform, zipf:S with a number such as zipf:0.8, or recorded:FILE")
+
+
+def _file(raw: str) -> Path:
+    return input_file(raw, "it must name a file").absolute()
+
+
+_share = number("a number from 0 to 1", lambda share: 0 <= share <= 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EplbOptions:
+    """Load balancing of `moe-ep run`, and the routing that it is shown with."""
+
+    options_title: ClassVar[str] = "routing and load balancing"
+
+    eplb: bool = field(
+        default=False,
+        metadata=option(None, "after --steps steps, move experts to level the load, then run as many steps again"),
+    )
+    num_redundant_experts: int | None = field(
+        default=None,
+        metadata=option(
+            at_least(0),
+            "extra expert slots, over all workers, for replicas (default: those of --load-placement, or one for each "
+            "worker, made even)",
+            "N",
+        ),
+    )
+    eplb_interval: int | None = field(
+        default=None, metadata=option(at_least(1), "steps between later plans; without it, there is one plan only", "N")
+    )
+    eplb_policy: str = field(
+        default="incremental",
+        metadata=option(one_of_these(lambda: tuple(EPLB_POLICIES)), "incremental or deepseek"),
+    )
+    eplb_objective: str = field(
+        default="tokens",
+        metadata=option(
+            one_of("tokens", "active_experts", "auto"),
+            "what a plan levels: tokens, active_experts or auto",
+        ),
+    )
+    eplb_threshold: float = field(
+        default=0.97, metadata=option(_share, "make no plan while balancedness is at least this", "SHARE")
+    )
+    eplb_synchronous: bool = field(
+        default=False, metadata=option(None, "move experts between two steps instead of in the background")
+    )
+    load_placement: Path | None = field(
+        default=None, metadata=option(_file, "start from this placement, as --save-placement writes it", "FILE")
+    )
+    save_placement: Path | None = field(
+        default=None, metadata=option(output_file, "write the placement at the end of the run", "FILE")
+    )
+    routing: str | None = field(
+        default=None,
+        metadata=option(
+            _routing, "replace the routers: uniform, zipf:S, or recorded:FILE with a file of --record-routing", "HOW"
+        ),
+    )
+    record_routing: Path | None = field(
+        default=None, metadata=option(output_file, "write the experts that every token chose (.npz)", "FILE")
+    )
+
+    def check_eplb(self) -> None:
+        """Raises OptionError for an option that means nothing without --eplb."""
+        if self.eplb:
+            return
+        for item in fields(EplbOptions):
+            value = getattr(self, item.name)
+            if item.name not in ("eplb", "routing", "record_routing") and value != item.default:
+                raise OptionError(f"{flag(item.name)} is {str(value)!r} without --eplb; add --eplb or leave it out")
+
+    def placement(self) -> PlacementFile | None:
+        """What --load-placement names; ConfigError where that is no placement."""
+        if self.load_placement is None:
+            return None
+        from moe_ep.eplb.placement_file import PlacementFile
+
+        try:
+            return PlacementFile.load(self.load_placement)
+        except EplbError as error:
+            raise ConfigError(str(error)) from None
+
+    def redundant_experts(self, num_experts: int, ep_size: int) -> int | None:
+        """Physical experts beyond `num_experts`; None without --eplb.
+
+        Raises:
+            ConfigError: --load-placement names no placement.
+        """
+        if not self.eplb:
+            return None
+        if self.num_redundant_experts is not None:
+            return self.num_redundant_experts
+        placement = self.placement()
+        if placement is not None and (placement.ep_size, placement.num_experts) == (ep_size, num_experts):
+            return placement.physical_to_logical.shape[1] - num_experts
+        return ep_size + -num_experts % ep_size
 
 
 def _text_file(raw: str) -> Path:

@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_ep.launch.cli.option_values import (
+from moe_ep.launch.cli.gang_options import GangConfig
+from moe_ep.launch.cli.options import (
     BACKEND_NAMES,
     GEOMETRY_NAMES,
+    Parse,
+    at_least,
     checkpoint_folder,
     geometry_name,
+    number,
+    one_of,
+    one_of_these,
+    option,
     output_file,
     whole_numbers,
 )
-from moe_ep.launch.cli.options import Parse, at_least, number, one_of, one_of_these, option
 from moe_ep.launch.cli.outputs import ADDS_LINES
-from moe_ep.launch.gangs.gang_choice import GangConfig
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 

@@ -28,13 +28,13 @@ from moe_ep.generation.sampling import Sampling
 from moe_ep.generation.tokenizer import ModelTokenizer
 from moe_ep.hf.divided import steps_of
 from moe_ep.hf.steps import StepCoordinator
-from moe_ep.launch.cli.facts import backend_name, device_name, experts_name, versions
+from moe_ep.launch.cli.gang_options import torch_dtype
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
 from moe_ep.launch.cli.generate_lines import CompletionRelay
 from moe_ep.launch.cli.generate_report import RankGeneration
-from moe_ep.launch.cli.model_options import torch_dtype
 from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
 
 # Settings of generation_config.json that are not applied, though they change the likeliest text too, with the values

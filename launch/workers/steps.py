@@ -14,11 +14,10 @@ from moe_ep.distributed.passes import one_pass
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
-from moe_ep.launch.cli.inputs import TokenSource
 from moe_ep.launch.cli.report import STAGES, RankReport, StepReport
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.balancing import Balancing
-from moe_ep.launch.workers.routing_source import RoutingSource
+from moe_ep.launch.workers.inputs import RoutingSource, TokenSource
 from moe_ep.layer.stack import MoEStack
 from moe_ep.observability import stages
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from itertools import repeat
 from pathlib import Path
@@ -21,10 +22,9 @@ from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.eplb.trace import model_name
+from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
-from moe_ep.launch.cli.facts import backend_name, device_name, experts_name, versions
-from moe_ep.launch.cli.inputs import TokenSource
-from moe_ep.launch.cli.model_options import torch_dtype
+from moe_ep.launch.cli.gang_options import torch_dtype
 from moe_ep.launch.cli.report import RankReport, StepReport
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs import progress
@@ -32,12 +32,14 @@ from moe_ep.launch.gangs.gang import ignore
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers import verify
 from moe_ep.launch.workers.balancing import Balancing
-from moe_ep.launch.workers.observing import observing
-from moe_ep.launch.workers.routing_source import RoutingSource
+from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions
+from moe_ep.launch.workers.inputs import RoutingSource, TokenSource
 from moe_ep.launch.workers.steps import MeasuredSteps
 from moe_ep.layer.stack import MoEBlock, MoEStack
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.observability.metrics import MetricsSink, PrometheusSink, RaySink, Sinks
 from moe_ep.observability.monitor import LayerMonitor
+from moe_ep.observability.trace import trace_to
 
 _WARM_UP_STEPS = {"cpu": 1, "cuda": 3}
 
@@ -257,3 +259,39 @@ def _new_report(
         dtype=str(dtype).removeprefix("torch."),
         tolerance=max(verify.tolerance(dtype, block.moe.rounds_rows_to) for block in stack.layers()),
     )
+
+
+@contextmanager
+def observing(
+    rank_env: RankEnv, *, metrics_port: int | None, metrics_host: str, trace: Path | None
+) -> Iterator[LayerMonitor | None]:
+    """Serves metrics at metrics_port + local rank, and writes a trace of what happens inside the block.
+
+    Yields:
+        The monitor to start and to tell of every step, where metrics were asked for.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    with ExitStack() as stack:
+        monitor = None
+        if metrics_port is not None:
+            sink = _sink(rank_env, metrics_port + rank_env.local_rank, metrics_host)
+            monitor = LayerMonitor(sink, rank=rank_env.rank, device=rank_env.device)
+            stack.push(monitor)
+        if trace is not None:
+            # The profiler's library writes lines of its own to stderr otherwise.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+            stack.enter_context(trace_to(trace, rank=rank_env.rank))
+        yield monitor
+
+
+def _sink(rank_env: RankEnv, port: int, host: str) -> MetricsSink:
+    try:
+        endpoint = PrometheusSink(port, host)
+    except OSError as error:
+        raise ConfigError(
+            f"--metrics-host and --metrics-port give rank {rank_env.rank} {host}:{port}, which it cannot listen at "
+            f"({error.strerror}); choose an address of this machine, and a range of ports that is free"
+        ) from None
+    return Sinks(endpoint, RaySink()) if rank_env.source == "ray" else endpoint

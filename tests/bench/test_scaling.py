@@ -21,13 +21,14 @@ from moe_ep.bench.geometries import Geometry, of_model
 from moe_ep.bench.results import read_lines
 from moe_ep.checkpoint import model_spec
 from moe_ep.errors import ConfigError
+from moe_ep.launch.cli import gang_options
 from moe_ep.launch.cli.commands import bench
 from moe_ep.launch.cli.main import main
 from moe_ep.launch.cli.scaling_config import ScalingConfig
-from moe_ep.launch.gangs import gang_choice, progress
+from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers import scaling_worker
-from moe_ep.launch.workers.scaling_rows import Clock, Row, Setting
+from moe_ep.launch.workers.scaling_worker import Clock, Row, Setting
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--decode-tokens", "16", "--prefill-tokens", "none", "--chain", "2", "--repeats", "3", "--device", "cpu"]
@@ -224,7 +225,7 @@ def test_routing_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_bad_options_are_refused_before_anything_starts(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gang_choice, "_make_gang", None)
+    monkeypatch.setattr(gang_options, "_make_gang", None)
     assert main(["bench", "scaling", "--device", "cpu", *options]) == 2
     said = capsys.readouterr().err
     assert message in said and len(said.splitlines()) == 1

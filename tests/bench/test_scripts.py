@@ -14,7 +14,7 @@ import gemm_tables
 from on_gang import measure_on_gang
 from on_gpu import this_gpu, use_gpu_of_rank
 
-from moe_ep.launch.gangs.gang_choice import GangConfig
+from moe_ep.launch.cli.gang_options import GangConfig
 
 
 def test_a_machine_without_gpus_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

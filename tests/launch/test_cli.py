@@ -17,8 +17,7 @@ from moe_ep.bench.geometries import PRESETS
 from moe_ep.launch.cli.commands import doctor
 from moe_ep.launch.cli.commands.doctor import examine, why_unusable
 from moe_ep.launch.cli.main import main
-from moe_ep.launch.cli.option_values import GEOMETRY_NAMES
-from moe_ep.launch.cli.options import flag
+from moe_ep.launch.cli.options import GEOMETRY_NAMES, flag
 from moe_ep.launch.cli.run_config import RunConfig
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.launch import jobs

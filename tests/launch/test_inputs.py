@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.eplb.trace import from_choices
 from moe_ep.errors import CheckpointError, ConfigError
-from moe_ep.launch.cli.inputs import TokenSource
 from moe_ep.launch.cli.run_config import RunConfig
-from moe_ep.launch.workers.routing_source import RoutingSource
+from moe_ep.launch.workers.inputs import RoutingSource, TokenSource
 from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
 
 

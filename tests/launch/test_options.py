@@ -8,8 +8,22 @@ from pathlib import Path
 import pytest
 
 from moe_ep.launch.cli import main as cli
-from moe_ep.launch.cli.option_values import check_apart, endpoint, new_folder, output_file, port, whole_numbers
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
+from moe_ep.launch.cli.options import (
+    OptionError,
+    Parser,
+    add_flags,
+    at_least,
+    check_apart,
+    endpoint,
+    from_args,
+    new_folder,
+    number,
+    one_of,
+    option,
+    output_file,
+    port,
+    whole_numbers,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

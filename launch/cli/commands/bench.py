@@ -14,12 +14,11 @@ from typing import Any
 
 from moe_ep.bench.results import append_line, read_lines
 from moe_ep.bench.scaling_tables import as_text
-from moe_ep.launch.cli.option_values import check_apart, check_backends
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args
+from moe_ep.launch.cli.gang_options import start_gang
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, check_apart, check_backends, from_args
 from moe_ep.launch.cli.outputs import show
 from moe_ep.launch.cli.scaling_config import ScalingConfig
 from moe_ep.launch.gangs.gang import ignore, set_up_logging
-from moe_ep.launch.gangs.gang_choice import start_gang
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from moe_ep.launch.cli.option_values import checkpoint_folder, new_folder
-from moe_ep.launch.cli.options import OptionError, Parser, parsed
+from moe_ep.launch.cli.options import OptionError, Parser, checkpoint_folder, new_folder, parsed
 from moe_ep.launch.cli.outputs import show
 
 KINDS = ("int4", "int8", "fp8")

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_ep.errors import missing_extra
+from moe_ep.launch.cli.gang_options import start_gang
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
 from moe_ep.launch.cli.generate_lines import CompletionLines, Finished
 from moe_ep.launch.cli.generate_report import GenerationReport, RankGeneration
-from moe_ep.launch.cli.option_values import check_apart, check_backends
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, check_apart, check_backends, from_args
 from moe_ep.launch.gangs.gang import set_up_logging
-from moe_ep.launch.gangs.gang_choice import start_gang
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 

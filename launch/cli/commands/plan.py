@@ -8,15 +8,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_ep.launch.cli.option_values import (
+from moe_ep.launch.cli.options import (
     GEOMETRY_NAMES,
+    OptionError,
+    Parser,
+    add_flags,
+    at_least,
     check_apart,
+    from_args,
     geometry_name,
     input_file,
+    number,
+    one_of,
+    option,
     output_file,
     whole_numbers,
 )
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
 from moe_ep.launch.cli.outputs import tell
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_ep.launch.cli.option_values import input_file, new_folder
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args, option, parsed
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args, input_file, new_folder, option, parsed
 from moe_ep.launch.cli.outputs import show
 
 

@@ -8,12 +8,11 @@ import importlib.util
 import sys
 
 from moe_ep.errors import missing_extra
-from moe_ep.launch.cli.option_values import check_apart, check_backends
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args
+from moe_ep.launch.cli.gang_options import start_gang
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, check_apart, check_backends, from_args
 from moe_ep.launch.cli.report import RankReport, RunReport
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs.gang import set_up_logging
-from moe_ep.launch.gangs.gang_choice import start_gang
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 # Of a model on CPUs, a step takes megabytes of trace, and several times as much memory when it is written.
@@ -62,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         if config.save_placement is not None and results[0].placement is not None:
             files.callback(results[0].placement.save, config.save_placement)
         if config.record_routing is not None:
-            from moe_ep.launch.workers.routing_source import save_routing
+            from moe_ep.launch.workers.inputs import save_routing
 
             files.callback(save_routing, config.record_routing, results)
         report.tell()

@@ -8,8 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_ep.errors import BackendUnavailableError
-from moe_ep.launch.cli.option_values import GEOMETRY_NAMES, geometry_name, output_file, whole_numbers
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
+from moe_ep.launch.cli.options import (
+    GEOMETRY_NAMES,
+    OptionError,
+    Parser,
+    add_flags,
+    at_least,
+    from_args,
+    geometry_name,
+    one_of,
+    option,
+    output_file,
+    whole_numbers,
+)
 from moe_ep.launch.cli.outputs import show
 
 if TYPE_CHECKING:

@@ -1,17 +1,33 @@
-"""Which gang a command runs on: its flags, and the one place that turns them into a gang."""
+"""Options that all commands with a gang share, and the gang that they ask for: its workers, its model, its numbers."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from moe_ep.launch.cli.option_values import endpoint, ray_address
-from moe_ep.launch.cli.options import OptionError, at_least, one_of, option
+from moe_ep.launch.cli.options import (
+    BACKEND_NAMES,
+    OptionError,
+    at_least,
+    checkpoint_folder,
+    endpoint,
+    one_of,
+    one_of_these,
+    option,
+    ray_address,
+    read_model_config,
+)
 from moe_ep.launch.gangs.gang import Gang, num_local_gpus
 from moe_ep.launch.gangs.rank_env import RankEnv, is_torchrun_rank, resolve_rank_env, slurm_rank_env
 from moe_ep.launch.gangs.ray_gang import joined_address
+from moe_ep.registry import ALL2ALL_BACKENDS
+
+if TYPE_CHECKING:
+    import torch
+
 
 LAUNCHERS = ("ray", "torchrun", "local", "slurm")
 DEFAULT_WORKERS = 4
@@ -164,3 +180,58 @@ def _make_gang(config: GangConfig) -> Gang:
     from moe_ep.launch.gangs.ray_gang import RayGang
 
     return RayGang(config.ep_size, config.device, config.address, default_world_size=DEFAULT_WORKERS)
+
+
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+
+def torch_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of `--dtype`; without it bf16 on GPUs and f32 on CPUs."""
+    import torch
+
+    return getattr(torch, DTYPES[name or ("bf16" if device.type == "cuda" else "f32")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(GangConfig):
+    """The model of a gang's workers, its number types, and how tokens travel."""
+
+    options_title: ClassVar[str] = "model"
+
+    model: Path | None = field(
+        default=None,
+        metadata=option(
+            checkpoint_folder, "checkpoint folder; without it, a small Qwen3-MoE checkpoint that is made once", "DIR"
+        ),
+    )
+    backend: str = field(
+        default="auto",
+        metadata=option(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), f"dispatch backend: {BACKEND_NAMES}"),
+    )
+    dtype: str | None = field(
+        default=None,
+        metadata=option(
+            one_of(*DTYPES), "f32, f16 or bf16, for activations and plain weights (default: bf16 on GPUs, f32 on CPUs)"
+        ),
+    )
+    quantize: str = field(
+        default="none",
+        metadata=option(
+            one_of("none", "int4", "int8", "fp8"), "quantize plain experts while they load: int4, int8 or fp8"
+        ),
+    )
+
+    allow_nonfinite: bool = field(
+        default=False, metadata=option(None, "load weights that hold NaN or infinity too, which are refused otherwise")
+    )
+
+    def check_quantize(self) -> None:
+        """Raises OptionError where --quantize is asked for a checkpoint that is quantized already."""
+        if self.quantize == "none":
+            return
+        if self.model is None:
+            raise OptionError(
+                f"--quantize is {self.quantize!r}; the demo checkpoint is quantized already, pass --model"
+            )
+        if read_model_config(self.model).get("quantization_config") is not None:
+            raise OptionError(f"--quantize is {self.quantize!r} and --model is quantized already; leave it out")
