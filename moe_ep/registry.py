@@ -11,11 +11,12 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_ep.errors import one_of
+
+if TYPE_CHECKING:
+    import torch  # not at run time: help and wrong options do not wait for it
 
 # In place of a name, where the caller may choose; no registry has it.
 _AUTO = "auto"
