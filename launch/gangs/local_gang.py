@@ -145,7 +145,7 @@ class LocalWorkers:
                 ours, theirs = self._context.Pipe()
                 worker = self._context.Process(
                     target=_serve,
-                    args=(theirs, os.getpid(), rank_env, self._timeout_s, self._fn, tuple(self._args)),
+                    args=(theirs, os.getpid(), dict(os.environ), rank_env, self._timeout_s, self._fn, self._args),
                     daemon=True,
                 )
                 worker.start()
@@ -308,13 +308,17 @@ def end_with(pid: int) -> None:
 def _serve(
     connection: Connection,
     driver_pid: int,
+    environment: dict[str, str],
     rank_env: RankEnv,
     timeout_s: float | None,
     fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    args: Sequence[Any],
 ) -> None:
     """The worker process: meets its peers at rank 0's store, runs the function and answers."""
     end_with(driver_pid)
+    # The server's environment is that of the driver's first gang.
+    os.environ.clear()
+    os.environ.update(environment)
     if rank_env.rank == 0:
         progress.set_sink(lambda report: connection.send(("progress", report)))
         progress.set_receiver(lambda item: connection.send(("item", item)))

@@ -79,6 +79,10 @@ def hang(rank_env: RankEnv, pid_dir: str) -> None:
     time.sleep(_FOREVER_S)
 
 
+def variable(rank_env: RankEnv, name: str) -> str | None:
+    return os.environ.get(name)
+
+
 def unpicklable(rank_env: RankEnv) -> Any:
     return (value for value in range(3))
 

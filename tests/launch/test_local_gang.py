@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -26,10 +28,39 @@ def test_every_rank_answers_in_order(world_size: int) -> None:
     for rank, result in enumerate(results):
         assert (result["rank"], result["world_size"], result["sum"]) == (rank, world_size, expected_sum)
         assert result["resolved"] is True
-        # Ranks have the environment that the first gang of this process had.
         share = max(1, num_cpus() // world_size)
         assert result["threads"] == min(share, int(result["asked_threads"] or share))
     assert len({result["pid"] for result in results} | {os.getpid()}) == world_size + 1
+
+
+def test_workers_have_the_environment_of_their_gang(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("1", "2"):
+        monkeypatch.setenv("MOE_EP_TEST_VALUE", value)
+        assert LocalGang(1).run(jobs.variable, "MOE_EP_TEST_VALUE") == [value]
+
+
+STARTS_GANGS = """
+from moe_ep.launch.gangs.local_gang import LocalGang
+from moe_ep.errors import MoeEpError
+def work(rank_env):
+    return rank_env.rank
+try:
+    print(LocalGang(2).run(work))
+except MoeEpError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.parametrize("how", ["stdin", "without a main guard"])
+def test_a_program_that_workers_cannot_import_is_one_sentence(how: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(STARTS_GANGS)
+    command = [sys.executable, *([] if how == "stdin" else [str(file)])]
+    program = STARTS_GANGS if how == "stdin" else ""
+    environment = {**os.environ, "PYTHONPATH": str(jobs.ROOT)}
+    ran = subprocess.run(command, input=program, env=environment, capture_output=True, text=True, timeout=120)
+    assert ("stdin" if how == "stdin" else "if __name__ == '__main__':") in ran.stdout, ran.stderr
+    assert ran.stderr == "" and ran.stdout.count("\n") == 1
 
 
 def test_initialising_and_leaving_twice_is_safe() -> None:
