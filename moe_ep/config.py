@@ -288,7 +288,7 @@ class ExpertsConfig:
                 f"or leave the redundant experts out"
             )
         EXPERTS.check(self.implementation, also=("auto",))
-        check_wire_dtype(input_dtype=self.input_dtype)
+        check_input_dtype(self.input_dtype)
         object.__setattr__(self, "activation", MoEActivation.parse(self.activation))
 
 
@@ -390,9 +390,17 @@ def check_wire_dtype(**dtypes: torch.dtype | None) -> None:
             raise ValueError(f"{name} is {dtype}; it must be None (the activations' dtype) or torch.float8_e4m3fn")
 
 
+def check_input_dtype(dtype: torch.dtype | None) -> None:
+    """Raises ValueError for a dtype that experts do not round rows to."""
+    if dtype not in (None, torch.float8_e4m3fn, torch.int8):
+        raise ValueError(
+            f"input_dtype is {dtype}; it must be None (rows are not rounded), torch.int8 or torch.float8_e4m3fn"
+        )
+
+
 def input_dtype_of(name: str) -> torch.dtype | None:
-    """The dtype that experts may round rows to, of MOE_EP_INPUT_DTYPE's value: none or fp8."""
-    return torch.float8_e4m3fn if name == "fp8" else None
+    """The dtype that experts may round rows to, of MOE_EP_INPUT_DTYPE's value: none, fp8 or int8."""
+    return {"none": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,8 +417,8 @@ class FusedMoEQuantConfig:
         a1_scale, a2_scale: static activation scales.
         dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn (with one
             f32 scale per 128 columns).
-        input_dtype: torch.float8_e4m3fn lets experts with weights of that type round rows to it where that is faster;
-            None: rows are not rounded.
+        input_dtype: torch.int8 or torch.float8_e4m3fn lets packed experts round rows to it where that is faster; None:
+            rows are not rounded.
     """
 
     quant_type_id: int | None = None
@@ -431,7 +439,8 @@ class FusedMoEQuantConfig:
     input_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        check_wire_dtype(dispatch_dtype=self.dispatch_dtype, input_dtype=self.input_dtype)
+        check_wire_dtype(dispatch_dtype=self.dispatch_dtype)
+        check_input_dtype(self.input_dtype)
 
     @classmethod
     def unquantized(cls) -> FusedMoEQuantConfig:

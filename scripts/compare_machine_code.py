@@ -32,7 +32,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.dispatch.nvshmem import high_throughput_block, kernels
 from moe_ep.dispatch.nvshmem.layout import BatchLayout
 from moe_ep.kernels import align, eplb_map, jit
-from moe_ep.kernels.marlin import ampere, e4m3, hopper
+from moe_ep.kernels.marlin import ampere, eight_bit, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.scalar_type import scalar_types
 
@@ -93,6 +93,7 @@ def _experts() -> Iterator[Build]:
             yield f"ampere {name} {groups} w{(13, 2)[phase]} {tokens}", source, "sm_80", is_quick
             if groups == 0:
                 yield f"ampere {name} {groups} w{(13, 2)[phase]} {tokens}", source, "sm_90a", False
+    e4m3, uint4b8 = (WEIGHT_TYPES[kind.id] for kind in (scalar_types.float8_e4m3fn, scalar_types.uint4b8))
     mxfp4, fp4 = WEIGHT_TYPES[scalar_types.float4_e2m1f.id], (torch.bfloat16, torch.uint8)
     for activation, limit in itertools.product(MoEActivation, (None, _LIMIT)):
         if limit is not None and (not activation.is_gated or activation == MoEActivation.SITU):
@@ -104,10 +105,11 @@ def _experts() -> Iterator[Build]:
             yield f"{'decode' if few_rows else 'prefill'} mxfp4 {name}", source, "sm_90a", is_quick
         yield f"ampere mxfp4 {name}", ampere.kernel_source(mxfp4, *fp4, 32, 0, activation, 32, limit), "sm_80", is_quick
         for act in _ACT_DTYPES if activation.is_gated else ():
-            for part, source in e4m3.kernel_sources(act, activation, limit).items():
-                if part == "experts" or activation == silu:
-                    chosen = limit is None and (is_quick or part == "rows")
-                    yield f"e4m3 {part} {name} {_short(act)}", source, "sm_90a", chosen
+            for input_dtype, kind in ((torch.float8_e4m3fn, e4m3), (torch.int8, uint4b8)):
+                for part, source in eight_bit.kernel_sources(kind, input_dtype, act, 1, activation, limit).items():
+                    if part == "experts" or activation == silu:
+                        chosen = limit is None and (is_quick or part == "rows")
+                        yield f"{_short(input_dtype)} {part} {name} {_short(act)}", source, "sm_90a", chosen
     for phase in (0, 1):
         yield f"ampere gather w{(13, 2)[phase]}", ampere.gather_source(phase), "sm_80", True
 

@@ -75,7 +75,7 @@ _TESTS = (
     _tests(
         "tests-prefill", 1, 220, _OF_ONE,
         "tests/gpu/test_marlin_prefill_gpu.py tests/gpu/test_marlin_act_order_gpu.py "
-        "tests/gpu/test_marlin_e4m3_gpu.py",
+        "tests/gpu/test_marlin_eight_bit_gpu.py",
     ),
     _tests(
         "tests-kernels", 1, 90, _MANY_OF_ONE,
@@ -206,7 +206,7 @@ PARTS = (
         "--weights int4 int4-g32 uint4 int8 fp8 mxfp4 nvfp4 {commit} --jsonl {rows}",
         "{python} scripts/gemm_tables.py {rows}",
     ),
-    _one("gemm-e4m3", "experts.md", 35, "{python} scripts/bench_e4m3_rows.py {commit} --json {rows}"),
+    _one("eight-bit-rows", "experts.md", 35, "{python} scripts/bench_eight_bit_rows.py {commit} --json {rows}"),
     _one("repack", "experts.md", 8, "{python} scripts/bench_repack.py {commit} --json {rows}"),
     _one("eplb-map", "balancing.md", 9, "{python} scripts/bench_eplb.py map {commit}"),
     _every(

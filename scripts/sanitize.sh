@@ -43,7 +43,7 @@ for tool in memcheck racecheck; do
   running="$running $!"
   check $tool 0 "decode prefill" $tests tests/gpu/test_marlin_gpu.py -k "small_shapes and hopper and ($types)" &
   running="$running $!"
-  check $tool 0 "e4m3_rows e4m3_experts" $tests tests/gpu/test_marlin_e4m3_gpu.py -k "shapes and 384 or are_those" &
+  check $tool 0 "eight_bit_rows eight_bit_experts" $tests tests/gpu/test_marlin_eight_bit_gpu.py -k "shapes and 384 or are_those" &
   running="$running $!"
   check $tool 0 "ampere_gemm gather_columns" \
     $tests tests/gpu/test_marlin_gpu.py tests/gpu/test_marlin_act_order_gpu.py \

@@ -122,6 +122,14 @@ DEVICE void copy_async_16(u32 to, const void* from, u32 valid_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid_bytes) : "memory");
 }
 
+// Copies 4 bytes asynchronously.
+DEVICE void copy_async_4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Waits until all asynchronous copies that this thread issued have landed.
+DEVICE void copies_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Copies a box of a matrix in global memory, described by its tensor map, from the given column and row on.
 DEVICE void tensor_copy(u32 to, const void* map, int column, int row, u64* barrier) {
   asm volatile(

@@ -1,6 +1,6 @@
 """Computes the experts from arguments that were checked: in plain torch on the CPU, with kernels on a GPU.
 
-Hopper has its own kernels (hopper.py; e4m3.py where rows may be rounded). Other GPUs from sm_80 on, and Hopper for
+Hopper has its own kernels (hopper.py; eight_bit.py where rows may be rounded). Other GPUs from sm_80 on, and Hopper for
 cases that its own kernels do not support, run those of ampere.py. All read the same packed layout.
 
 The kernels write 16-bit numbers, and beside f16 gate times up or an expert's own result may exceed 65504. So behind
@@ -19,7 +19,7 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.align import sort_slots_by_expert
 from moe_ep.kernels.convert_rows import convert_rows
 from moe_ep.kernels.expert_formats import wide_dtype
-from moe_ep.kernels.marlin import ampere, e4m3, hopper
+from moe_ep.kernels.marlin import ampere, eight_bit, hopper
 from moe_ep.kernels.marlin.params import Rows, experts_params
 from moe_ep.kernels.marlin.plain import ActivationFunction, compute_expert
 from moe_ep.kernels.marlin.weights import WeightPair
@@ -37,9 +37,9 @@ def partials_numel(max_rows: int, device: torch.device) -> int:
     return kernels.partials_numel(max_rows, device)
 
 
-def takes_e4m3(pair: WeightPair, rows: Rows) -> bool:
-    """Whether the experts multiply rows rounded to e4m3, for which `partials` has e4m3.scratch_bytes."""
-    return rows.is_sorted and rows.expected_m is not None and e4m3.pays(pair, rows.expected_m)
+def takes_eight_bit(pair: WeightPair, rows: Rows) -> bool:
+    """Whether the experts multiply rows of 8 bits, for which `partials` has eight_bit.scratch_bytes."""
+    return rows.is_sorted and rows.expected_m is not None and eight_bit.pays(pair, rows.expected_m)
 
 
 def run_experts(
@@ -69,8 +69,8 @@ def run_experts(
     _check_start("intermediate_cache2", hidden)
     _check_start("hidden_states", hidden_states)
     _check_start("output", output)
-    if not ampere_only and takes_e4m3(pair, rows):
-        e4m3.run(output, hidden_states, pair, rows, partials)
+    if not ampere_only and takes_eight_bit(pair, rows):
+        eight_bit.run(output, hidden_states, pair, rows, partials)
         return
     if ampere_only or not pair.once(_hopper_serves):
         ampere.launch(output, hidden_states, pair, rows, hidden, partials)
@@ -171,7 +171,7 @@ def compute_tokens(
         slots = _scratch(intermediate_cache13, slots_numel, hidden_states).view(num_tokens, topk, -1)
         rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
         hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, hidden_states)
-        numbers = None if not takes_e4m3(pair, rows) else -(-e4m3.scratch_bytes(pair, rows.max_rows) // 4)
+        numbers = None if not takes_eight_bit(pair, rows) else -(-eight_bit.scratch_bytes(pair, rows.max_rows) // 4)
         partials = _partials(intermediate_cache13, num_tokens * topk, hidden_states, slots_numel, numbers)
         run_experts(slots, hidden_states, pair, rows, hidden, partials)
         if hidden_states.dtype is torch.float16 and moe_sum is None:

@@ -16,7 +16,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.kernels import jit
 from moe_ep.kernels.expert_formats import BatchedFormat, Shape, StandardFormat, Step, wide_dtype
-from moe_ep.kernels.marlin import e4m3, hopper
+from moe_ep.kernels.marlin import eight_bit, hopper
 from moe_ep.kernels.marlin.checks import (
     batched_shape,
     check_batch,
@@ -31,7 +31,7 @@ from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, fits_input_dtype, wei
 from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.modular_kernel.contracts import Compilation, ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.quantization.canonical_weights import CanonicalWeights
-from moe_ep.scalar_type import ScalarType, scalar_types
+from moe_ep.scalar_type import ScalarType
 
 _SCRATCH = ("workspace13", "workspace2")
 
@@ -249,14 +249,17 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
     """
 
     def may_round_rows(self) -> bool:
-        has_kernel = self._kind.scalar_type == scalar_types.float8_e4m3fn  # beside e4m3 rows
-        return self._input_dtype is not None and (has_kernel or self._device.type != "cuda")
+        if self._input_dtype is None or self._device.type != "cuda":
+            return self._input_dtype is not None
+        return eight_bit.has_kernel(self._kind, self._input_dtype)
 
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
         slots = -(-num_slots * K // 128) * 128
         more = self._partials(num_slots)
         if self.may_round_rows() and self._device.type == "cuda":
-            more = max(more, e4m3.places(self.moe_config.num_local_experts, num_slots, K, N).num_bytes // 2)
+            more = max(
+                more, eight_bit.scratch_layout(self.moe_config.num_local_experts, num_slots, K, N).num_bytes // 2
+            )
         return (slots + more,), (num_slots, N)
 
     def run(self, step: Step) -> None:

@@ -131,7 +131,7 @@ class FusedMoE(MoELayer):
         router: replaces the router that the routing arguments describe, which must then be left out; a model that
             routes by itself needs none (`forward`).
         experts: a name from the experts registry that fits the backend's format; "auto" chooses.
-        input_dtype: torch.float8_e4m3fn lets experts with weights of that type round rows to it where that is faster
+        input_dtype: torch.int8 or torch.float8_e4m3fn lets packed experts round rows to it where that is faster
             (Hopper, many rows an expert); None takes it from MOE_EP_INPUT_DTYPE, which does not by default.
 
     Raises:

@@ -15,7 +15,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.dispatch.nvshmem import high_throughput_block, kernels
 from moe_ep.dispatch.nvshmem.layout import BatchLayout
 from moe_ep.kernels import align, eplb_map, jit
-from moe_ep.kernels.marlin import ampere, e4m3, hopper
+from moe_ep.kernels.marlin import ampere, eight_bit, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.scalar_type import scalar_types
 
@@ -59,9 +59,9 @@ def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
         (False, hopper.PrefillParams, "PrefillParams"),
     ):
         yield name, hopper.kernel_source(UINT4B8, BF16, BF16, 1, SILU, small_m), mirror, name
-    sources = e4m3.kernel_sources(BF16, SILU)
-    yield "RowsParams", sources["rows"], e4m3.RowsParams, "RowsParams"
-    yield "E4m3Params", sources["experts"], e4m3.E4m3Params, "E4m3Params"
+    sources = eight_bit.kernel_sources(UINT4B8, torch.int8, BF16, 1, SILU)
+    yield "RowsParams", sources["rows"], eight_bit.RowsParams, "RowsParams"
+    yield "EightBitParams", sources["experts"], eight_bit.EightBitParams, "EightBitParams"
     gemm = ampere.kernel_source(UINT4B8, BF16, BF16, 128, 0, SILU, 32)
     yield "AmpereParams", gemm, ampere.AmpereParams, "AmpereParams"
     yield "GatherParams", ampere.gather_source(0), ampere.GatherParams, "GatherParams"

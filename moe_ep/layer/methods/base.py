@@ -27,7 +27,7 @@ from moe_ep.registry import QUANT_METHODS
 # The mean |difference| / mean |reference| of two correct results that rounding and the order of sums can cause.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _FP8_DISPATCH_TOLERANCE = 5e-2
-_FP8_INPUT_TOLERANCE = 8e-2
+_INPUT_TOLERANCES = {None: 0.0, torch.int8: 3e-2, torch.float8_e4m3fn: 8e-2}
 
 
 def tolerance(
@@ -36,7 +36,7 @@ def tolerance(
     """The largest `relative_error` of two layers with the same weights, for these dtypes of activations and wire, and
     what experts may round rows to."""
     wire = 0.0 if dispatch_dtype is None else _FP8_DISPATCH_TOLERANCE
-    return max(_TOLERANCES[dtype], wire + (0.0 if input_dtype is None else _FP8_INPUT_TOLERANCE))
+    return max(_TOLERANCES[dtype], wire + _INPUT_TOLERANCES[input_dtype])
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,8 +1,8 @@
-"""Launches the kernels for e4m3 weights and rows that are rounded to e4m3: products take Hopper half the time of bf16.
+"""Launches the kernels for rows of 8 bits: int8 beside integer weights, e4m3 beside e4m3 weights, on Hopper.
 
-Where an expert has many rows, products are what takes the time. Rows are rounded as plain.round_rows says: first those
-of the input (cuda/e4m3_rows.cu), then the activation's output by the kernel that multiplies (cuda/e4m3_sm90.cu). vLLM
-calls the choice input_dtype, too.
+The tensor cores multiply 8-bit numbers at twice the rate of bf16, which pays where an expert has many rows. Rows are
+quantized as plain.round_rows says: those of the input by cuda/eight_bit_rows.cu, the activation's output by the kernel
+that multiplies, cuda/eight_bit_sm90.cu. vLLM calls the choice input_dtype, too.
 """
 
 from __future__ import annotations
@@ -15,27 +15,35 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.flags import stream_flags
-from moe_ep.kernels.marlin.hopper import MOST_EXPERTS, TENSOR_MAP_BYTES, tensor_map
+from moe_ep.kernels.marlin.hopper import (
+    MOST_EXPERTS,
+    TENSOR_MAP_BYTES,
+    groups_per_step,
+    have_one_spacing,
+    tensor_map,
+)
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, experts_params, type_number
 from moe_ep.kernels.marlin.plain import GROUP_COLUMNS
-from moe_ep.kernels.marlin.types import WEIGHT_TYPES
+from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.scalar_type import scalar_types
 
+# Constants of cuda/eight_bit_layout.cuh, eight_bit_rows.cu and eight_bit_sm90.cu.
 _TILE_ROWS, _TILE_TOKENS = 256, 128
-_START_MULTIPLE = 8
-_ROWS_THREADS, _MULTIPLY_THREADS = 256, 384
-_ROWS_BLOCKS = 6  # for each multiprocessor, at most
-_READ_TWICE = 28_000_000  # bytes of rows in flight that stay in the L2 cache until they are read again
+_START_MULTIPLE = 16
+_MULTIPLY_THREADS = 384
+_COLUMNS_OF_THREAD, _MAX_ROW_THREADS = 32, 1024
+_THREADS_OF_MULTIPROCESSOR = 2048
 _TABLES = 3
 _ALIGNMENT = 128  # bytes
 _HOPPER = (9, 0)
-# Fewer rows are not worth quantizing, and fewer tiles leave multiprocessors idle, as nothing is cut into pieces here.
-_LEAST_ROWS, _LEAST_WAVES = 48, 3
+# Fewer rows are not worth quantizing, and fewer tiles leave multiprocessors idle, as no tile is split here.
+_LEAST_ROWS = {torch.float8_e4m3fn: 48, torch.int8: 64}
+_LEAST_WAVES = 3
 
 
 class RowsParams(ctypes.Structure):
-    """RowsParams of cuda/e4m3_rows.cu."""
+    """RowsParams of cuda/eight_bit_rows.cu."""
 
     _fields_ = (
         ("experts", ExpertsParams),
@@ -44,8 +52,8 @@ class RowsParams(ctypes.Structure):
     )
 
 
-class E4m3Params(ctypes.Structure):
-    """E4m3Params of cuda/e4m3_sm90.cu, as large as its alignment makes it."""
+class EightBitParams(ctypes.Structure):
+    """EightBitParams of cuda/eight_bit_sm90.cu, as large as its alignment makes it."""
 
     _fields_ = (
         ("tokens", (ctypes.c_uint8 * TENSOR_MAP_BYTES) * 2),
@@ -58,8 +66,8 @@ class E4m3Params(ctypes.Structure):
     )
 
 
-class Places(NamedTuple):
-    """Where everything lies in scratch, in bytes from its start.
+class ScratchLayout(NamedTuple):
+    """Offsets of everything in scratch, in bytes.
 
     Attributes:
         capacity: rows that there is room for.
@@ -76,35 +84,43 @@ class Places(NamedTuple):
     num_bytes: int
 
 
-def places(num_experts: int, num_rows: int, hidden_size: int, intermediate_size: int) -> Places:
-    """What scratch is needed for up to num_rows rows of all experts together."""
+def scratch_layout(num_experts: int, num_rows: int, hidden_size: int, intermediate_size: int) -> ScratchLayout:
+    """The scratch that up to num_rows rows of all experts together need."""
     capacity = -(-(num_rows + num_experts * (_START_MULTIPLE - 1)) // _START_MULTIPLE) * _START_MULTIPLE
     ends = [0]
-    for row_bytes in (hidden_size, 4, intermediate_size, 4 * (intermediate_size // GROUP_COLUMNS)):
+    for row_bytes in (hidden_size, 4, intermediate_size, 4 * -(-intermediate_size // GROUP_COLUMNS)):
         ends.append(-(-(ends[-1] + capacity * row_bytes) // _ALIGNMENT) * _ALIGNMENT)
     codes, row_scales, hidden, hidden_scales, num_bytes = ends
-    return Places(capacity, codes, row_scales, hidden, hidden_scales, num_bytes)
+    return ScratchLayout(capacity, codes, row_scales, hidden, hidden_scales, num_bytes)
+
+
+def has_kernel(kind: WeightType, input_dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for such rows and weights that go together (types.check_input_dtype)."""
+    return input_dtype == torch.int8 or kind.scalar_type == scalar_types.float8_e4m3fn
 
 
 def unfit_reason(pair: WeightPair) -> str | None:
-    """Why these experts' rows cannot be e4m3; None if they can."""
+    """Why the kernels cannot multiply these experts with 8-bit rows; None if they can."""
     w13, w2 = pair.w13, pair.w2
-    if pair.kind.scalar_type != scalar_types.float8_e4m3fn:
-        return f"the weights are {pair.kind.scalar_type}, and must be float8_e4m3fn"
+    if not has_kernel(pair.kind, pair.input_dtype):
+        return f"there is no kernel for {pair.input_dtype} rows and {pair.kind.scalar_type} weights"
     if not pair.activation.is_gated:
         return f"the activation is {pair.activation.value}, and must be a gated one"
-    if w13.num_columns % GROUP_COLUMNS or w2.num_columns % GROUP_COLUMNS:
-        return f"K is {w13.num_columns} and N {w2.num_columns}; both must be multiples of {GROUP_COLUMNS}"
+    if w13.num_columns % 32 or w2.num_columns % 64 or w2.num_rows % 64:
+        return f"K is {w2.num_rows} and N {w2.num_columns}; both must be multiples of 64"
+    if w13.num_columns > _COLUMNS_OF_THREAD * _MAX_ROW_THREADS:
+        return f"K is {w13.num_columns}, and must be at most {_COLUMNS_OF_THREAD * _MAX_ROW_THREADS}"
     if any(part is not None for w in (w13, w2) for part in (w.g_idx, w.sort_indices)):
         return "the weights have act-order"
-    if any(w.scales.size(1) not in (1, w.num_columns // GROUP_COLUMNS) for w in (w13, w2)):
-        return f"the weights have scales of fewer than {GROUP_COLUMNS} columns"
+    if not have_one_spacing(w13, w2):
+        return "w13 and w2 have scales of different group sizes"
     return None
 
 
 def pays(pair: WeightPair, expected_m: float) -> bool:
-    """Whether these kernels compute experts that have expected_m rows in the mean: where they are faster, on Hopper."""
-    if pair.input_dtype != torch.float8_e4m3fn or expected_m < _LEAST_ROWS or not pair.once(_has_kernels):
+    """Whether 8-bit rows are faster for experts that have expected_m rows in the mean, on Hopper."""
+    least = _LEAST_ROWS.get(pair.input_dtype)
+    if least is None or expected_m < least or not pair.once(_has_kernels):
         return False
     row_tiles = sum(-(-w.num_rows // _TILE_ROWS) for w in (pair.w13, pair.w2))
     tiles = pair.num_experts * row_tiles * -(-expected_m // _TILE_TOKENS)
@@ -113,7 +129,7 @@ def pays(pair: WeightPair, expected_m: float) -> bool:
 
 def scratch_bytes(pair: WeightPair, num_rows: int) -> int:
     """What `run` needs for up to num_rows rows of all experts together."""
-    return places(pair.num_experts, num_rows, pair.w13.num_columns, pair.w2.num_columns).num_bytes
+    return scratch_layout(pair.num_experts, num_rows, pair.w13.num_columns, pair.w2.num_columns).num_bytes
 
 
 def run(output: torch.Tensor, hidden_states: torch.Tensor, pair: WeightPair, rows: Rows, scratch: torch.Tensor) -> None:
@@ -129,7 +145,7 @@ def run(output: torch.Tensor, hidden_states: torch.Tensor, pair: WeightPair, row
     params.gemm[1].output = output.data_ptr()
     kernel = common.kernels["experts"]
     params.sync = stream_flags(pair.device, kernel.entry, 2 + pair.num_experts).data_ptr()
-    multiply = E4m3Params(
+    multiply = EightBitParams(
         experts=params,
         row_scales=start + where.row_scales,
         hidden=start + where.hidden,
@@ -144,14 +160,14 @@ def run(output: torch.Tensor, hidden_states: torch.Tensor, pair: WeightPair, row
 
 def quantize(
     hidden_states: torch.Tensor, pair: WeightPair, rows: Rows, scratch: torch.Tensor
-) -> tuple[ExpertsParams, Places]:
+) -> tuple[ExpertsParams, ScratchLayout]:
     """The first kernel: quantizes rows into scratch; returns the second one's parameters and where all lies."""
     common, start = pair.once(_Common), scratch.data_ptr()
-    where = places(pair.num_experts, rows.max_rows, pair.w13.num_columns, pair.w2.num_columns)
+    where = scratch_layout(pair.num_experts, rows.max_rows, pair.w13.num_columns, pair.w2.num_columns)
     params = experts_params(hidden_states, scratch, hidden_states, pair, rows)
     given = RowsParams(experts=params, codes=start + where.codes, scales=start + where.row_scales)
-    blocks = min(common.rows_blocks, -(-rows.max_rows * 32 // _ROWS_THREADS))
-    common.kernels["rows"].launch(given, (blocks, 1, 1), _ROWS_THREADS, common.table_bytes)
+    blocks = max(1, min(common.rows_blocks, rows.max_rows))
+    common.kernels["rows"].launch(given, (blocks, 1, 1), common.rows_threads, common.table_bytes)
     return params, where
 
 
@@ -162,33 +178,41 @@ class _Common:
         properties = torch.cuda.get_device_properties(pair.device)
         self.num_blocks: int = properties.multi_processor_count
         self.shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        warps = _READ_TWICE // (2 * pair.w13.num_columns)
-        self.rows_blocks = max(min(warps * 32 // _ROWS_THREADS, _ROWS_BLOCKS * self.num_blocks), self.num_blocks)
+        self.rows_threads = -(-pair.w13.num_columns // (32 * _COLUMNS_OF_THREAD)) * 32
+        self.rows_blocks = self.num_blocks * (_THREADS_OF_MULTIPROCESSOR // self.rows_threads)
         self.table_bytes = 4 * _TABLES * (pair.num_experts + 1)
-        sources = kernel_sources(pair.act_dtype, pair.activation, pair.clamp_limit)
+        spacings = [groups_per_step(w.num_columns, w.scales.size(1)) for w in (pair.w13, pair.w2)]
+        groups = 0 if all(w.scales.size(1) == 1 for w in (pair.w13, pair.w2)) else max(spacings)
+        sources = kernel_sources(pair.kind, pair.input_dtype, pair.act_dtype, groups, pair.activation, pair.clamp_limit)
         self.kernels = jit.load_all(sources, pair.device)
         self.kernels["experts"].allow_shared(self.shared_bytes)
 
 
 def kernel_sources(
-    act_dtype: torch.dtype, activation: MoEActivation, clamp_limit: float | None = None
+    kind: WeightType,
+    input_dtype: torch.dtype,
+    act_dtype: torch.dtype,
+    groups: int,
+    activation: MoEActivation,
+    clamp_limit: float | None = None,
 ) -> dict[str, jit.KernelSource]:
-    """The kernel that quantizes "rows", and the one that multiplies and computes the "experts"."""
-    defines = {
-        "WEIGHT_TYPE": type_number(WEIGHT_TYPES[scalar_types.float8_e4m3fn.id], act_dtype),
-        "ACT_BF16": int(act_dtype == torch.bfloat16),
-        **activation_defines(activation, clamp_limit),
+    """The kernel that quantizes "rows", and the one that computes the "experts".
+
+    Args:
+        groups: of scales in 128 columns; 0 for one scale a row.
+    """
+    numbers = {
+        "WEIGHT_TYPE": str(type_number(kind, act_dtype)),
+        "ROWS_INT8": str(int(input_dtype == torch.int8)),
+        "ACT_BF16": str(int(act_dtype == torch.bfloat16)),
     }
-    pairs = tuple((name, str(value)) for name, value in defines.items())
+    experts = numbers | {"GROUPS_PER_STEP": str(groups), **activation_defines(activation, clamp_limit)}
     return {
-        "rows": jit.KernelSource(CUDA / "e4m3_rows.cu", "e4m3_rows", pairs),
-        "experts": jit.KernelSource(CUDA / "e4m3_sm90.cu", "e4m3_experts", pairs),
+        "rows": jit.KernelSource(CUDA / "eight_bit_rows.cu", "eight_bit_rows", tuple(numbers.items())),
+        "experts": jit.KernelSource(CUDA / "eight_bit_sm90.cu", "eight_bit_experts", tuple(experts.items())),
     }
 
 
 def _has_kernels(pair: WeightPair) -> bool:
-    return (
-        unfit_reason(pair) is None
-        and jit.capability(pair.device.index or 0) == _HOPPER
-        and pair.num_experts <= MOST_EXPERTS
-    )
+    is_hopper = jit.capability(pair.device.index or 0) == _HOPPER
+    return is_hopper and pair.num_experts <= MOST_EXPERTS and unfit_reason(pair) is None

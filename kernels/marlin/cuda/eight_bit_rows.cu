@@ -1,0 +1,94 @@
+// Quantizes the rows of all experts to 8 bits, one scale a row: the input of w13 in eight_bit_sm90.cu.
+//
+//   scale[r] = max(max |x[r]| / kLargestCode, 2^-60);  codes[r, permuted k] = round(x[r, k] / scale[r])
+//
+// In: rows of 16-bit numbers, gathered by sorted ids. Out: codes and scales, laid out as eight_bit_layout.cuh says.
+// A block quantizes a row at a time and reads it once: every thread keeps 32 columns in registers while the block finds
+// the largest magnitude. The host launches columns / 32 threads, rounded up to whole warps.
+//
+// Example (e4m3): a row of 1, 2, 3, ... 128: scale 128 / 448, codes of 3.5, 7, 10.5 (rounded to 10), ... 448.
+#include "eight_bit_layout.cuh"
+#include "number.cuh"
+
+constexpr int kChunk = 16;  // columns that are read together
+constexpr int kChunks = 2;  // of a thread
+constexpr int kMaxWarps = 32;
+
+struct RowsParams {
+  ExpertsParams experts;
+  u8* codes;      // [capacity, columns]
+  float* scales;  // [capacity]
+};
+
+// Sixteen columns of a row.
+struct Columns {
+  uint4 pairs[2];
+
+  DEVICE float at(int i) const {
+    const u32* words = reinterpret_cast<const u32*>(pairs);
+    return to_float(i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xffff);
+  }
+
+  DEVICE float largest() const {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) most = max_or_nan(most, fabsf(at(i)));
+    return most;
+  }
+
+  // x / scale, rounded like a division as far as codes of 16-bit numbers can tell.
+  DEVICE float quotient_at(int i, float scale, float inverse) const {
+    float x = at(i), q = x * inverse;
+    return fmaf(fmaf(-q, scale, x), inverse, q);
+  }
+
+  DEVICE u32 codes_at(int i, float scale, float inverse) const {
+    return code_pair(quotient_at(i, scale, inverse), quotient_at(i + 8, scale, inverse));
+  }
+};
+
+extern "C" __global__ void eight_bit_rows(const __grid_constant__ RowsParams params) {
+  const ExpertsParams& p = params.experts;
+  extern __shared__ int memory[];
+  __shared__ float largest_of[2][kMaxWarps];
+  Tables tables(memory, p.num_experts);
+  if (threadIdx.x < 32) tables.make(p, threadIdx.x);
+  __syncthreads();
+  int columns = p.gemm[0].columns, total = tables.firsts[p.num_experts];
+  int warp = threadIdx.x / 32, num_warps = blockDim.x / 32, parity = 0;
+  for (int place = blockIdx.x; place < total; place += gridDim.x, parity ^= 1) {
+    int expert = find_expert(tables.firsts, p.num_experts, 1, place);
+    i64 row = tables.starts[expert] + place - tables.firsts[expert];
+    const u16* from = p.gemm[0].input + (i64)(p.row_ids[place] / p.ids_divisor) * columns;
+    Columns x[kChunks];
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChunks; i++) {
+      int first = (i * blockDim.x + threadIdx.x) * kChunk;
+      bool valid = first < columns;
+      const uint4* words = reinterpret_cast<const uint4*>(from + first);
+      x[i].pairs[0] = valid ? __ldg(words) : make_uint4(0, 0, 0, 0);
+      x[i].pairs[1] = valid ? __ldg(words + 1) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks; i++) largest = max_or_nan(largest, x[i].largest());
+    for (int d = 1; d < 32; d *= 2) largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, d));
+    // Two buffers, so that one barrier a row is enough.
+    if (threadIdx.x % 32 == 0) largest_of[parity][warp] = largest;
+    __syncthreads();
+    for (int w = 0; w < num_warps; w++) largest = max_or_nan(largest, largest_of[parity][w]);
+    float scale = max_or_nan(__fdiv_rn(largest, kLargestCode), kLeastScale), inverse = __frcp_rn(scale);
+    if (threadIdx.x == 0) params.scales[row] = scale;
+    u8* to = params.codes + row * columns;
+#pragma unroll
+    for (int i = 0; i < kChunks; i++) {
+      int first = (i * blockDim.x + threadIdx.x) * kChunk;
+      u32 out[4];
+#pragma unroll
+      for (int t = 0; t < 4; t++) {
+        out[t] = x[i].codes_at(2 * t, scale, inverse) | x[i].codes_at(2 * t + 1, scale, inverse) << 16;
+      }
+      if (first < columns) *reinterpret_cast<uint4*>(to + first) = make_uint4(out[0], out[1], out[2], out[3]);
+    }
+  }
+}
