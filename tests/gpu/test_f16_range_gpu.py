@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.kernels.convert_rows import convert_rows_reference, triton_convert_rows
 from moe_ep.kernels.marlin import BatchedMarlinExperts, MarlinExperts, fused_marlin_moe
+from moe_ep.kernels.marlin.compute import convert_rows_reference, triton_convert_rows
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.layer.methods import relative_error
 from moe_ep.modular_kernel import ExpertTokensMetadata, FusedMoEModularKernel, make_experts, make_prepare_finalize

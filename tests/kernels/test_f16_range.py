@@ -11,8 +11,8 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEQuantConfig
-from moe_ep.kernels.convert_rows import convert_rows_reference
 from moe_ep.kernels.marlin import BatchedMarlinExperts, MarlinExperts, fused_marlin_moe
+from moe_ep.kernels.marlin.compute import convert_rows_reference
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance

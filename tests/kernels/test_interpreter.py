@@ -17,7 +17,7 @@ CHECKS = {
     "mul_sum": "from tests.kernels.mul_sum_cases import *; check_triton('cpu', INTERPRETER_CASES); check_far_rows()",
     "grouped": "from tests.kernels.grouped_cases import *; check_triton('cpu')",
     "convert": (
-        "from tests.kernels.convert_cases import *; from moe_ep.kernels.convert_rows import triton_convert_rows; "
+        "from tests.kernels.convert_cases import *; from moe_ep.kernels.marlin.compute import triton_convert_rows; "
         "check_convert('cpu', triton_convert_rows)"
     ),
     "align": "from tests.kernels.align_cases import *; check_batched('cpu')",
