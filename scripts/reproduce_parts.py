@@ -92,7 +92,8 @@ _TESTS = (
         f"tests/gpu/test_nvshmem_ranks_gpu.py tests/gpu/test_nvshmem_ranks_faults_gpu.py "
         f"tests/gpu/test_nvshmem_late_gpu.py tests/gpu/test_nvshmem_grid_gpu.py "
         f"tests/gpu/test_nvshmem_numbers_gpu.py {_NVSHMEM_TESTS} "
-        f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS} tests/gpu/test_marlin_large_gpu.py",
+        f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS} tests/gpu/test_marlin_large_gpu.py "
+        "tests/gpu/test_f16_range_gpu.py",
     ),
     # Of several ranks. Those of more ranks than the part has GPUs are skipped by the tests themselves.
     _tests("tests-2-nvshmem", 2, 85, _OF_TWO, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),

@@ -66,7 +66,7 @@ def test_gemm() -> None:
     """Five row counts of each model, the uneven rows of three models, and how others compare."""
     rows = made("gemm_tables.py", str(BENCHMARKS / "gemm_h200.jsonl"))
     text = (BENCHMARKS / "experts.md").read_text()
-    of_models = rows_of(text.partition("## DeepSeek-V3")[2].partition("## Number types")[0])
+    of_models = rows_of(text.partition("## DeepSeek-V3")[2].partition("## Which kernel")[0])
     shown = rows_of(text.partition("## Summary")[2].partition("\n## ")[0]) + of_models
     assert len(shown) > 50
     assert [row for row in shown if row not in rows] == []
