@@ -1,10 +1,10 @@
-"""Messages of fixed size: everything that one rank tells another in a dispatch, in one run of bytes.
+"""Messages of fixed size: the rows, ids, positions and weights that one rank sends to another in a dispatch.
 
     header   int32 [E]: how many tokens of the sender go to each expert here, 0 for experts elsewhere
     C rows   the row itself, then int32 [topk] ids, int32 [topk] positions, f32 [topk] weights
 
 Row t is the sender's token t. Its ids are -1 where the expert is not the receiver's, and all are -1 where the token is
-not for the receiver or does not exist; such a row's first part is never written and never read. A position says how
+not for the receiver or does not exist; such a row's first part is neither written nor read. A position says how
 many earlier tokens of the sender chose the same expert; with the headers of all senders the receiver knows an expert's
 row for every token without looking at any other (`payload.make_batch_plan`).
 """

@@ -1,4 +1,4 @@
-"""What travels to one destination rank: the index logic of dispatch and combine, in plain torch.
+"""The index logic of dispatch and combine: which rows go to which rank, and back, in plain torch.
 
 A token goes at most once to every rank, whatever the number of its experts there. The plan is one tensor,
 `slots [T, R]`: token t is row slots[t, r] of what this rank sends to all ranks together, -1 where rank r has none of

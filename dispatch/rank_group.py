@@ -1,18 +1,17 @@
-"""The ranks of a backend: their collectives, with a deadline, and errors that name the rank at fault.
+"""The ranks of a backend: their collectives, with a deadline, and errors that name the failed ranks.
 
 On the CPU (gloo) a step is started and then waited for at most until the deadline; a failure becomes a
 DispatchTimeoutError. On CUDA (NCCL) a step is queued on the current stream, and the host does not wait for it: where
 a backend needs a number on the host anyway (`HostCopy`), that wait has the deadline. Otherwise a step that never
 finishes ends with NCCL's own watchdog, which ends the process at the group's timeout; until then a thread logs the name
-of a rank that refused its batch (`notes.watch`). `moe_ep.distributed.failure_detection` finds the failed ranks.
-After a DispatchTimeoutError the group's state is not known: end the process, or make a new group.
+of a rank that failed. `moe_ep.distributed.failure_detection` finds the failed ranks. After a DispatchTimeoutError the
+group's state is not known: end the process, or make a new group.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -20,9 +19,8 @@ import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig
 from moe_ep.dispatch.batch import MAX_TOPK
-from moe_ep.dispatch.notes import Notes, watch
-from moe_ep.distributed.failure_detection import Roll
-from moe_ep.distributed.process_groups import GroupReference, deadline_of
+from moe_ep.distributed.failure_detection import FailureDetector, deadline_of
+from moe_ep.distributed.process_groups import GroupReference
 from moe_ep.errors import ConfigError, DispatchTimeoutError, rank_list
 from moe_ep.modular_kernel.contracts import Pending
 
@@ -69,8 +67,8 @@ class RankGroup:
                 f"group whose ranks are the EP ranks in their order"
             )
         self.ep_ranks: Sequence[int] = range(self.size)
-        self._group = self._noted = GroupReference(group)
-        self.notes, self.roll = Notes(group), Roll.of(group)
+        self._group = GroupReference(group)
+        self.detector = FailureDetector.of(group)
         self.timeout_s = deadline_of(group)
         self.have_agreed = False
 
@@ -80,10 +78,10 @@ class RankGroup:
         return self._group()
 
     def is_part_of(self, ep_group: dist.ProcessGroup) -> None:
-        """Messages speak of the ranks of `ep_group` from now on, which has these and others; all of those are told what
-        a rank refuses, and asked where a step does not finish: a rank may wait for one that waits for another."""
+        """Messages number the ranks of `ep_group` from now on, which has these and others; failures of all of those are
+        looked for: a rank may wait for one that waits for another."""
         self.ep_ranks = [dist.get_group_rank(ep_group, rank) for rank in dist.get_process_group_ranks(self.group)]
-        self.notes, self.roll, self._noted = Notes(ep_group), Roll.of(ep_group), GroupReference(ep_group)
+        self.detector = FailureDetector.of(ep_group)
 
     def must_agree(self, settings: dict[str, int], device: torch.device) -> None:
         """Refuses ranks whose layers differ, before they exchange rows of other sizes than they expect.
@@ -108,49 +106,31 @@ class RankGroup:
                 )
         self.have_agreed = True
 
-    def taking_part(self) -> AbstractContextManager[None]:
-        """Around the start of a collective step: peers are told what this rank refuses in it with a ValueError, and
-        otherwise that it takes part (again)."""
-        return self.notes
-
-    def report(self, error: Exception) -> None:
-        """Tells the peers that this rank does not take part in the step that they wait for, and why."""
-        if not isinstance(error, DispatchTimeoutError):
-            self.notes.leave(f"{type(error).__name__}: {error}")
-
     def steps(self, name: str, device: torch.device) -> Steps:
         """The collective steps of one dispatch or combine."""
-        if device.type == "cuda" and self.size > 1:
-            watch(self._noted())
+        if device.type == "cuda":
+            self.detector.logs_refusals = True
         return Steps(self, name, device)
 
     def wait_for_sizes(self, name: str, have_come: Callable[[], bool]) -> None:
-        """Waits on the host; DispatchTimeoutError where they have not come before the deadline.
+        """Waits on the host; DispatchTimeoutError if they have not come before the deadline, or if a rank has failed.
 
         Args:
             name: of the step that waits.
         """
         try:
-            self.roll.comes(self.timeout_s, have_come)
-        except RuntimeError:
-            raise self.failed(name, "the GPU is still waiting for the ranks' sizes") from None
-
-    def failed(self, name: str, cause: str) -> DispatchTimeoutError:
-        """The error for a step that failed or took too long, with the ranks at fault where somebody can tell."""
-        story = f"the {name} did not finish on EP rank {self.ep_ranks[self.rank]} (deadline {self.timeout_s:g} s)"
-        try:
-            refusals = self.notes.read()
-            if refusals:
-                reasons = "; ".join(f"rank {rank} refused its batch: {text}" for rank, text in refusals.items())
-                return DispatchTimeoutError(f"{story}: {reasons}", list(refusals))
-            verdict = self.roll.call()
+            self.detector.wait_until(self.timeout_s, have_come)
         except RuntimeError as error:
-            return DispatchTimeoutError(f"{story}, and the ranks' store cannot be reached ({error}): {cause}")
-        return DispatchTimeoutError(f"{story}: {verdict}: {cause}", verdict.at_fault)
+            raise self.failed(name, f"{error} while the GPU waits for the ranks' sizes") from None
+
+    def failed(self, name: str, cause: object) -> DispatchTimeoutError:
+        """The error for a step that failed or took too long, with the failed ranks where that is known."""
+        story = f"the {name} did not finish on EP rank {self.ep_ranks[self.rank]} (deadline {self.timeout_s:g} s)"
+        return self.detector.error(story, cause)
 
 
 class Steps:
-    """Collective steps under way; `wait()` returns when the data is there, in stream order on CUDA."""
+    """Collective steps in flight; `wait()` returns when the data is there, in stream order on CUDA."""
 
     def __init__(self, ranks: RankGroup, name: str, device: torch.device) -> None:
         self._ranks, self._name = ranks, name
@@ -181,10 +161,10 @@ class Steps:
         deadline = time.monotonic() + self._ranks.timeout_s
         while self._works:
             try:
-                self._ranks.roll.wait_for(self._works[0], deadline - time.monotonic())
+                self._ranks.detector.wait_for(self._works[0], deadline - time.monotonic())
             except RuntimeError as error:
                 self._works.clear()
-                self._error = self._ranks.failed(self._name, str(error))
+                self._error = self._ranks.failed(self._name, error)
                 raise self._error from error
             self._works.pop(0)
 
@@ -215,13 +195,13 @@ class Steps:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self._ranks.failed(self._name, str(error)) from error
+            raise self._ranks.failed(self._name, error) from error
         if work is not None:
             self._works.append(work)
 
 
 class HostCopy:
-    """Numbers on their way to the host; work queued after this runs while the host waits for them."""
+    """A copy of numbers to the host; work that is queued after it runs while the host waits for them."""
 
     def __init__(self, numbers: torch.Tensor, ranks: RankGroup, name: str) -> None:
         self._ranks, self._name = ranks, name

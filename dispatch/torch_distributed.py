@@ -120,7 +120,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         return True
 
     def report_failure(self, error: Exception) -> None:
-        self.ranks.report(error)
+        self.ranks.detector.report(error)
 
     def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
         return self._begin(hidden_states, routing, quant_config).receive()
@@ -219,7 +219,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig
     ) -> Pending[Dispatched]:
         weights, ids, is_weighted = routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input
-        with self.ranks.taking_part():
+        with self.ranks.detector:
             known_ids = self.placement.num_ids
             if routing.num_experts != known_ids:
                 raise ValueError(
@@ -261,7 +261,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
         handle: Handle = dispatched.handle
-        with self.ranks.taking_part():
+        with self.ranks.detector:
             if handle.is_combined:
                 raise RuntimeError("this batch was combined already; dispatch it again to combine it again")
             # Two-level dispatch adds up a host's results in f32.
@@ -309,7 +309,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         return quant_config if self.quant_config is None else self.quant_config
 
     def _must_agree(self, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
-        """ConfigError on every rank where they do not have in common what makes their messages fit."""
+        """ConfigError on every rank if they differ in what the sizes of their messages follow from."""
         if self.ranks.have_agreed:
             return
         config = self.moe_config
@@ -321,7 +321,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             "hidden_size": config.hidden_dim,
             "max_num_tokens": self.max_num_tokens_per_rank() or 0,
             "params_dtype, of f32, f16 and bf16 (0 to 2),": ACTIVATION_DTYPES.index(config.in_dtype),
-            "whether rows travel as fp8": int(self._wire(quant_config).dispatch_dtype is not None),
+            "whether rows are sent as fp8": int(self._wire(quant_config).dispatch_dtype is not None),
         }
         self.ranks.must_agree(settings, device)
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import check_arguments, check_tensor, wire_dtype
 from moe_ep.dispatch.placement import owners_of
-from moe_ep.distributed.process_groups import answers_of_ranks, hosts_of, subgroup
+from moe_ep.distributed.exchange import answers_of_ranks, hosts_of
+from moe_ep.distributed.process_groups import subgroup
 from moe_ep.errors import ConfigError
 from moe_ep.modular_kernel.contracts import Dispatched, Dispatcher, FusedMoEActivationFormat, Routing
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
@@ -194,7 +195,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         self._across.report_failure(error)
 
     def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
-        with self._across.ranks.taking_part():
+        with self._across.ranks.detector:
             # Where the level across hosts takes any number, what arrives of more would not fit the one within.
             check_arguments(
                 hidden_states, routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input,
@@ -222,7 +223,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         reduce_impl: TopKWeightAndReduce,
     ) -> None:
         across, within = dispatched.handle
-        with self._across.ranks.taking_part():
+        with self._across.ranks.detector:
             handle = across.handle
             check_tensor("output", output, handle.shape, handle.dtype, handle.device)
             is_wide = all(level.accepts_f32_output() for level in (self._within, self._across))

@@ -24,6 +24,7 @@ from typing import Any
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 from on_gang import measure_on_gang
 
+from moe_ep.distributed.exchange import gather_texts, gather_values
 from moe_ep.launch.cli.gang_options import GangConfig
 from moe_ep.launch.cli.options import at_least, checkpoint_folder, one_of, option, output_file, whole_numbers
 from moe_ep.launch.cli.run_config import RunConfig
@@ -60,7 +61,6 @@ class GenerateBenchConfig(GangConfig):
 def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, Any]]:
     """One worker's part: a row of the table for each number of tokens, the same on every rank."""
     import torch
-    import torch.distributed as dist
 
     from moe_ep.bench.results import append_line, facts
     from moe_ep.launch.cli.report import StepReport
@@ -82,8 +82,7 @@ def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, An
             alone = run_worker(rank_env, settings, steps.append)
             stage_ms = [step.stage_ms[rank_env.rank] for step in steps]
             decoded = _decode(rank_env, config, folder, tokens)
-            by_rank: list[Any] = [None] * rank_env.world_size
-            dist.all_gather_object(by_rank, {"run": stage_ms} | decoded)
+            by_rank = gather_values("times", {"run": stage_ms} | decoded)
             row = {"benchmark": "generate", "ep_size": rank_env.world_size, "tokens": tokens, "room": config.room}
             row |= {"backend": alone.backend, "experts": alone.experts_name, "steps": config.steps}
             row |= {"model": str(config.model) if config.model else f"{config.geometry} {config.format}"}
@@ -239,13 +238,13 @@ def _checkpoint(rank_env: RankEnv, config: GenerateBenchConfig) -> Iterator[Path
     if config.model is not None:
         yield config.model
         return
-    folder: list[Any] = [None]
+    folder = [""]
     if rank_env.rank == 0:
         folder = [tempfile.mkdtemp(prefix="moe-ep-bench-generate-")]
         sizes = (config.format, config.geometry, config.layers, config.experts)
         make_checkpoint(Path(folder[0]), *sizes, whole=True)
     if dist.is_initialized():
-        dist.broadcast_object_list(folder, src=0)
+        folder = gather_texts("checkpoint", folder[0])
     try:
         yield Path(folder[0])
         if dist.is_initialized():

@@ -29,8 +29,8 @@ from pathlib import Path
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.dispatch.nvshmem import high_throughput_block, kernels
-from moe_ep.dispatch.nvshmem.layout import BatchLayout
+from moe_ep.dispatch.nvshmem import high_throughput, kernels, low_latency
+from moe_ep.dispatch.nvshmem.low_latency import BatchLayout
 from moe_ep.kernels import align, eplb_map, jit
 from moe_ep.kernels.marlin import ampere, eight_bit, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
@@ -136,15 +136,15 @@ def _dispatch() -> Iterator[Build]:
         if act == torch.float16 and ranks not in (3, 8):
             continue
         names = {"hidden_size": hidden, "topk": topk, "num_ranks": ranks, "fp8": fp8}
-        small, large = BatchLayout(**names, **sizes), high_throughput_block.Layout(**names, **sizes)
+        small, large = BatchLayout(**names, **sizes), high_throughput.Layout(**names, **sizes)
         for device_api in (False, True) if _has_device_library() else (False,):
             small, large = replace(small, device_api=device_api), replace(large, device_api=device_api)
             label = f"{hidden} {topk} {ranks} fp8={fp8:d} {_short(act)} device_api={device_api:d}"
             named = [
-                *((name, kernels.kernel_source(name, small, act)) for name in kernels.KERNELS),
+                *((name, kernels.kernel_source(name, small, act)) for name in low_latency.KERNELS),
                 *(
-                    (f"high_throughput_{name}", high_throughput_block.kernel_source(name, large, act))
-                    for name in high_throughput_block.KERNELS
+                    (f"high_throughput_{name}", high_throughput.kernel_source(name, large, act))
+                    for name in high_throughput.KERNELS
                 ),
             ]
             for arch, (name, source) in itertools.product(("sm_80", "sm_90a"), named):

@@ -78,16 +78,15 @@ def settings(args: argparse.Namespace) -> list[Setting]:
 
 def compile_kernels(commands: Sequence[argparse.Namespace], rank: int, size: int, device: torch.device) -> None:
     """Compiles this rank's share of what the NVSHMEM backends of all commands will ask for, several at a time."""
-    from moe_ep.dispatch.nvshmem import high_throughput_block as prefill
-    from moe_ep.dispatch.nvshmem import kernels as decode
-    from moe_ep.dispatch.nvshmem.layout import BatchLayout
+    from moe_ep.dispatch.nvshmem import high_throughput as prefill
+    from moe_ep.dispatch.nvshmem import low_latency as decode
 
     sources = {}
     for args in commands:
         for hidden, topk, wire in itertools.product(args.hidden, args.topk, args.wires):
             shape = {"num_ranks": size, "capacity": 1, "hidden_size": hidden, "topk": topk, "fp8": wire == "fp8"}
             if any(backend.startswith(_ROOMY) for backend in args.backends):
-                small = BatchLayout(**shape)
+                small = decode.BatchLayout(**shape)
                 sources |= {decode.kernel_source(name, small, DTYPE): None for name in decode.KERNELS}
             if _PREFILL in args.backends:
                 sources |= {

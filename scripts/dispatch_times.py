@@ -10,6 +10,7 @@ import torch.distributed as dist
 from dispatch_steps import Step
 
 from moe_ep.bench.timing import Timing, capture, slowest_rank, time_calls, timing_of
+from moe_ep.distributed.exchange import gather_values
 
 # Ranks that left a barrier are at most this far apart, and the host is ahead of the GPU by as much.
 _HEAD_START_CYCLES = 400_000
@@ -60,8 +61,7 @@ def time_kernels(step: Step, device: torch.device, graph: bool) -> dict[str, flo
     totals: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
         totals[_short(event.key)] += event.device_time_total / _PROFILED
-    everybody: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everybody, dict(totals))
+    everybody = gather_values("times", dict(totals))
     names = dict.fromkeys(name for of_rank in everybody for name in of_rank)
     slowest = {name: round(max(of_rank.get(name, 0.0) for of_rank in everybody), 1) for name in names}
     return {name: time_us for name, time_us in slowest.items() if time_us > 0}

@@ -18,6 +18,7 @@ from moe_ep.bench.synthetic import SyntheticConfig, local_logical_experts
 from moe_ep.bench.timing import slowest_rank
 from moe_ep.bench.workload import draw_logits, parse_routing
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.distributed.exchange import gather_values
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.layer import FusedMoE
 
@@ -118,8 +119,7 @@ class Model:
         for layer in self.layers:
             _ = layer.modular_kernel
         mine = (self._sums_by_slot(), [local_logical_experts(layer) for layer in self.layers])
-        everybody: list[Any] = [None] * self.size
-        dist.all_gather_object(everybody, mine)
+        everybody = gather_values("sums", mine)
         sums: list[dict[int, int]] = [{} for _ in self.layers]
         for found, experts in everybody:
             for index in range(len(self.layers)):

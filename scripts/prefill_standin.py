@@ -25,8 +25,7 @@ import torch.distributed as dist
 from on_gpu import use_gpu_of_rank
 
 from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena
-from moe_ep.dispatch.nvshmem.high_throughput import senders_of
-from moe_ep.dispatch.nvshmem.high_throughput_block import Layout, common_type, kernel_source, params_type
+from moe_ep.dispatch.nvshmem.high_throughput import Layout, common_type, kernel_source, params_type, senders_of
 from moe_ep.kernels import jit
 from moe_ep.kernels.quantize import dequantize_rows, quantize_rows
 

@@ -36,7 +36,15 @@ _pools: dict[tuple[int, str], RankPool] = {}
 
 
 class RankError(AssertionError):
-    """A rank raised; the message holds the tracebacks of all that did."""
+    """A rank raised; the message holds the tracebacks of all that did.
+
+    Attributes:
+        results: what the others returned, by rank.
+    """
+
+    def __init__(self, message: str, results: dict[int, Any] | None = None) -> None:
+        super().__init__(message)
+        self.results = results or {}
 
 
 def ranks(world_size: int, backend: str = "gloo", timeout_s: float = 60) -> RankPool:
@@ -110,7 +118,7 @@ class RankPool:
                 limit_s = min(limit_s, _ECHO_S)
         if errors:
             self.close()
-            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())), results)
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:

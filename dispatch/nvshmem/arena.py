@@ -3,15 +3,16 @@
 NVSHMEM is initialised once per process, over all ranks of the default group; its unique id travels through the group's
 store. An arena is one process group's view of it, shared by everything in the process that moves rows in that group.
 Allocation is collective over the default group: sub-groups work where they divide it and all allocate alike, and
-anything else ends with an error that names who was missing (`moe_ep.dispatch.nvshmem.meeting`).
+anything else ends with an error that names who was missing (`moe_ep.distributed.exchange`).
 
 A block is free once nothing refers to its tensor any more. It is given back at the next collective step in which all
 ranks say so, in one order, after their GPUs have finished; `SymmetricArena.close` gives everything back. A process that
-just ends leaves its memory to the driver and waits for nobody.
+just ends leaves its memory to the driver and waits for no other.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import weakref
@@ -22,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
-from moe_ep.dispatch.nvshmem import device_api
-from moe_ep.dispatch.nvshmem.meeting import meet
+from moe_ep.dispatch.nvshmem import kernels
 from moe_ep.dispatch.nvshmem.order import Order
-from moe_ep.distributed.process_groups import this_host
+from moe_ep.distributed.exchange import gather_texts, this_host
 from moe_ep.errors import BackendUnavailableError, missing_extra
 from moe_ep.kernels import jit
 
@@ -155,7 +155,7 @@ class _Runtime:
         from cuda.core import Device
 
         torch.cuda.current_stream(self.device).synchronize()  # Makes the primary context current.
-        told = meet("start of NVSHMEM", self.world, f"{this_host()}\n{'joined' * _is_joined(self.device)}")
+        told = gather_texts("start of NVSHMEM", f"{this_host()}\n{'joined' * _is_joined(self.device)}")
         self.hosts, links = zip(*(text.split("\n") for text in told), strict=True)
         self.joined = [bool(link) for link in links]
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
@@ -165,17 +165,17 @@ class _Runtime:
         rank = dist.get_rank()
         uid = core.get_unique_id(empty=rank != 0)
         bits = uid._data.view(np.uint8).reshape(-1)
-        bits[:] = np.frombuffer(bytes.fromhex(meet("NVSHMEM id", self.world, bits.tobytes().hex())[0]), dtype=np.uint8)
+        bits[:] = np.frombuffer(bytes.fromhex(gather_texts("NVSHMEM id", bits.tobytes().hex())[0]), dtype=np.uint8)
         device = Device(self.device.index)
         device.set_current()
         core.init(device=device, uid=uid, rank=rank, nranks=len(self.world), initializer_method="uid")
         self._core = core
-        device_api.start_again()
+        kernels.restart_device_library()
 
     def allocate(self, nbytes: int, name: str) -> torch.Tensor:
         """uint8 `[nbytes]` of zeros, the same on every rank of the default group."""
         idle = [str(index) for index, block in enumerate(self.blocks) if block.memory() is None]
-        texts = meet("symmetric memory", self.world, f"{nbytes} {name}\n{' '.join(idle)}")
+        texts = gather_texts("symmetric memory", f"{nbytes} {name}\n{' '.join(idle)}")
         asked = [text.split("\n")[0] for text in texts]
         if len(set(asked)) > 1:
             who = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(asked))
@@ -192,7 +192,7 @@ class _Runtime:
         self.blocks.append(_Block(pointer, nbytes, weakref.ref(memory)))
         local = torch.as_tensor(memory, device=self.device).zero_()
         torch.cuda.synchronize(self.device)
-        meet("symmetric memory is zero", self.world)
+        gather_texts("symmetric memory is zero")
         return local
 
     def peer_pointer(self, pointer: int, pe: int) -> int:
@@ -206,12 +206,12 @@ class _Runtime:
     def close(self) -> None:
         try:
             torch.cuda.synchronize(self.device)
-            meet("end of NVSHMEM", self.world)
+            gather_texts("end of NVSHMEM")
         except RuntimeError as error:
             logger.warning("symmetric memory stays until the process ends: %s", error)
             return
         self._give_back(list(self.blocks))
-        device_api.stop()
+        kernels.stop_device_library()
         self._core.finalize()
 
     def _give_back(self, blocks: list[_Block]) -> None:
@@ -256,8 +256,18 @@ def _nvshmem() -> tuple[Any, Any]:
     return nvshmem.core, bindings
 
 
+def collect_garbage(num_ranks: int) -> None:
+    """Ends layers that only the garbage collector would, if a group of so many ranks is a part of the default group.
+
+    Groups that divide it make symmetric memory together, so what each keeps for the next layer of a shape must not
+    depend on when its processes happened to collect.
+    """
+    if dist.is_initialized() and num_ranks < dist.get_world_size():
+        gc.collect()
+
+
 def unusable_reason() -> str | None:
-    """Why symmetric memory cannot be had on this machine, with the mend, in one line; None where it can."""
+    """Returns a one-line reason why symmetric memory is unavailable here, with the fix, or None if it is available."""
     if not dist.is_available():
         return "this torch was built without torch.distributed; install a build that has it"
     if not torch.cuda.is_available():

@@ -1,5 +1,9 @@
-"""What the backends on symmetric memory have in common: what they take, failures, ranks that are left out, what ranks
-must agree on."""
+"""What the backends on symmetric memory share: rules, failures of waits on the device, and excluded ranks.
+
+A wait in a kernel that takes too long ends with a record in pinned memory (cuda/protocol.cuh). The host looks at it,
+without waiting for the GPU, whenever it is about to launch the next kernel. Until the record is cleared, kernels of the
+same ranks do not wait any more.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,64 @@ import torch
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.nvshmem import arena
-from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.kernels import Shape
 from moe_ep.dispatch.nvshmem.order import Order
+from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
+from moe_ep.errors import DispatchTimeoutError, rank_list
 from moe_ep.kernels import jit
 
+# Words of the record, as in cuda/protocol.cuh; one word for each rank follows.
+_FAILED, _PHASE, _EPOCH, _RANKS = range(4)
+_PHASES = {1: "dispatch", 2: "combine"}
 
-class Meeting(Protocol):
+
+class FailureRecord:
+    """The record of one rank, and the error that it stands for.
+
+    Args:
+        timeout_s: what the kernels wait at most.
+        words: int32 `[3 + R]`, pinned where kernels write it; None makes it.
+    """
+
+    def __init__(self, ranks: RankGroup, timeout_s: float, words: torch.Tensor | None = None) -> None:
+        self.timeout_s = timeout_s
+        self._ranks = ranks
+        if words is None:
+            words = torch.zeros(_RANKS + ranks.size, dtype=torch.int32, device="cpu", pin_memory=True)
+        self.words = words
+        self._numbers = words.numpy()
+
+    def check(self) -> None:
+        """DispatchTimeoutError where a wait has failed; costs a read of host memory."""
+        if self._numbers[_FAILED]:
+            raise self._error()
+
+    def clear(self) -> None:
+        self.words.zero_()
+
+    def _error(self) -> DispatchTimeoutError:
+        named = self._ranks.ep_ranks
+        missing = [named[rank] for rank in range(self._ranks.size) if self._numbers[_RANKS + rank]]
+        phase, epoch = _PHASES[int(self._numbers[_PHASE])], int(self._numbers[_EPOCH]) & 0xFFFFFFFF
+        story = (
+            f"the {phase} of batch {epoch} did not finish on EP rank {named[self._ranks.rank]}: {rank_list(missing)} "
+            f"sent nothing for {self.timeout_s:g} s (MOE_EP_NVSHMEM_TIMEOUT_S)"
+        )
+        try:
+            refusals = {rank: text for rank, text in self._ranks.detector.refusals().items() if rank in missing}
+        except RuntimeError as error:
+            refusals = {}
+            story += f"; the ranks' store cannot be reached ({error})"
+        reasons = "; ".join(f"rank {rank} {text}" for rank, text in refusals.items())
+        return DispatchTimeoutError(
+            f"{story}; {reasons or 'it is dead, stuck or late'}; end the process, or end that one and go on without it "
+            f"with recover(dead=...)",
+            missing,
+        )
+
+
+class SharedMemory(Protocol):
     """Symmetric memory in which the ranks of a backend meet, shared by the layers of one shape.
 
     Attributes:
@@ -38,7 +92,7 @@ class Meeting(Protocol):
 
 
 class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
-    """A backend whose kernels write into the other ranks' memory; `_meeting` and `_layout` are set by the subclass.
+    """A backend whose kernels write into the other ranks' memory; `_memory` and `_layout` are set by the subclass.
 
     Attributes:
         NAME: of the backend.
@@ -51,7 +105,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     MAX_RANKS: ClassVar[int]
     hidden_size_multiple = 16
     _recoveries = 0
-    _meeting: Meeting
+    _memory: SharedMemory
     _layout: Shape
 
     @classmethod
@@ -81,37 +135,35 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
 
     def check(self) -> None:
         """DispatchTimeoutError where a wait of a kernel that has ended was in vain; waits for nothing."""
-        self._meeting.record.check()
+        self._memory.record.check()
 
     def recover(self, dead: Sequence[int]) -> None:
         """Goes on without the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
 
-        Those must have ended, as one that is only late may still write over what the others have.
+        Those must have ended: a rank that is only late may still write into the others' memory.
 
-        Batches between prepare and finalize are given up, also those of other layers of this shape, which share what
-        this mends.
+        Batches between dispatch and combine are given up, also those of other layers of this shape, which share the
+        memory that this resets.
         """
         self._forget_batches()
-        self._meeting.recover(dead)
+        self._memory.recover(dead)
 
     def tokens_hit(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """bool `[T]`: tokens of which some slot is lost, because its expert's rank was declared dead."""
-        lost = torch.tensor(
-            [rank not in self._meeting.alive for rank in range(self.ranks.size)], device=topk_ids.device
-        )
+        lost = torch.tensor([rank not in self._memory.alive for rank in range(self.ranks.size)], device=topk_ids.device)
         owners = self.placement.owners(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
 
     def _begin_batch(self) -> Callable[[], None]:
         """Forgets batches that were given up; what is returned raises RuntimeError once this one is, too, whichever
         layer `recover` is called of."""
-        meeting, number = self._meeting, self._meeting.recoveries
+        memory, number = self._memory, self._memory.recoveries
         if self._recoveries != number:
             self._forget_batches()
             self._recoveries = number
 
         def check() -> None:
-            if meeting.recoveries != number:
+            if memory.recoveries != number:
                 raise RuntimeError(
                     "this batch was given up by recover(), of this layer or of one that shares its memory; prepare it "
                     "again"
@@ -131,7 +183,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     def _check_batch(self, batch: Batch) -> None:
         """ValueError where the batch is not what the kernels were compiled for."""
         given = (batch.quantized, batch.rows.device)
-        made_for = (self._layout.fp8, self._meeting.order.device)
+        made_for = (self._layout.fp8, self._memory.order.device)
         if given != made_for:
             raise ValueError(
                 f"the batch has (fp8 on the wire, device) {given} and {self.NAME} was made for {made_for}; give the "
@@ -139,7 +191,9 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
             )
 
 
-def facts_of(moe_config: FusedMoEConfig, *, fp8: bool, device_api: bool, batches_in_flight: int) -> dict[str, object]:
+def shared_settings(
+    moe_config: FusedMoEConfig, *, fp8: bool, device_api: bool, batches_in_flight: int
+) -> dict[str, object]:
     """What must be the same on every rank."""
     return {
         "hidden_dim": moe_config.hidden_dim,

@@ -1,29 +1,60 @@
 """Decode over NVLink: a dispatch is one kernel, a combine is one, and no rank waits for more than its own rows.
 
-Kernels write rows straight into the other ranks' memory. cuda/low_latency_dispatch.cu and low_latency_combine.cu say
-what they do; `channel` has the protocol.
+Kernels write rows straight into the other ranks' memory; cuda/low_latency_dispatch.cu and low_latency_combine.cu say
+what they do. From top to bottom: the layout of a batch in symmetric memory, the channel of all batches of one shape,
+the kernels' parameters and launches, and the backend.
+
+The protocol, for each batch in flight (cuda/protocol.cuh and low_latency.cuh hold the device's part):
+
+    epoch   the batch's number, in the upper half of the ticket counters of its buffers, on each rank's own device. The
+            dispatch sets the combine's counters to its epoch and the combine the dispatch's to the next, so nothing
+            on the host counts, and a captured graph may be replayed.
+    flags   everything a peer writes carries the epoch: in each line or packet, or in a flag that is released behind a
+            row. Epochs only grow, so what is left of earlier batches is never taken for new, and nothing needs to be
+            cleared. They have 32 bits and begin again with 0; before, what was not written for long is written with
+            an old one (cuda/low_latency.cuh).
+    rows    are written for a next batch only after this rank's combine, which waited for a result for every row that it
+            had sent; by then the peer had read them. Results are written only after the owner's header came, which it
+            sent behind its own combine before.
+    header  and meta lines are written to every peer, also to one that this rank had no rows for and so waited for
+            nothing from. Even and odd epochs have their own: to write those of epoch e + 2 a rank must have had every
+            header of e + 1, which is sent behind the last reading of e.
+
+So there is no barrier, and one set of buffers would do for batches that follow each other; there are as many sets as
+batches may be open at once. To ranks of other hosts rows, results and slots are put from an outbox, and the flag
+behind them; what lies in an outbox is not written again before the other rank has answered, for the reasons above.
+Which set a batch takes is the first that is free, so ranks that make the calls in the same order agree on it, also
+where they replay graphs that were captured for different numbers of tokens.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
+from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.batch import Batch, check_tensor
-from moe_ep.dispatch.nvshmem import arena
-from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, facts_of
-from moe_ep.dispatch.nvshmem.channel import Channel
-from moe_ep.dispatch.nvshmem.kernels import KERNELS, WARPS, Halves, combine_type, dispatch_type, kernel_source
-from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
-from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, layout_of, local_indices
+from moe_ep.dispatch.batch import Batch, check_tensor, keep_for
+from moe_ep.dispatch.nvshmem.arena import SymmetricArena, collect_garbage
+from moe_ep.dispatch.nvshmem.backend import FailureRecord, NvshmemPrepareFinalize, shared_settings
+from moe_ep.dispatch.nvshmem.kernels import Limits, align, kernel_source, offsets_of
+from moe_ep.dispatch.nvshmem.order import Order
+from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import Result, check_delegated
+from moe_ep.distributed.exchange import check_agreement, gather_texts
+from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import jit
+from moe_ep.kernels.quantize import quantized_row_bytes
 from moe_ep.modular_kernel.contracts import (
     Compilation,
     Dispatched,
@@ -32,6 +63,412 @@ from moe_ep.modular_kernel.contracts import (
     Pending,
 )
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
+from moe_ep.modular_kernel.workspace import current_stream
+
+_LINE_BYTES = 16
+# Batches between prepare and finalize that have buffers of their own.
+BATCHES_IN_FLIGHT = 2
+# 16-bit rows of up to so many tokens of a rank are sent as flag-in-data packets of 128 bytes; those of more tokens are
+# stored where experts read them by reference.
+ROW_PACKET_TOKENS = 32
+# As cuda/low_latency.cuh describes them.
+BUFFERS = (
+    "header", "meta", "row_flags", "result_flags", "rows", "results", "row_packets", "result_packets", "meta_outbox",
+    "outbox",
+)  # fmt: skip
+_LOCALS_OF_LINE, _WEIGHTS_OF_LINE = 4, 2
+# A warp stores four packets at a time.
+_PACKET_BYTES, _DATA_OF_PACKET, _PACKETS_OF_WARP = 128, 112, 4
+_EPOCH_SHIFT = 32
+_NUM_EPOCHS = 1 << 32
+_channels: WeakKeyDictionary[SymmetricArena, WeakValueDictionary[str, Channel]] = WeakKeyDictionary()
+SEND, RECEIVE = 1, 2
+KERNELS = ("low_latency_dispatch", "low_latency_combine")
+_THREADS = 512
+# Of a block, that receive.
+WARPS = _THREADS // 64
+
+
+def _packet_bytes(num_bytes: int) -> int:
+    return _PACKETS_OF_WARP * _PACKET_BYTES * -(-num_bytes // (_PACKETS_OF_WARP * _DATA_OF_PACKET))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLayout:
+    """Buffers of one batch, the same on every rank.
+
+    Example: 8 ranks, 128 tokens, K=7168, top-8, bf16 on the wire: 35.9 MB a batch.
+
+    Attributes:
+        num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
+        fp8: rows are sent as e4m3 codes with scales.
+        device_api: some ranks are out of each other's reach or not joined by NVLink. NVSHMEM's device library puts what
+            goes to the former, and nothing is sent as packets; elsewhere all results and all e4m3 rows are.
+    """
+
+    num_ranks: int
+    capacity: int
+    hidden_size: int
+    topk: int
+    fp8: bool
+    device_api: bool = False
+
+    @property
+    def row_packet_tokens(self) -> int:
+        """Up to so many tokens of a rank, its rows are sent as packets."""
+        if self.device_api:
+            return 0
+        return self.capacity if self.fp8 else min(ROW_PACKET_TOKENS, self.capacity)
+
+    @property
+    def meta_lines(self) -> int:
+        return -(-self.topk // _LOCALS_OF_LINE) - (-self.topk // _WEIGHTS_OF_LINE)
+
+    @property
+    def row_bytes(self) -> int:
+        return align(quantized_row_bytes(self.hidden_size), 16) if self.fp8 else 2 * self.hidden_size
+
+    @property
+    def row_packet_bytes(self) -> int:
+        """Of a row as packets; those of fp8 have their scales beside the epochs."""
+        return _packet_bytes((1 if self.fp8 else 2) * self.hidden_size)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each buffer, in the order in which they lie."""
+        rows = self.num_ranks * self.capacity
+        meta, puts = 2 * _LINE_BYTES * self.meta_lines * rows, int(self.device_api)
+        sizes = (
+            16 * self.num_ranks,
+            meta,
+            8 * rows,
+            8 * rows * puts,
+            self.row_bytes * rows * int(puts or not self.fp8),
+            2 * self.hidden_size * rows * puts,
+            self.row_packet_bytes * self.num_ranks * self.row_packet_tokens,
+            _packet_bytes(2 * self.hidden_size) * rows * (1 - puts),
+            meta * puts,
+            2 * self.hidden_size * rows * puts,
+        )
+        return dict(zip(BUFFERS, sizes, strict=True))
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each buffer begins."""
+        return offsets_of(self.sizes)
+
+    @cached_property
+    def batch_bytes(self) -> int:
+        return sum(align(size) for size in self.sizes.values())
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """What all batches in flight take of the arena."""
+        return BATCHES_IN_FLIGHT * self.batch_bytes
+
+
+def latest(epochs: Sequence[int]) -> int:
+    """The last of epochs that are close together, as a signed number of 32 bits; 0 comes behind 2**32 - 1.
+
+    Example: [0xfffffffe, 1, 0] gives 1.
+    """
+    ahead = max((epoch - epochs[0] + _NUM_EPOCHS // 2) % _NUM_EPOCHS for epoch in epochs)
+    return (epochs[0] + ahead) % _NUM_EPOCHS - _NUM_EPOCHS // 2
+
+
+class Channel:
+    """Symmetric buffers for BATCHES_IN_FLIGHT batches, and what this rank's kernels share.
+
+    Attributes:
+        record: failed waits, for the host.
+        alive: the EP ranks that take part.
+        order: of this process's kernels.
+        recoveries: how often `recover` gave up all open batches.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, arena: SymmetricArena, layout: BatchLayout, ranks: RankGroup) -> None:
+        self.layout, self.ranks, self.order = layout, ranks, arena.order
+        self.region = arena.reserve(layout.symmetric_bytes, "low latency")
+        pointers = self.region.peer_pointers.tolist()
+        unreachable = [rank for rank, pointer in enumerate(pointers) if not pointer]
+        if unreachable and not layout.device_api:
+            raise BackendUnavailableError(
+                f"EP rank {ranks.rank} cannot map the memory of {', '.join(map(str, unreachable))} on its own host; "
+                f"use all2all_backend='batched_all_to_all'"
+            )
+        self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
+        self.alive = list(range(ranks.size))
+        self.recoveries = 0
+        self._counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=arena.device)
+        self._status = torch.zeros(2, dtype=torch.int32, device=arena.device)
+        self._free = [True] * BATCHES_IN_FLIGHT
+        self._start([1] * BATCHES_IN_FLIGHT)
+        self._buffers = [self._buffers_of(pointers, batch) for batch in range(BATCHES_IN_FLIGHT)]
+        self._rows = [self._bytes_of("rows", batch).view(-1, layout.row_bytes) for batch in range(BATCHES_IN_FLIGHT)]
+        self._timeout_ns = int(self.record.timeout_s * 1e9)
+
+    @classmethod
+    def of(cls, arena: SymmetricArena, layout: BatchLayout, ranks: RankGroup, settings: dict[str, object]) -> Channel:
+        """The channel of this shape, made where any rank has none; a collective step of the ranks.
+
+        Args:
+            settings: what must be the same on every rank.
+
+        Raises:
+            ValueError: it is not.
+            DispatchTimeoutError: a rank did not come.
+        """
+        check_agreement("nvshmem_low_latency", settings, ranks.group)
+        collect_garbage(ranks.size)
+        known = _channels.setdefault(arena, WeakValueDictionary())
+        found = known.get(repr(layout))
+        everywhere = gather_texts("channel", "lacks" if found is None else "has", ranks.group)
+        if found is None or "lacks" in everywhere:
+            found = known[repr(layout)] = cls(arena, layout, ranks)
+        return found
+
+    def take(self) -> int:
+        """The first free set of buffers; RuntimeError where all are taken."""
+        for batch, is_free in enumerate(self._free):
+            if is_free:
+                self._free[batch] = False
+                return batch
+        raise RuntimeError(
+            f"{BATCHES_IN_FLIGHT} batches are between prepare and finalize and nvshmem_low_latency has buffers for no "
+            f"more; finalize one first, or call recover() on every rank where they were given up"
+        )
+
+    def is_idle(self) -> bool:
+        """Whether no batch is between prepare and finalize."""
+        return all(self._free)
+
+    def give_back(self, batch: int) -> None:
+        self._free[batch] = True
+
+    def rows(self, batch: int, dtype: torch.dtype) -> torch.Tensor:
+        """A view: received rows `[R * C, K]`, where their senders put them; of 16-bit wire dtypes."""
+        return self._rows[batch].view(dtype)
+
+    def common(self, batch: int) -> Any:
+        """The part of the kernels' parameters that does not depend on the tokens."""
+        return common_type(self.ranks.size)(
+            buffers=self._buffers[batch],
+            counters=self._counters[batch].data_ptr(),
+            status=self._status.data_ptr(),
+            record=self.record.words.data_ptr(),
+            timeout_ns=self._timeout_ns,
+        )
+
+    def recover(self, dead: Sequence[int]) -> None:
+        """Goes on without the EP ranks in `dead`; collective over the others, which must give up open batches too."""
+        alive = [rank for rank in range(self.ranks.size) if rank not in dead]
+        torch.cuda.synchronize(self._status.device)
+        mine = [latest([counter >> _EPOCH_SHIFT for counter in both]) for both in self._counters.tolist()]
+        self.ranks.detector.exclude(dead)
+        told = gather_texts("recovery", " ".join(map(str, mine)), self.ranks.group, ranks=alive)
+        self.alive = alive
+        self.recoveries += 1
+        self._free = [True] * BATCHES_IN_FLIGHT
+        self._start([latest(epochs) + 1 for epochs in zip(*(map(int, text.split()) for text in told), strict=True)])
+        self.record.clear()
+        gather_texts("recovered", "", self.ranks.group, ranks=alive)
+
+    def _bytes_of(self, name: str, batch: int) -> torch.Tensor:
+        """A view: a buffer of a batch."""
+        start = batch * self.layout.batch_bytes + self.layout.offsets[name]
+        return self.region.local[start : start + self.layout.sizes[name]]
+
+    def _start(self, epochs: Sequence[int]) -> None:
+        """Each set of buffers goes on with the batch of its number."""
+        upper = [latest([epoch]) << _EPOCH_SHIFT for epoch in epochs]
+        self._counters.copy_(torch.tensor(upper, dtype=torch.int64)[:, None])
+        self._status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
+        torch.cuda.synchronize(self._status.device)
+
+    def _buffers_of(self, pointers: Sequence[int], batch: int) -> Any:
+        start, size = batch * self.layout.batch_bytes, self.ranks.size
+        return buffers_type(size)(
+            peers=(ctypes.c_uint64 * size)(*(pointer + start if pointer else 0 for pointer in pointers)),
+            pes=(ctypes.c_int * size)(*self.region.pes),
+            reachable=sum(1 << rank for rank, pointer in enumerate(pointers) if pointer),
+            **self.layout.offsets,
+            rank=self.ranks.rank,
+            capacity=self.layout.capacity,
+            row_packet_tokens=self.layout.row_packet_tokens,
+        )
+
+
+class Halves:
+    """A kernel launched as one, or first what sends and later what receives, on whatever stream is current then.
+
+    Args:
+        check: raises where it must not run any more.
+        held: what it reads and writes; memory of the stream that is current now.
+    """
+
+    def __init__(
+        self,
+        kernel: jit.Kernel,
+        params: Any,
+        to_send: int,
+        to_receive: int,
+        blocks: int,
+        order: Order,
+        check: Callable[[], None],
+        held: Sequence[torch.Tensor],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._kernel, self._params = kernel, params
+        self._tasks = {SEND: to_send, RECEIVE: to_receive}
+        self._blocks, self._order, self._check, self._then = blocks, order, check, then
+        self._held, self._stream = held, current_stream(order.device)
+        self._left = SEND | RECEIVE
+
+    def send(self) -> None:
+        self._launch(SEND & self._left)
+
+    def receive(self) -> None:
+        """Everything that was not launched yet; may be called again."""
+        if self._left:
+            self._launch(self._left)
+            if current_stream(self._order.device) != self._stream:
+                keep_for(torch.cuda.current_stream(self._order.device), self._held)
+            self._held = ()
+            if self._then is not None:
+                self._then()
+
+    def _launch(self, phases: int) -> None:
+        self._check()
+        self._params.common.phases = phases
+        tasks = max(count for phase, count in self._tasks.items() if phase & phases)
+        with self._order:
+            self._kernel.launch(self._params, (min(max(tasks, 1), self._blocks), 1, 1), _THREADS, early=True)
+        self._left &= ~phases
+
+
+@functools.cache
+def buffers_type(num_ranks: int) -> Any:
+    """`Buffers` of cuda/low_latency.cuh."""
+
+    class Buffers(ctypes.Structure):
+        _fields_ = (
+            ("peers", ctypes.c_uint64 * num_ranks),
+            *((name, ctypes.c_uint64) for name in BUFFERS),
+            ("pes", ctypes.c_int * num_ranks),
+            ("reachable", ctypes.c_uint32),
+            *((name, ctypes.c_int) for name in ("rank", "capacity", "row_packet_tokens")),
+        )
+
+    return Buffers
+
+
+@functools.cache
+def common_type(num_ranks: int) -> Any:
+    """`Common` of cuda/low_latency.cuh."""
+
+    class Common(ctypes.Structure):
+        _anonymous_ = ("limits",)
+        _fields_ = (
+            ("buffers", buffers_type(num_ranks)),
+            ("limits", Limits),
+            *((name, ctypes.c_void_p) for name in ("counters", "topk_ids", "owners")),
+            *((name, ctypes.c_int) for name in ("num_ids", "num_tokens", "phases", "packet_parts", "packet_tasks")),
+        )
+
+    return Common
+
+
+@functools.cache
+def dispatch_type(num_ranks: int) -> Any:
+    """`Params` of cuda/low_latency_dispatch.cu."""
+    pointers = ("rows", "weights", "locals", "out", "expert_num_tokens", "expert_row_ids", "positions")
+
+    class Params(ctypes.Structure):
+        _fields_ = (
+            ("common", common_type(num_ranks)),
+            *((name, ctypes.c_void_p) for name in pointers),
+            ("num_local_experts", ctypes.c_int),
+            ("shares", ctypes.c_int),
+            ("take_parts", ctypes.c_int),
+        )
+
+    return Params
+
+
+@functools.cache
+def combine_type(num_ranks: int) -> Any:
+    """`Params` of cuda/low_latency_combine.cu."""
+
+    class Params(ctypes.Structure):
+        _fields_ = (
+            ("common", common_type(num_ranks)),
+            *((name, ctypes.c_void_p) for name in ("results", "positions", "output")),
+            ("weighted", ctypes.c_int),
+            ("output_parts", ctypes.c_int),
+        )
+
+    return Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How work is divided; any values give the same bits.
+
+    Attributes:
+        packet_parts: blocks that share sending a row as packets, at most.
+        packet_tasks: such parts in all, about: where there are many rows each has fewer.
+        take_parts: warps that share bringing a received row to where it is read, at most.
+        output_parts: blocks that share adding up one token.
+        expected_tokens: how many the other ranks are taken to have at least where blocks are counted; what they do have
+            is known on the device alone.
+        list_blocks: blocks that list experts where received rows are copied, at most.
+        blocks: of a kernel, at most.
+    """
+
+    packet_parts: int = 8
+    packet_tasks: int = 1024
+    take_parts: int = 8
+    output_parts: int = 4
+    expected_tokens: int = 4
+    list_blocks: int = 264
+    blocks: int = 264
+
+    def blocks_of_expert(self, mean_rows: float, num_local_experts: int) -> int:
+        """How many blocks list the same expert and share its rows: one for each row that a full expert has.
+
+        Args:
+            mean_rows: rows of an expert on average; a full one has two standard deviations more where routing is even.
+        """
+        full = math.ceil(mean_rows + 2 * math.sqrt(mean_rows))
+        return max(1, min(self.list_blocks // max(num_local_experts, 1), full))
+
+
+def local_indices(owners: torch.Tensor) -> torch.Tensor:
+    """int32 `[num_ids]`: where each id is on its rank, whose experts are in the order of their ids.
+
+    Example: owners [0, 1, 0, 1] give [0, 0, 1, 1].
+    """
+    same = owners[:, None] == owners[None, :]
+    return same.tril(-1).sum(dim=1, dtype=torch.int32)
+
+
+def layout_of(
+    moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None, device_api: bool = False
+) -> BatchLayout:
+    """The buffers of one batch.
+
+    Args:
+        device_api: as in BatchLayout.
+    """
+    return BatchLayout(
+        num_ranks=moe_config.ep_size,
+        capacity=moe_config.max_num_tokens,
+        hidden_size=moe_config.hidden_dim,
+        topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
+        fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
+        device_api=device_api,
+    )
 
 
 class _Sent(NamedTuple):
@@ -77,15 +514,15 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self._check_config()
         self.tuning = tuning or Tuning()
         self.by_reference = False
-        symmetric = arena.SymmetricArena.of(self.ranks.group)
+        symmetric = SymmetricArena.of(self.ranks.group)
         self._layout = layout_of(moe_config, quant_config, device_api=not symmetric.carries_packets)
-        facts = facts_of(
+        settings = shared_settings(
             moe_config,
             fp8=self._layout.fp8,
             device_api=self._layout.device_api,
             batches_in_flight=BATCHES_IN_FLIGHT,
         )
-        self._channel = self._meeting = Channel.of(symmetric, self._layout, self.ranks, facts)
+        self._channel = self._memory = Channel.of(symmetric, self._layout, self.ranks, settings)
         device = torch.device("cuda", torch.cuda.current_device())
         self._kernels = jit.load_all(
             {name: kernel_source(name, self._layout, moe_config.in_dtype) for name in KERNELS}, device

@@ -18,18 +18,18 @@ import torch
 from moe_ep.kernels import jit
 from moe_ep.modular_kernel.workspace import current_stream
 
-# Turns on one stream after which it is taken for the only one again.
+# Launches on one stream after which it is taken for the only one again.
 _MEMORY = 256
 
 
 @dataclass
-class _Turns:
-    """Those of one capture, or those that no capture is part of.
+class _Launches:
+    """The launches of one capture, or those outside of captures.
 
     Attributes:
-        handle, stream: of the last turn.
-        event: behind the last turn, while there are several streams.
-        left: turns until one stream is taken for the only one.
+        handle, stream: of the last launch.
+        event: behind the last launch, while there are several streams.
+        left: launches until one stream is taken for the only one.
     """
 
     handle: int | None = None
@@ -39,38 +39,38 @@ class _Turns:
 
 
 class Order:
-    """Turns of one process's kernels on its GPU, `device`."""
+    """The order of one process's launches on its GPU, `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # By the number of the capture, 0 for none; of captures the last one alone.
-        self._turns = {0: _Turns()}
-        self._now = self._turns[0]
+        self._launches = {0: _Launches()}
+        self._now = self._launches[0]
 
     def __enter__(self) -> None:
-        """A turn: what is queued inside runs behind what was queued in turns before.
+        """A launch: what is queued inside runs behind what was queued in launches before.
 
-        A turn that is captured runs behind those of its own capture: graphs must be launched in one order on all ranks,
-        and in the order of the batches that share buffers with theirs.
+        A launch that is captured runs behind those of its own capture: graphs must be launched in one order on all
+        ranks, and in the order of the batches that share buffers with theirs.
         """
         capture, handle = _capture(self.device), current_stream(self.device)
-        if capture not in self._turns:
-            self._turns = {0: self._turns[0], capture: _Turns()}
-        self._now = turns = self._turns[capture]
-        if handle != turns.handle:
+        if capture not in self._launches:
+            self._launches = {0: self._launches[0], capture: _Launches()}
+        self._now = launches = self._launches[capture]
+        if handle != launches.handle:
             stream = torch.cuda.current_stream(self.device)
-            if turns.stream is not None:
-                # Where no event was made in time, what else was queued behind that turn is waited for too.
-                stream.wait_event(turns.event or turns.stream.record_event())
-                turns.left = _MEMORY
-            turns.handle, turns.stream = handle, stream
+            if launches.stream is not None:
+                # Where no event was made in time, what else was queued behind that launch is waited for too.
+                stream.wait_event(launches.event or launches.stream.record_event())
+                launches.left = _MEMORY
+            launches.handle, launches.stream = handle, stream
 
     def __exit__(self, *exception: object) -> None:
-        turns = self._now
-        turns.event = None
-        if turns.left and turns.stream is not None:
-            turns.left -= 1
-            turns.event = turns.stream.record_event()
+        launches = self._now
+        launches.event = None
+        if launches.left and launches.stream is not None:
+            launches.left -= 1
+            launches.event = launches.stream.record_event()
 
 
 def _capture(device: torch.device) -> int:

@@ -147,13 +147,13 @@ class CompletionRelay:
     """
 
     def __init__(self, rank: int, num_prompts: int, refused: Sequence[dict[str, Any]] = ()) -> None:
-        from moe_ep.distributed.job_store import job_store
+        from moe_ep.distributed.store import rendezvous_store
 
         self._rank, self._num_prompts = rank, num_prompts - len(refused)
         if rank == 0:
             for told in refused:
                 progress.hand_over(told)
-        self._store = job_store()
+        self._store = rendezvous_store()
         self._num_left = 0
         self._collected: dict[int, int] = {}
 

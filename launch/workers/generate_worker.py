@@ -18,7 +18,7 @@ import transformers
 import moe_ep
 from moe_ep.bench.results import peak_memory
 from moe_ep.checkpoint.demo import demo_checkpoint
-from moe_ep.distributed.job_store import job_store
+from moe_ep.distributed.exchange import gather_texts
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
@@ -151,12 +151,7 @@ def _requests(
 
 def _share(rank_env: RankEnv, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """What every rank gives, by rank, as JSON: nothing that other processes send is unpickled."""
-    store, keys = job_store(), [f"moe_ep/requests/{rank}" for rank in range(rank_env.world_size)]
-    store.set(keys[rank_env.rank], json.dumps(mine))
-    found = [json.loads(store.get(key)) for key in keys]
-    dist.barrier()
-    store.delete_key(keys[rank_env.rank])
-    return found
+    return [json.loads(text) for text in gather_texts("requests", json.dumps(mine))]
 
 
 def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:

@@ -24,6 +24,7 @@ from moe_ep.bench.scaling import measure_row, with_efficiency
 from moe_ep.bench.synthetic import SyntheticConfig
 from moe_ep.bench.timing import slowest_rank
 from moe_ep.bench.workload import parse_routing, recorded_ids
+from moe_ep.distributed.exchange import gather_values
 from moe_ep.errors import ConfigError
 from moe_ep.launch.cli.scaling_config import ScalingConfig
 from moe_ep.launch.gangs import progress
@@ -269,10 +270,7 @@ def _in_words(setting: Setting) -> str:
 
 def _of_rank_0(before: Sequence[Row]) -> Sequence[Row]:
     """A collective step of all ranks: each process that torchrun started has read a file of its own host."""
-    held = [before]
-    if dist.is_initialized():
-        dist.broadcast_object_list(held, src=0)
-    return held[0]
+    return gather_values("rows of before", list(before))[0] if dist.is_initialized() else before
 
 
 @dataclass(frozen=True, kw_only=True)

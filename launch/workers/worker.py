@@ -20,6 +20,7 @@ from moe_ep.bench.results import peak_memory
 from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.distributed.exchange import gather_texts
 from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.eplb.trace import model_name
 from moe_ep.errors import ConfigError
@@ -174,10 +175,9 @@ def _verify(
     mine: list[tuple[int, MoEBlock, list[Any]]] = []
     for position, (block, observed) in enumerate(zip(stack.layers(), passes, strict=True)):
         owner = position % rank_env.world_size
-        gathered: list[Any] | None = [None] * rank_env.world_size if rank_env.rank == owner else None
-        dist.gather_object(tuple(tensor.cpu() for tensor in observed), gathered, dst=owner)
-        if gathered is not None:
-            mine.append((position, block, gathered))  # type: ignore[arg-type]
+        gathered = [_rows_of_all_ranks(tensor) for tensor in observed]
+        if rank_env.rank == owner:
+            mine.append((position, block, list(zip(*gathered, strict=True))))
     for count, (position, block, gathered) in enumerate(mine):
         progress.report("verifying layers", count, len(mine))
         layer = block.layer_index
@@ -213,6 +213,16 @@ def _of_all_ranks(report: RankReport) -> list[dict[str, Any]]:
     dist.all_gather(gathered, padded)
     texts = (bytes(found[: int(size)].tolist()) for found, size in zip(gathered, sizes, strict=True))
     return [json.loads(found) for found in texts]
+
+
+def _rows_of_all_ranks(rows: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of every rank on the host, by rank; their number may differ."""
+    counts = [int(text) for text in gather_texts("rows", str(len(rows)))]
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return [part[:count].cpu() for part, count in zip(parts, counts, strict=True)]
 
 
 def _experts_held(stack: MoEStack, rank_env: RankEnv) -> list[list[int]]:

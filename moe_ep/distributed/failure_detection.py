@@ -1,61 +1,110 @@
-"""Who is at fault where a collective step does not finish: ranks call a roll, over the store of the job.
+"""Finds the failed ranks of a group, and ends the waits for them.
 
-Most ranks whose step fails wait for others that wait too. So a rank whose step fails calls the roll, and all others
-answer, by a thread if need be: that they wait in a step as well, or that they live. Those that wait are told, and end
-their steps. Ranks that do not answer are at fault. Where a deadline has passed, those that live and have not come to a
-step are as well; where connections broke off before, they may have been on their way. The first rank that knows says so
-for all.
+Every wait of the host for another rank goes through a `FailureDetector`, which ends it with an error that names ranks:
+
+- A process that has ended is noticed within a second or two (`moe_ep.distributed.liveness`).
+- Error broadcast: a rank that cannot take part in a step leaves the reason in the rendezvous store. Its peers read it
+  and end their waits, unless that rank takes part again within `_REFUSAL_GRACE_S`.
+- At a deadline, and where connections broke off, a rank asks all others through the store whether they wait in a step
+  too, or live, which a thread of theirs answers. Ranks that do not answer have failed; if it was a deadline, so have
+  those that live and are in no step. The others are told and end their steps. The first rank that knows says so for
+  all, so that every rank raises the same verdict.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
-from moe_ep.distributed.job_store import LOOK_S, ask_store, listen_to_store, name_in_store
-from moe_ep.distributed.waiting import comes_within
-from moe_ep.errors import MoeEpError, rank_list
+from moe_ep import env
+from moe_ep.distributed.liveness import Processes
+from moe_ep.distributed.store import LOOK_S, ask_store, listen_to_store, name_in_store, rendezvous_store
+from moe_ep.errors import DispatchTimeoutError, MoeEpError, rank_list
+
+logger = logging.getLogger(__name__)
 
 # How long ranks have to answer, and how long the store may take beside that.
-_ROLL_S, _STORE_S = 3.0, 3.0
-# The most that `Roll.call` takes.
-CALL_S = _ROLL_S + _STORE_S
+_ANSWER_S, _STORE_S = 3.0, 3.0
+# The most that `FailureDetector.verdict` takes.
+VERDICT_S = _ANSWER_S + _STORE_S
+# The process that holds the store may be one that has ended.
+_STORE_OF_THE_DEAD_S = 1.0
 _POLL_S = 0.05
-# Deadlines of transports are not to the millisecond.
+# A wait goes on this long after a rank has ended: what it had sent may still arrive.
+_DEATH_GRACE_S = 1.0
+# A rank that refused its batch may come back with another one for so long.
+_REFUSAL_GRACE_S = 2.0
+# Transports may time out slightly early; from 90 % of the deadline on a wait counts as timed out.
 _SURELY_IN_TIME = 0.9
-# Why the roll was called, and what ranks answer.
+# A wait yields the processor for this long, then sleeps for a fiftieth of the time it has waited, within these bounds.
+_YIELD_S = 2e-3
+_SHORTEST_S, _LONGEST_S = 5e-5, 1e-2
+# Why ranks are asked, and what they answer.
 _LATE, _BROKEN = "late", "broken"
 _WAITS, _LIVES = "waits", "lives"
 
-_rolls: WeakKeyDictionary[dist.ProcessGroup, Roll] = WeakKeyDictionary()
+_detectors: WeakKeyDictionary[dist.ProcessGroup, FailureDetector] = WeakKeyDictionary()
+
+
+def comes_within(seconds: float, has_come: Callable[[], bool]) -> bool:
+    """Returns True as soon as `has_come()` does, and False if it has not after this many seconds."""
+    started = time.monotonic()
+    while not has_come():
+        waited = time.monotonic() - started
+        if waited > seconds:
+            return False
+        time.sleep(0 if waited < _YIELD_S else min(max(waited / 50, _SHORTEST_S), _LONGEST_S))
+    return True
+
+
+def timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
+    """The shortest timeout of the group's transports, which groups of some of its ranks should have too."""
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config(process_group).split(",")]
+    options = [getattr(process_group._get_backend(torch.device(device)), "options", None) for device in devices]
+    return min((option._timeout for option in options if option is not None), default=None)
+
+
+def deadline_of(process_group: dist.ProcessGroup) -> float:
+    """Seconds that a step of the ranks may take: MOE_EP_DISPATCH_TIMEOUT_S, or the group's timeout if shorter."""
+    of_group = timeout_of(process_group)
+    return min(env.DISPATCH_TIMEOUT_S.get(), math.inf if of_group is None else of_group.total_seconds())
 
 
 class Verdict(NamedTuple):
-    """What the roll has shown.
+    """What is known after a wait has failed.
 
     Attributes:
         late: a rank has waited until its deadline; otherwise connections broke off.
         silent: ranks that did not answer.
         elsewhere: ranks that live and were in no step.
+        dead: ranks whose processes have ended; if there are any, the others were not asked.
     """
 
     late: bool
     silent: list[int]
     elsewhere: list[int]
+    dead: tuple[int, ...] = ()
 
     @property
-    def at_fault(self) -> list[int]:
+    def failed_ranks(self) -> list[int]:
+        if self.dead:
+            return list(self.dead)
         return sorted(self.silent + self.elsewhere) if self.late else self.silent
 
     def __str__(self) -> str:
         """Completes "the step did not finish: ..."."""
+        if self.dead:
+            return f"{rank_list(self.dead)} died ({'its process' if len(self.dead) == 1 else 'their processes'} ended)"
         parts = [f"{rank_list(self.silent)} did not answer (dead, stuck or late)"] if self.silent else []
         if self.elsewhere and (self.late or not self.silent):
             parts.append(f"{rank_list(self.elsewhere)} did not take part (alive, but late or elsewhere)")
@@ -67,52 +116,75 @@ class Verdict(NamedTuple):
         )
 
 
-class Roll:
-    """The ranks of a group, and what this one knows of its steps.
+class FailureDetector:
+    """What this process knows of the ranks of a group, and of its own waits for them.
+
+    As a context it is the start of a collective step (`__enter__`).
 
     Args:
-        prefix: of the keys in the store; the same on every rank, and never used for other ranks or a second roll.
+        prefix: of the keys in the store; the same on every rank, and never used for other ranks or a second detector.
         rank, size: of this process in the group.
+        members: the group's ranks in the default group; None if their processes are not known.
 
     Attributes:
         rank, size: as given.
-        is_called: a rank has called the roll. This one need not wait any longer: the group's steps have come to an end.
+        epoch: how often ranks were excluded.
+        live: the ranks that were not.
+        has_ended: a rank has asked who failed. The group's steps have come to an end, and no rank need wait any longer.
+        logs_refusals: log what other ranks refuse, for waits on the device, which the host cannot end.
     """
 
-    def __init__(self, prefix: str, rank: int, size: int) -> None:
-        self._prefix, self.rank, self.size = prefix, rank, size
-        self.is_called = False
-        self._waiting: list[None] = []  # one for each wait, in whatever thread
-        self._late = False
+    def __init__(self, prefix: str, rank: int, size: int, members: Sequence[int] | None = None) -> None:
+        self._name, self.rank, self.size = prefix, rank, size
+        self._members = None if members is None else tuple(members)
+        self._processes = None if size == 1 or members is None else Processes.of_job()
+        self.logs_refusals = False
+        self._begin(epoch=0, live=range(size))
         if size > 1:
+            self.dead()  # from now on, processes are looked for
             listen_to_store(self)
 
+    def _begin(self, epoch: int, live: Sequence[int]) -> None:
+        self.epoch, self.live = epoch, list(live)
+        self.has_ended = self._late = False
+        self._prefix = f"{self._name}/{epoch}"
+        self._waiting: list[None] = []  # one for each wait, in whatever thread
+        self._refusals: dict[int, tuple[str, float]] = {}
+        self._dead_since: dict[int, float] = {}
+
+    def exclude(self, ranks: Collection[int]) -> None:
+        """Goes on without these ranks of the group, in a new epoch; all others call it, when none of them waits."""
+        self._begin(self.epoch + 1, [rank for rank in self.live if rank not in ranks])
+
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Roll:
-        """The roll of a process group."""
-        if group not in _rolls:
-            prefix = f"moe_ep/roll/{name_in_store(group)}"
-            _rolls[group] = cls(prefix, dist.get_rank(group), dist.get_world_size(group))
-        return _rolls[group]
+    def of(cls, group: dist.ProcessGroup) -> FailureDetector:
+        """The detector of a process group."""
+        if group not in _detectors:
+            prefix = f"moe_ep/failures/{name_in_store(group)}"
+            members = dist.get_process_group_ranks(group)
+            _detectors[group] = cls(prefix, dist.get_rank(group), dist.get_world_size(group), members)
+        return _detectors[group]
+
+    # Waits.
 
     @contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
         """Around a wait for other ranks that has this deadline and raises RuntimeError."""
-        started = time.monotonic()
-        self._waiting.append(None)
+        started, waiting = time.monotonic(), self._waiting
+        waiting.append(None)
         try:
             yield
-        except MoeEpError:  # a rank's own words, for which nobody is waited
+        except MoeEpError:  # an error of this rank's own, which has nothing to do with others
             raise
         except RuntimeError:
-            self._waiting.append(None)  # stays: it has waited in vain, and is on its way to call the roll
-            self._late |= not self.is_called and time.monotonic() - started > _SURELY_IN_TIME * seconds
+            waiting.append(None)  # stays: this rank has waited in vain, and is about to ask for a verdict
+            self._late |= not self.has_ended and time.monotonic() - started > _SURELY_IN_TIME * seconds
             raise
         finally:
-            self._waiting.pop()
+            waiting.pop()
 
     def wait_for(self, work: dist.Work, seconds: float) -> None:
-        """Waits for a collective step on the CPU; RuntimeError if it fails or is late, or the roll is called."""
+        """Waits for a collective step on the CPU; RuntimeError if it fails or is late, or if a rank has failed."""
         deadline = time.monotonic() + seconds
         with self.waiting(seconds):
             while True:
@@ -121,55 +193,207 @@ class Roll:
                     work.wait(timedelta(seconds=max(min(left, LOOK_S), 1e-3)))
                     return
                 except RuntimeError:
-                    if not work.is_completed() and (self.is_called or left <= LOOK_S):
+                    if not work.is_completed() and (left <= LOOK_S or self.is_hopeless()):
                         raise
                     if work.is_completed():
                         work.wait(timedelta(seconds=LOOK_S))  # raises what it failed with
                         return
 
-    def comes(self, seconds: float, has_come: Callable[[], bool]) -> None:
-        """Waits on the host; RuntimeError where it does not come before the deadline or the roll is called."""
-        with self.waiting(seconds):
-            if not comes_within(seconds, lambda: has_come() or self.is_called) or not has_come():
-                raise RuntimeError("other ranks gave up" if self.is_called else "the deadline has passed")
+    def wait_until(
+        self, seconds: float, has_come: Callable[[], bool], missing: Callable[[], Collection[int]] | None = None
+    ) -> None:
+        """Waits on the host; RuntimeError if it does not come before the deadline, or if a rank has failed.
 
-    def call(self) -> Verdict:
-        """After a wait that failed; the same on every rank.
+        Args:
+            missing: the ranks that are still waited for; None if that is not known.
+        """
+        look = time.monotonic() + _POLL_S
+
+        def is_over() -> bool:
+            nonlocal look
+            if has_come() or self.has_ended:
+                return True
+            if time.monotonic() < look:
+                return False
+            look = time.monotonic() + _POLL_S
+            return self.is_hopeless(missing)
+
+        with self.waiting(seconds):
+            if not comes_within(seconds, is_over) or not has_come():
+                raise RuntimeError("a rank failed" if self.is_hopeless(missing) else "the deadline has passed")
+
+    def is_hopeless(self, missing: Callable[[], Collection[int]] | None = None) -> bool:
+        """Whether a wait for the ranks that are `missing` (None: for any) should end before its deadline."""
+        if self.has_ended:
+            return True
+        now = time.monotonic()
+        for rank in self.dead():
+            self._dead_since.setdefault(rank, now)
+        failed = {rank for rank, since in self._dead_since.items() if now - since > _DEATH_GRACE_S}
+        failed |= {rank for rank, (_, since) in self._refusals.items() if now - since > _REFUSAL_GRACE_S}
+        return bool(failed and (missing is None or failed.intersection(missing())))
+
+    # Error broadcast.
+
+    def __enter__(self) -> None:
+        """A block that starts a collective step: what is refused in it with a ValueError is told to the peers, and
+        otherwise this rank takes part (again)."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.take_part()
+        elif isinstance(error, ValueError):
+            self._refuse(f"refused its batch: {error}")
+
+    def report(self, error: BaseException) -> None:
+        """Tells the peers that this rank has failed by itself and does not come to the step that they wait for."""
+        if not isinstance(error, DispatchTimeoutError) and self._key("refused", self.rank) not in _standing:
+            self._refuse(f"failed: {type(error).__name__}: {error}")
+
+    def _refuse(self, reason: str) -> None:
+        if self.size == 1:
+            return
+        key = self._key("refused", self.rank)
+        _standing.add(key)
+        try:
+            rendezvous_store().set(key, reason)
+            rendezvous_store().set(f"{self._prefix}/refusals", "")
+        except RuntimeError as error:
+            logger.error("rank %d could not tell the others that it failed: %s", self.rank, error)
+
+    def take_part(self) -> None:
+        """Withdraws what this rank has refused."""
+        if _standing and (key := self._key("refused", self.rank)) in _standing:
+            _standing.remove(key)
+            with suppress(RuntimeError):
+                rendezvous_store().set(key, "")
+
+    def refusals(self) -> dict[int, str]:
+        """Why other ranks do not take part at present, by rank, as it completes "rank 1 ...".
 
         Raises:
-            RuntimeError: the store cannot be reached.
+            RuntimeError: the store cannot be reached, and no process is known to have ended.
         """
-        return ask_store(self._call, CALL_S)
+        try:
+            return ask_store(self._read_refusals, _STORE_OF_THE_DEAD_S if self.dead() else _STORE_S)
+        except RuntimeError:
+            if not self.dead():
+                raise
+            return {rank: reason for rank, (reason, _) in self._refusals.items()}
+
+    def _read_refusals(self, store: dist.Store) -> dict[int, str]:
+        if not store.check([f"{self._prefix}/refusals"]):
+            return {}
+        keys = {rank: self._key("refused", rank) for rank in self.live if rank != self.rank}
+        found = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        return {rank: reason for rank, reason in found.items() if reason}
+
+    # The verdict.
+
+    def dead(self) -> list[int]:
+        """Ranks of the group whose processes are known to have ended."""
+        if self._processes is None or self._members is None:
+            return []
+        ended = self._processes.ended(self._members)
+        return [rank for rank in self.live if self._members[rank] in ended] if ended else []
+
+    def verdict(self) -> Verdict:
+        """After a wait that failed: which ranks failed; the same on every rank.
+
+        Raises:
+            RuntimeError: the store cannot be reached, and no process is known to have ended.
+        """
+        if not self.dead():
+            try:
+                return ask_store(self._ask, VERDICT_S)
+            except RuntimeError:
+                if not self.dead():
+                    raise
+        self.has_ended = True
+        own = Verdict(self._late, [], [], tuple(self.dead()))
+        with suppress(RuntimeError):
+            return ask_store(lambda store: self._settle(store, own), _STORE_OF_THE_DEAD_S)
+        return own
+
+    def error(self, story: str, cause: object, ranks: Sequence[int] | None = None) -> DispatchTimeoutError:
+        """The error for a wait that failed, with the failed ranks where they are known.
+
+        Args:
+            story: what did not happen.
+            cause: what the wait ended with.
+            ranks: how messages number the ranks of the group; None for their own numbers.
+        """
+        number: Callable[[int], int] = (lambda rank: rank) if ranks is None else ranks.__getitem__
+        try:
+            refusals = self.refusals()
+            if refusals:
+                reasons = "; ".join(f"rank {number(rank)} {reason}" for rank, reason in refusals.items())
+                return DispatchTimeoutError(f"{story}: {reasons}", [number(rank) for rank in refusals])
+            verdict = self.verdict()
+        except RuntimeError as error:
+            return DispatchTimeoutError(f"{story}, and the ranks' store cannot be reached ({error}): {cause}")
+        named = verdict._replace(
+            silent=[number(rank) for rank in verdict.silent],
+            elsewhere=[number(rank) for rank in verdict.elsewhere],
+            dead=tuple(number(rank) for rank in verdict.dead),
+        )
+        return DispatchTimeoutError(f"{story}: {named}: {cause}", named.failed_ranks)
 
     def listen(self, store: dist.Store) -> None:
-        """Answers once the roll is called."""
-        if not self.is_called and store.check([f"{self._prefix}/roll"]):
-            store.set(f"{self._prefix}/answer/{self.rank}", _WAITS if self._waiting else _LIVES)
-            self.is_called = True
+        """Answers once a rank asks who failed, and learns what other ranks refuse."""
+        if self.has_ended:
+            return
+        if self._processes is not None:
+            self.is_hopeless()  # from now on, the time since a death is known
+        if store.check([f"{self._prefix}/asked"]):
+            store.set(self._key("answer", self.rank), _WAITS if self._waiting else _LIVES)
+            self.has_ended = True
+        found = self._read_refusals(store)
+        now, known = time.monotonic(), self._refusals
+        self._refusals = {
+            rank: known[rank] if rank in known and known[rank][0] == reason else (reason, now)
+            for rank, reason in found.items()
+        }
+        for rank in self._refusals.keys() - known.keys() if self.logs_refusals else ():
+            logger.error("EP rank %d %s; this rank will wait for it in vain", rank, found[rank])
 
-    def _call(self, store: dist.Store) -> Verdict:
-        roll, verdict = f"{self._prefix}/roll", f"{self._prefix}/verdict"
-        store.set(f"{self._prefix}/answer/{self.rank}", _WAITS)
+    def _ask(self, store: dist.Store) -> Verdict:
+        asked = f"{self._prefix}/asked"
+        store.set(self._key("answer", self.rank), _WAITS)
         if self._late:
-            store.set(roll, _LATE)
+            store.set(asked, _LATE)
         else:
-            store.compare_set(roll, "", _BROKEN)
-        self.is_called = True
-        deadline = time.monotonic() + _ROLL_S
-        found = ""
-        while not found:
-            if store.check([verdict]):
-                found = store.get(verdict).decode()
-                break
-            answers = [self._answer(store, rank) for rank in range(self.size)]
-            if time.monotonic() > deadline or all(answer == _WAITS for answer in answers):
-                is_late = store.get(roll).decode() == _LATE
-                mine = json.dumps([is_late, *([r for r, a in enumerate(answers) if a == w] for w in ("", _LIVES))])
-                found = store.compare_set(verdict, "", mine).decode()
-            else:
-                time.sleep(_POLL_S)
-        return Verdict(*json.loads(found))
+            store.compare_set(asked, "", _BROKEN)
+        self.has_ended = True
+        deadline = time.monotonic() + _ANSWER_S
+        while not store.check([f"{self._prefix}/verdict"]):
+            answers = {rank: self._answer(store, rank) for rank in self.live}
+            dead = self.dead()
+            if dead or time.monotonic() > deadline or all(answer == _WAITS for answer in answers.values()):
+                is_late = store.get(asked).decode() == _LATE
+                silent, elsewhere = (
+                    [rank for rank, answer in answers.items() if answer == kind] for kind in ("", _LIVES)
+                )
+                return self._settle(store, Verdict(is_late, silent, elsewhere, tuple(dead)))
+            time.sleep(_POLL_S)
+        return self._settle(store, None)
+
+    def _settle(self, store: dist.Store, own: Verdict | None) -> Verdict:
+        """The first verdict of any rank."""
+        key = f"{self._prefix}/verdict"
+        found = store.get(key) if own is None else store.compare_set(key, "", json.dumps(own))
+        if own is not None:
+            store.compare_set(f"{self._prefix}/asked", "", _BROKEN)
+        late, silent, elsewhere, dead = json.loads(found.decode())
+        return Verdict(late, silent, elsewhere, tuple(dead))
 
     def _answer(self, store: dist.Store, rank: int) -> str:
-        key = f"{self._prefix}/answer/{rank}"
+        key = self._key("answer", rank)
         return store.get(key).decode() if store.check([key]) else ""
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"{self._prefix}/{kind}/{rank}"
+
+
+# Keys of what this process refuses at present; any backend of a group that takes part again withdraws the group's.
+_standing: set[str] = set()

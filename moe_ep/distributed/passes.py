@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from moe_ep.distributed.agreement import largest_over_ranks
+from moe_ep.distributed.exchange import largest_over_ranks
 from moe_ep.distributed.process_groups import LayerGroups
 from moe_ep.errors import check_at_least
 

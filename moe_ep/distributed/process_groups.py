@@ -1,41 +1,30 @@
-"""The process groups of a layer, and questions that their ranks ask each other."""
+"""The process groups of a layer."""
 
 from __future__ import annotations
 
-import functools
-import math
-import platform
 import weakref
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
-from moe_ep import env
 from moe_ep.config import FusedMoEParallelConfig
-from moe_ep.distributed.job_store import job_store, name_in_store
-from moe_ep.errors import DispatchTimeoutError, rank_list
+from moe_ep.distributed.exchange import gather_texts
+from moe_ep.distributed.failure_detection import FailureDetector, timeout_of
 
 # The subgroups created here, by the group that they divide and tp_size, so that all layers of a model share them.
 _tp_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-# The answers of a group's ranks, by question.
-_answers: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, tuple[Any, ...]]] = WeakKeyDictionary()
-# Subgroups that were made, by what their ranks call their meeting in the store.
-_num_made: Counter[str] = Counter()
 # The number that the latest group of these ranks of the default group was named by.
 _named_by: dict[tuple[int, ...], int] = {}
 
 
 class GroupReference:
-    """A process group that is not kept: calling this gives it.
+    """A weak reference to a process group; calling it returns the group.
 
-    `destroy_process_group` then ends a group and its threads while layers of it are still there. A thread of gloo's
-    that lets go of a tensor when Python has ended aborts the process.
+    So `destroy_process_group` ends a group and its threads although layers of it still exist. A thread of gloo's that
+    releases a tensor after Python has ended aborts the process.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -58,7 +47,7 @@ class GroupReference:
         raise TypeError(
             "a layer or backend over several ranks cannot be pickled, nor saved by torch.save or given to another "
             "process: a process group belongs to its process; save the layer's state_dict, and make the layer where "
-            "its ranks have met"
+            "its process group is"
         )
 
 
@@ -80,9 +69,18 @@ class LayerGroups:
     def tp(self) -> dist.ProcessGroup | None:
         return None if self._tp is None else self._tp()
 
+    def __enter__(self) -> None:
+        """A block of a pass, in which this rank tells the others what it fails with, so that their waits for it end."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            for group in (self._ep, self._tp):
+                if group is not None:
+                    FailureDetector.of(group()).report(error)
+
     @property
     def are_none(self) -> bool:
-        """Whether this rank is alone, or has not met the others yet."""
+        """Whether this rank is alone, or torch.distributed was not initialised yet."""
         return self._ep is None and self._tp is None
 
 
@@ -158,22 +156,6 @@ def layer_groups(
     return LayerGroups(group if sizes.use_ep else None, _tp_group(sizes, group))
 
 
-def answers_of_ranks(question: Hashable, mine: Any, process_group: dist.ProcessGroup | None = None) -> tuple[Any, ...]:
-    """The answers of the group's ranks to a question, by rank; when it is first asked, all ranks must call it.
-
-    Args:
-        question: the same on every rank. A rank's answer to it never changes.
-        mine: this rank's answer, anything that can be pickled.
-    """
-    group = process_group or dist.group.WORLD
-    known = _answers.setdefault(group, {})  # type: ignore[arg-type]
-    if question not in known:
-        answers = [mine] * dist.get_world_size(group)
-        dist.all_gather_object(answers, mine, group=group)
-        known[question] = tuple(answers)
-    return known[question]
-
-
 def subgroup(
     parent: dist.ProcessGroup,
     ranks: Sequence[int],
@@ -186,7 +168,7 @@ def subgroup(
 
     torch names a group that not all processes make by the number of groups that a process is in. Ranks that name it
     differently wait for each other in vain, and where groups were destroyed a name may come again. So a rank that is in
-    too few groups is in some of its own meanwhile.
+    too few groups makes some of its own first, and destroys them afterwards.
 
     Args:
         backend, timeout: as for `torch.distributed.new_group`; None for the default group's, and the parent's.
@@ -199,7 +181,11 @@ def subgroup(
     is_part = len(members) < dist.get_world_size()
     # Not in torch 2.11, where no group has another order.
     unsorted: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
-    num_missing = _groups_missing(parent, ranks, members) if is_part else 0
+    if is_part:
+        num_missing = _groups_missing(parent, ranks, members)
+    else:
+        gather_texts("making a group", "", parent)  # in C++, the death of a rank would not be noticed
+        num_missing = 0
     alone = [
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc="moe_ep_alone")
         for _ in range(num_missing)
@@ -220,62 +206,11 @@ def subgroup(
 
 def _groups_missing(parent: dist.ProcessGroup, ranks: Sequence[int], members: Sequence[int]) -> int:
     """How many groups this process is in too few, so that these ranks of the parent name their next one alike."""
-    store, seconds = job_store(), deadline_of(parent)
     present = len(dist.distributed_c10d._world.pg_names)
     least = max(present, _named_by.get(tuple(members), 0) + 1)
-    meeting = f"moe_ep/subgroup/{name_in_store(parent)}/{'_'.join(map(str, ranks))}"
-    prefix = f"{meeting}/{_num_made[meeting]}"
-    _num_made[meeting] += 1
-    store.set(f"{prefix}/{dist.get_rank(parent)}", str(least))
-    keys = [f"{prefix}/{rank}" for rank in ranks]
-    try:
-        store.wait(keys, timedelta(seconds=seconds))
-        agreed = max(int(store.get(key)) for key in keys)
-    except RuntimeError as error:
-        raise DispatchTimeoutError(
-            f"{rank_list(ranks)} of the layer's ranks did not all come within {seconds:g} s to make their group; make "
-            f"the layer on each of them: {error}"
-        ) from None
+    agreed = max(map(int, gather_texts("making a subgroup", str(least), parent, ranks=ranks)))
     _named_by[tuple(members)] = agreed
     return agreed - present
-
-
-def timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
-    """The shortest timeout of the group's transports, which groups of some of its ranks should have too."""
-    devices = [pair.partition(":")[0] for pair in dist.get_backend_config(process_group).split(",")]
-    options = [getattr(process_group._get_backend(torch.device(device)), "options", None) for device in devices]
-    return min((option._timeout for option in options if option is not None), default=None)
-
-
-def deadline_of(process_group: dist.ProcessGroup) -> float:
-    """Seconds that a step of the ranks may take: MOE_EP_DISPATCH_TIMEOUT_S, or the group's timeout if shorter."""
-    of_group = timeout_of(process_group)
-    return min(env.DISPATCH_TIMEOUT_S.get(), math.inf if of_group is None else of_group.total_seconds())
-
-
-@functools.cache
-def machine() -> str:
-    """What tells this machine from all others: its name, which several may have, and the number of its last boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
-
-
-def this_host() -> str:
-    """`machine`, followed by a number if MOE_EP_RANKS_PER_HOST makes one machine pass for several."""
-    ranks_per_host = env.RANKS_PER_HOST.get()
-    return f"{machine()}#{dist.get_rank() // ranks_per_host}" if ranks_per_host else machine()
-
-
-def hosts_of(process_group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
-    """The host of each of the group's ranks; on first use all ranks must call it."""
-    if not is_initialized():
-        return (machine(),)
-    return answers_of_ranks(("host", env.RANKS_PER_HOST.get()), this_host(), process_group)
-
-
-def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
-    """The number of machines that the group's ranks run on; on first use all ranks must call it."""
-    return len(set(hosts_of(process_group)))
 
 
 def _tp_group(sizes: FusedMoEParallelConfig, group: dist.ProcessGroup) -> dist.ProcessGroup | None:

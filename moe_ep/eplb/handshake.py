@@ -1,10 +1,10 @@
-"""How ranks agree while experts move: small exchanges on the CPU, beside everything that the model does.
+"""CPU-side consensus between ranks during an expert migration, over gloo connections separate from the model's.
 
-They run over gloo connections of their own, each with a deadline. What goes wrong on one rank becomes the same
-`EplbError` on all: the first that fails leaves its sentence in the store of the job, the others raise that sentence
-too, and a rank that waits for nothing finds it there.
+Each exchange has a deadline. What goes wrong on one rank becomes the same `EplbError` on all: the first rank that fails
+leaves its message in the store of the rendezvous, the others raise that message too, and a rank that waits for nothing
+finds it there.
 
-The failed ranks are found by `moe_ep.distributed.failure_detection`. A rank whose exchange fails ends its connections
+The failed ranks are found by `moe_ep.distributed.failure_detection`. A rank whose exchange fails closes its connections
 first, so that messages which wait for it fail too.
 """
 
@@ -15,20 +15,23 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from moe_ep.distributed.failure_detection import CALL_S, Roll
-from moe_ep.distributed.job_store import job_store, name_in_store
-from moe_ep.errors import EplbError
+from moe_ep.distributed.exchange import GlooExchange, gather_texts
+from moe_ep.distributed.failure_detection import VERDICT_S, FailureDetector
+from moe_ep.distributed.store import name_in_store, rendezvous_store
+from moe_ep.errors import DispatchTimeoutError, EplbError
 
 logger = logging.getLogger(__name__)
 
-_OTHERS_WORD_S = 2.0
-# Numbers for the channels of a group: they name keys in the store, which must not be met twice (`_next_prefix`).
+_OTHERS_ERROR_S = 2.0
+T = TypeVar("T")
+
+# Numbers for the channels of a group: they name keys in the store, which must not be used twice (`_next_prefix`).
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -41,7 +44,6 @@ class SideChannel:
 
     Attributes:
         rank, size: of this process in the group.
-        group: the connections; None for one process, and when closed. Others may use it between exchanges.
 
     Raises:
         EplbError: a rank did not take part in making it before the deadline.
@@ -51,27 +53,35 @@ class SideChannel:
         self.timeout_s = timeout_s
         self.rank, self.size = 0, 1
         self._error: EplbError | None = None
-        # Not on torch.distributed's list: a group of some ranks that is there cannot be ended and made again.
-        self.group: dist.ProcessGroup | None = None
+        self._connections: GlooExchange | None = None
         if process_group is not None:
             self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
             self._prefix = _next_prefix(process_group)
-            self._roll = Roll(self._prefix, self.rank, self.size)
-            deadline = timedelta(seconds=timeout_s)
+            members = dist.get_process_group_ranks(process_group)
+            self._detector = FailureDetector(self._prefix, self.rank, self.size, members)
             try:
-                store = dist.PrefixStore(f"{self._prefix}/gloo", job_store())
-                with self.waiting():
-                    # It has a group's methods.
-                    self.group = dist.ProcessGroupGloo(  # type: ignore[assignment]
-                        store, self.rank, self.size, deadline
-                    )
+                # First, since the connections are made in C++, where the death of a rank is not noticed.
+                with self._detector.waiting(timeout_s):
+                    self._wait_for_all(process_group)
+                self._connections = GlooExchange(f"{self._prefix}/gloo", self._detector, timeout_s)
             except RuntimeError as error:
                 raise self.too_late("their addresses", error) from None
+
+    def _wait_for_all(self, process_group: dist.ProcessGroup) -> None:
+        try:
+            gather_texts(self._prefix, "", process_group, timeout_s=self.timeout_s)
+        except DispatchTimeoutError as error:
+            raise RuntimeError(str(error)) from None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The connections, which others may use between exchanges; None for one process, and when closed."""
+        return None if self._connections is None else self._connections.group
 
     @property
     def verdict_s(self) -> float:
         """Seconds after which an exchange has ended on this rank or left its error."""
-        return self.timeout_s + CALL_S
+        return self.timeout_s + VERDICT_S
 
     def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
         """The values of every rank, by rank; int64, as many on each.
@@ -85,19 +95,18 @@ class SideChannel:
         """
         if self.size == 1:  # without a tensor, which torch.export would trace
             return [list(values)]
-        mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
-        table = [torch.empty_like(mine) for _ in range(self.size)]
-        self._wait(what, lambda group: group.allgather([table], [mine]))
-        return [row.tolist() for row in table]
+        return self._run(what, lambda connections: connections.table(values))
 
     def sum(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor, summed over ranks in place; raises as `gather` does."""
-        self._wait(what, lambda group: group.allreduce([tensor]))
+        if self.size > 1:
+            self._run(what, lambda connections: connections.start(lambda group: group.allreduce([tensor])))
         return tensor
 
     def broadcast(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor of rank 0, in place; raises as `gather` does."""
-        self._wait(what, lambda group: group.broadcast(tensor, root=0))
+        if self.size > 1:
+            self._run(what, lambda connections: connections.start(lambda group: group.broadcast(tensor, root=0)))
         return tensor
 
     def agree(self, what: str, **values: int) -> None:
@@ -121,7 +130,7 @@ class SideChannel:
         if self._error is None:
             if self.size > 1 and dist.is_initialized():
                 try:
-                    text = job_store().compare_set(f"{self._prefix}/error", "", text).decode() or text
+                    text = rendezvous_store().compare_set(f"{self._prefix}/error", "", text).decode() or text
                 except RuntimeError as error:
                     logger.error("the other ranks cannot be told that EPLB failed: %s", error)
             self._error = EplbError(text)
@@ -129,7 +138,7 @@ class SideChannel:
 
     def failed_elsewhere(self, text: str) -> EplbError:
         """The error to raise where other ranks know more: theirs, or this text if they leave none soon."""
-        deadline = time.monotonic() + _OTHERS_WORD_S
+        deadline = time.monotonic() + _OTHERS_ERROR_S
         while self.heard() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return self.failed(text)
@@ -139,7 +148,7 @@ class SideChannel:
         if self._error is None and self.size > 1 and dist.is_initialized():
             key = f"{self._prefix}/error"
             try:
-                store = job_store()
+                store = rendezvous_store()
                 if store.check([key]):
                     self._error = EplbError(store.get(key).decode())
             except RuntimeError as error:
@@ -155,26 +164,30 @@ class SideChannel:
         logger.info("EPLB: exchange of %s failed: %s", what, cause)
         text = f"the ranks could not exchange {what}"
         try:
-            verdict = self._roll.call()
+            verdict = self._detector.verdict()
         except RuntimeError:
             return self.failed(f"{text}; experts stay")
         return self.failed(f"{text}{f' within {self.timeout_s:g} s' if verdict.late else ''}: {verdict}; experts stay")
 
+    def is_hopeless(self) -> bool:
+        """Whether a wait for other ranks should end before its deadline, since one of them has failed."""
+        return self.size > 1 and self._detector.is_hopeless()
+
     def waiting(self) -> AbstractContextManager[None]:
         """Around a wait for other ranks outside of exchanges, until the same deadline."""
-        return self._roll.waiting(self.timeout_s) if self.size > 1 else nullcontext()
+        return self._detector.waiting(self.timeout_s) if self.size > 1 else nullcontext()
 
     def close(self) -> None:
         """Ends the connections; exchanges of ranks that have not closed their ends fail at once."""
-        self.group = None
+        if self._connections is not None:
+            self._connections.close()
 
-    def _wait(self, what: str, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
-        if self.size == 1:
-            return
-        if self.group is None:
+    def _run(self, what: str, exchange: Callable[[GlooExchange], T]) -> T:
+        connections = self._connections
+        if connections is None or connections.group is None:
             raise self.failed(f"{what} was to be exchanged by a closed channel")
         try:
-            self._roll.wait_for(start(self.group), self.timeout_s)
+            return exchange(connections)
         except RuntimeError as error:
             raise self.too_late(what, error) from None
 
@@ -186,7 +199,7 @@ def _next_prefix(process_group: dist.ProcessGroup) -> str:
     """
     numbers = _numbers.setdefault(process_group, itertools.count())
     prefixes = (f"moe_ep/eplb/{name_in_store(process_group)}/{number}" for number in numbers)
-    return next(prefix for prefix in prefixes if not job_store().check([f"{prefix}/error"]))
+    return next(prefix for prefix in prefixes if not rendezvous_store().check([f"{prefix}/error"]))
 
 
 def _shown(value: int) -> str:

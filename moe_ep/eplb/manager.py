@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from moe_ep.distributed.at_exit import close_at_exit
 from moe_ep.distributed.passes import moe_layers
+from moe_ep.distributed.store import close_at_exit
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import EplbTotals, Event, Listener, PlanReport
 from moe_ep.eplb.handshake import SideChannel

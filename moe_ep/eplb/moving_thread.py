@@ -1,4 +1,4 @@
-"""The thread that carries out rearrangements, and between them hears what other ranks have to say."""
+"""The thread that carries out rearrangements, and looks for errors of other ranks between them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MovingThread:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Returns when the thread has ended, or will at once: it may be the one that collects what nobody has."""
+        """Returns when the thread has ended, or will at once: it may itself collect this object as garbage."""
         self.is_open = False
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:

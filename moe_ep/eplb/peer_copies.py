@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ep.distributed.process_groups import machine
+from moe_ep.distributed.liveness import machine
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves
 from moe_ep.eplb.packing import ExpertRows

@@ -2,7 +2,7 @@
 
 A commit must come after the same step on every rank, and the ranks learn which step that is while they go on. So a rank
 that announces its present step also promises not to begin step `present + margin` before it knows the answer; the
-answer is the largest present step and the margin, which nobody has passed. Ranks that are as fast as the exchange of
+answer is the largest present step and the margin, which no rank has passed. Ranks that are as fast as the exchange of
 two numbers never wait.
 """
 
@@ -77,7 +77,7 @@ class StepGate:
         """Waits for the commit to be made, which takes as long as the model stands still; False at the limit.
 
         Raises:
-            EplbError: somebody called `fail`.
+            EplbError: `fail` was called.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._due is None or self._error is not None, limit_s)

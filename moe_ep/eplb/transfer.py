@@ -33,6 +33,7 @@ class MessageTransport:
         group: says which the EP ranks' group is, used by nobody else at the same time; None for one rank, or when it is
             closed.
         timeout_s: deadline of one layer.
+        is_hopeless: says whether a rank has failed, so that no message will come from it.
         left: where `close` leaves the group for another transport, by timeout, unless messages are under way in it;
             None where it is the caller's.
     """
@@ -41,9 +42,10 @@ class MessageTransport:
         self,
         group: Callable[[], dist.ProcessGroup | None],
         timeout_s: float,
+        is_hopeless: Callable[[], bool] = lambda: False,
         left: dict[float, dist.ProcessGroup] | None = None,
     ) -> None:
-        self._group, self._timeout_s, self._left = group, timeout_s, left
+        self._group, self._timeout_s, self._is_hopeless, self._left = group, timeout_s, is_hopeless, left
         self._under_way = False
 
     def connect(self, device: torch.device) -> None:
@@ -96,7 +98,7 @@ class MessageTransport:
             if sends or receives:
                 _finish(self._start(sends, receives), experts.device, deadline)
             stamps |= {row: _stamp(stamp, expert) for expert, row, *_ in part.receives}
-        _wait_for_device(experts.device, deadline)
+        _wait_for_device(experts.device, deadline, self._is_hopeless)
         self._under_way = False
         return not stamps or intact(rows[: moves.num_rows], stamps)
 
@@ -205,9 +207,11 @@ def _stamp(stamp: int, expert: int) -> int:
     return (stamp << _EXPERT_BITS) + expert
 
 
-def wait_for_event(event: torch.cuda.Event, deadline: float) -> None:
+def wait_for_event(event: torch.cuda.Event, deadline: float, is_hopeless: Callable[[], bool] = lambda: False) -> None:
     """Waits for an event and leaves the interpreter to other threads; TimeoutError at the deadline (time.monotonic)."""
     while not event.query():
+        if is_hopeless():
+            raise RuntimeError("a rank failed")
         if time.monotonic() > deadline:
             raise TimeoutError("the GPU did not get there")
         time.sleep(_SLEEP_S)
@@ -222,9 +226,9 @@ def _finish(works: Sequence[dist.Work], device: torch.device, deadline: float) -
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
 
 
-def _wait_for_device(device: torch.device, deadline: float) -> None:
+def _wait_for_device(device: torch.device, deadline: float, is_hopeless: Callable[[], bool]) -> None:
     """Waits for the current stream, at most until the deadline."""
     if device.type == "cuda":
         event = torch.cuda.Event()
         event.record()
-        wait_for_event(event, deadline)
+        wait_for_event(event, deadline, is_hopeless)

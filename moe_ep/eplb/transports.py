@@ -70,10 +70,10 @@ def choose_transport(
                 raise BackendUnavailableError(f"transport 'peer_copies' cannot be had here: {error}") from None
             logger.info("EPLB moves experts by messages: %s", error)
     if ep_group is None or device.type != "cuda":
-        return MessageTransport(lambda: channel.group, timeout_s)
+        return MessageTransport(lambda: channel.group, timeout_s, channel.is_hopeless)
     left = _left.setdefault(ep_group, {})
     group = _nccl_group(channel, ep_group, timeout_s, left)
-    messages = MessageTransport(lambda: group, timeout_s, left)
+    messages = MessageTransport(lambda: group, timeout_s, channel.is_hopeless, left)
     messages.connect(device)
     return messages
 

@@ -16,11 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from moe_ep import env
-from moe_ep.distributed.agreement import share_board
-from moe_ep.distributed.at_exit import close_at_exit
-from moe_ep.eplb.handshake import SideChannel
-from moe_ep.errors import ConfigError, DispatchTimeoutError, EplbError
+from moe_ep.distributed.exchange import open_exchange
+from moe_ep.errors import ConfigError, DispatchTimeoutError
 
 if TYPE_CHECKING:
     from moe_ep.hf.steps import StepCoordinator
@@ -41,15 +38,14 @@ class Line:
     Attributes:
         turn: held by the thread that makes a step. Ranks make their collective calls in one order, and no rank knows
             which thread of another has a pass to make: so those of a rank wait for each other.
-        channel, board: by which the ranks exchange numbers; no board where they cannot share memory.
+        rank, size: of this process in the group.
+        peers: by which the ranks exchange numbers; None for this process alone.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.turn = threading.RLock()
-        self.channel = SideChannel(process_group, env.DISPATCH_TIMEOUT_S.get())
-        close_at_exit(self.channel)
-        # A collective of gloo would take longer than a decoding step of a small model.
-        self.board = None if process_group is None else share_board(process_group, _WIDTH)
+        self.peers = None if process_group is None else open_exchange(process_group, _WIDTH)
+        self.rank, self.size = (0, 1) if self.peers is None else (self.peers.rank, self.peers.size)
         # Blocks of requests that threads of this rank have open, and whether a thread serves for all behind the last.
         self._blocks, self._is_served, self._counting = 0, False, threading.Lock()
         # Whether a block has ended that counts on another one's end.
@@ -135,14 +131,13 @@ class Line:
             DispatchTimeoutError: a rank did not come to the step before the deadline.
         """
         mine = [first, second, third]
+        if self.peers is None:
+            return [mine]
         try:
-            if self.board is not None:
-                return self.board.gather(mine, "the next step")
-            return self.channel.gather("what they bring to the next step", mine)
-        except (DispatchTimeoutError, EplbError) as error:
-            # The channel is balancing's; here no experts were to move.
+            return self.peers.gather("what they bring to the next step", mine)
+        except DispatchTimeoutError as error:
             raise DispatchTimeoutError(
-                f"{str(error).removesuffix('; experts stay')}; a rank that has no pass to make serves the others: "
-                f"call moe_ep.serve, or make passes in a moe_ep.serving block",
-                getattr(error, "ranks", ()),
+                f"{error}; a rank that has no pass to make serves the others: call moe_ep.serve, or make passes in a "
+                f"moe_ep.serving block",
+                error.ranks,
             ) from None

@@ -87,11 +87,11 @@ class StepCoordinator:
 
     @property
     def rank(self) -> int:
-        return self.line.channel.rank
+        return self.line.rank
 
     @property
     def size(self) -> int:
-        return self.line.channel.size
+        return self.line.size
 
     def begin(self, num_tokens: int | None, *, can_replay: bool = False) -> Step | None:
         """Agrees on the next step; None, and no step, where no rank has tokens. `end` ends it. Until it is this model's

@@ -384,16 +384,15 @@ class FusedMoE(MoELayer):
                 CUDA-graph capture, T above the capacity.
             RuntimeError: the weights are only partly loaded, or an input requires a gradient.
         """
-        inputs: Any
-        if topk_weights is None and topk_ids is None:
-            name, inputs = "moe_forward", (router_logits,)
-            check_tensors(hidden_states=hidden_states, router_logits=router_logits)
-        elif router_logits is not None:
-            raise ValueError("router_logits is given together with topk_weights or topk_ids; pass one or the other")
-        else:
+        inputs: Any = (router_logits,)
+        name, is_routed = "moe_forward", not (topk_weights is None and topk_ids is None)
+        if is_routed:
             name, inputs = "moe_forward_routed", (topk_weights, topk_ids)
-            check_tensors(hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids)
-        check_no_gradients(f"the experts of {self.layer_name}", hidden_states, *inputs[:1])
+        if torch.compiler.is_compiling():
+            self._check_given(hidden_states, router_logits, topk_weights, topk_ids)
+        else:
+            with self.groups:
+                self._check_given(hidden_states, router_logits, topk_weights, topk_ids)
         if self.shared_experts is None:
             return operator(name, self.layer_name)(hidden_states, *inputs, self.layer_name)
         shared, routed = operator(f"{name}_shared", self.layer_name)(hidden_states, *inputs, self.layer_name)
@@ -401,6 +400,23 @@ class FusedMoE(MoELayer):
         if self.dispatch_config.reduce_results or self.dispatcher.takes_complete_terms:
             routed = routed + shared
         return routed
+
+    def _check_given(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        topk_ids: torch.Tensor | None,
+    ) -> None:
+        if topk_weights is None and topk_ids is None:
+            given = {"router_logits": router_logits}
+        elif router_logits is not None:
+            raise ValueError("router_logits is given together with topk_weights or topk_ids; pass one or the other")
+        else:
+            given = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+        check_tensors(hidden_states=hidden_states, **given)
+        first: Any = next(iter(given.values()))
+        check_no_gradients(f"the experts of {self.layer_name}", hidden_states, first)
 
     def forward_impl(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
@@ -418,19 +434,20 @@ class FusedMoE(MoELayer):
     def _run(
         self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        self.check_loaded()
-        if self.parallel_config.spans_ranks:
-            self._check_not_broadcast()
-        self._drop_stale_kernels()
-        self.check_rows("hidden_states", hidden_states)
-        try:
-            router.check(hidden_states, *inputs)
-        except ValueError as error:
-            raise ValueError(f"{error}, of the layer {self.layer_name}") from None
-        shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs)
-        if self.dispatch_config.reduce_results:
-            routed = self.dispatcher.all_reduce(routed)
-        return routed if shared is None else (shared.contiguous(), routed)
+        with self.groups:
+            self.check_loaded()
+            if self.parallel_config.spans_ranks:
+                self._check_not_broadcast()
+            self._drop_stale_kernels()
+            self.check_rows("hidden_states", hidden_states)
+            try:
+                router.check(hidden_states, *inputs)
+            except ValueError as error:
+                raise ValueError(f"{error}, of the layer {self.layer_name}") from None
+            shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs)
+            if self.dispatch_config.reduce_results:
+                routed = self.dispatcher.all_reduce(routed)
+            return routed if shared is None else (shared.contiguous(), routed)
 
     def forward_impl_chunked(
         self, full_hidden_states: torch.Tensor, full_router_logits: torch.Tensor

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
-from moe_ep.distributed.process_groups import answers_of_ranks, num_hosts
+from moe_ep.distributed.exchange import answers_of_ranks, num_hosts
 from moe_ep.errors import BackendUnavailableError, ConfigError
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -59,7 +59,7 @@ def _best(moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -
     if moe_config.ep_size == 1:
         return "no_ep", "one rank holds every expert"
     if not (torch.cuda.is_available() and dist.is_initialized() and "nccl" in _backend_names(process_group)):
-        return "all_to_all", "no NCCL between the ranks; exact sizes, a token travels once to each destination rank"
+        return "all_to_all", "no NCCL between the ranks; exact sizes, a token is sent once to each destination rank"
     capacity, is_small = moe_config.max_num_tokens, moe_config.max_num_tokens <= DECODE_MAX_NUM_TOKENS
     bound = "at most" if is_small else "above"
     size = f"a capacity of {capacity} tokens per rank ({bound} {DECODE_MAX_NUM_TOKENS})"

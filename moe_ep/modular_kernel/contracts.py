@@ -1,4 +1,4 @@
-"""The two contracts of a MoE layer, the structs that travel between them, and the two activation formats.
+"""The two contracts of a MoE layer, the structs that pass between them, and the two activation formats.
 
 A dispatch backend moves rows between ranks, experts compute them, and neither knows the other. Each contract has two
 forms. `Dispatcher` and `Experts` take and return structs, and what the combine needs travels in an explicit handle:
@@ -132,7 +132,7 @@ class Pending(NamedTuple, Generic[Result]):
 
     Attributes:
         wait: waits for the data, on a GPU in stream order of the stream that is current then; may be called again.
-        receive: returns the result, after waiting if nobody did; may be called once.
+        receive: returns the result, after waiting if that was not done; may be called once.
         start: sends what was not sent yet. `wait` and `receive` do so too.
     """
 

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 
-from moe_ep.distributed.process_groups import machine
+from moe_ep.distributed.exchange import gather_texts
+from moe_ep.distributed.liveness import machine
 from moe_ep.errors import MoeEpError
 from moe_ep.observability.stages import Listener, listening
 
@@ -100,10 +101,8 @@ def _clock_difference_us(group: dist.ProcessGroup | None) -> float:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return 0.0
     dist.barrier(group)
-    mine = (machine(), time.time_ns())
-    everybody: list[tuple[str, int]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, mine, group=group)
-    first = everybody[0]
+    mine = [machine(), time.time_ns()]
+    first = json.loads(gather_texts("clocks", json.dumps(mine), group)[0])
     return 0.0 if mine[0] == first[0] else (mine[1] - first[1]) / 1e3
 
 

@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from moe_ep.distributed.waiting import comes_within
+from moe_ep.distributed.failure_detection import comes_within
 from moe_ep.launch.cli.main import make_parser
 from tests.launch.jobs import all_end
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from moe_ep.dispatch.nvshmem import kernels
-from moe_ep.dispatch.nvshmem.kernels import KERNELS, RECEIVE, SEND
-from moe_ep.dispatch.nvshmem.layout import BatchLayout
-from moe_ep.dispatch.nvshmem.low_latency_setup import local_indices
+from moe_ep.dispatch.nvshmem import low_latency
+from moe_ep.dispatch.nvshmem.low_latency import KERNELS, RECEIVE, SEND, BatchLayout, local_indices
 from tests.dispatch.backend_cases import Case, Setting, expected_output, expert, make_setting
 from tests.dispatch.emulated_gpu import Session, compile_kernels
 
@@ -133,7 +131,7 @@ class Decode(Session):
 
     def _queue_dispatch(self, batch: Batch) -> None:
         rows, _, weights = batch.setting.inputs[batch.setting.rank]
-        params = kernels.dispatch_type(self.num_ranks)(
+        params = low_latency.dispatch_type(self.num_ranks)(
             common=self._common(batch),
             rows=rows.data_ptr(),
             weights=weights.data_ptr(),
@@ -149,7 +147,7 @@ class Decode(Session):
         self._queue_halves(batch.setting.rank, "low_latency_dispatch", params)
 
     def _queue_combine(self, batch: Batch) -> None:
-        params = kernels.combine_type(self.num_ranks)(
+        params = low_latency.combine_type(self.num_ranks)(
             common=self._common(batch),
             results=batch.results.data_ptr(),
             positions=batch.positions.data_ptr(),
@@ -172,8 +170,8 @@ class Decode(Session):
     def _common(self, batch: Batch) -> ctypes.Structure:
         rank, num_ranks = batch.setting.rank, self.num_ranks
         inputs = batch.setting.inputs[rank]
-        return kernels.common_type(num_ranks)(
-            buffers=kernels.buffers_type(num_ranks)(
+        return low_latency.common_type(num_ranks)(
+            buffers=low_latency.buffers_type(num_ranks)(
                 peers=(ctypes.c_uint64 * num_ranks)(*(self.memory[r].data_ptr() for r in range(num_ranks))),
                 pes=(ctypes.c_int * num_ranks)(*range(num_ranks)),
                 reachable=2**num_ranks - 1,

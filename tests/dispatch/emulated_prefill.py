@@ -16,9 +16,10 @@ import torch
 
 from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.dispatch.nvshmem import arena, high_throughput
-from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Block, Layout
+from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, Block, Layout
 from moe_ep.dispatch.placement import Placement
 from moe_ep.dispatch.torch_distributed import owners_of
+from moe_ep.distributed.failure_detection import FailureDetector
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.modular_kernel.contracts import Dispatched
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNoOP
@@ -34,7 +35,6 @@ from tests.dispatch.backend_cases import (
     run_experts,
 )
 from tests.dispatch.emulated_gpu import Session, compile_kernels
-from tests.dispatch.ranks_of_threads import NoNotes
 
 # More than one group of columns with a scale, the last not full.
 HIDDEN, TOPK, CAPACITY = 272, 4, 7
@@ -119,8 +119,9 @@ class Prefill(Session):
             high_throughput.HighThroughputPrepareFinalize
         )
         config = make_setting(self.draw_case(), rank, self.num_ranks).config
-        ranks: Any = SimpleNamespace(rank=rank, size=self.num_ranks, ep_ranks=range(self.num_ranks), notes=NoNotes())
-        ranks.taking_part = nullcontext
+        ranks: Any = SimpleNamespace(
+            rank=rank, size=self.num_ranks, ep_ranks=range(self.num_ranks), detector=FailureDetector("", 0, 1)
+        )
         ranks.wait_for_sizes = lambda name, have_come: None  # programs wait, so that others may run meanwhile
         order: Any = nullcontext()
         order.device = torch.device("cpu")
@@ -135,7 +136,7 @@ class Prefill(Session):
             parts.rows.view(torch.uint8).fill_(_POISON)
         backend.moe_config, backend.quant_config, backend.ranks = config, None, ranks
         backend.placement = Placement(owners_of(config), rank)
-        backend._block = backend._meeting = block
+        backend._block = backend._memory = block
         backend._layout, backend.num_sms, backend.exact_rows = self.layout, self.num_sms, not self.replays
         backend._kernels = {name: SimpleNamespace(launch=self._launch(rank, name)) for name in KERNELS}
         if self.replays:

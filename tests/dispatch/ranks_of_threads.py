@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +15,7 @@ import torch
 
 from moe_ep.dispatch import torch_distributed
 from moe_ep.dispatch.rank_group import HostCopy, RankGroup
-from moe_ep.distributed.failure_detection import Roll
+from moe_ep.distributed.failure_detection import FailureDetector
 from moe_ep.modular_kernel.contracts import Pending
 
 _TIMEOUT_S = 120.0
@@ -37,13 +36,6 @@ class Board:
         return found
 
 
-class NoNotes(nullcontext):
-    """Notes that nobody reads."""
-
-    def read(self) -> dict[int, str]:
-        return {}
-
-
 class Group(RankGroup):
     """One thread's RankGroup."""
 
@@ -51,8 +43,7 @@ class Group(RankGroup):
         self.board, self.rank, self.size, self.timeout_s = board, rank, size, _TIMEOUT_S
         self._group: Any = lambda: None
         self.ep_ranks = range(size)
-        self.notes: Any = NoNotes()
-        self.roll = Roll("", 0, 1)
+        self.detector = FailureDetector("", 0, 1)
         self.have_agreed = False
 
     def steps(self, name: str, device: torch.device) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS
+from moe_ep.dispatch.nvshmem.high_throughput import KERNELS
 from tests.dispatch.emulated_gpu import COMPILER
 from tests.dispatch.emulated_prefill import Prefill, compile_prefill
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +15,23 @@ from moe_ep.bench.cost_model import Machine, predict
 from moe_ep.bench.geometries import preset
 from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.dispatch.nvshmem import arena, order
-from moe_ep.dispatch.nvshmem.backend import facts_of
-from moe_ep.dispatch.nvshmem.channel import latest
-from moe_ep.dispatch.nvshmem.device_api import device_archive
-from moe_ep.dispatch.nvshmem.faults import FailureRecord
+from moe_ep.dispatch.nvshmem.backend import FailureRecord, shared_settings
 from moe_ep.dispatch.nvshmem.high_throughput import HighThroughputPrepareFinalize
-from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
-from moe_ep.dispatch.nvshmem.layout import BatchLayout
-from moe_ep.dispatch.nvshmem.low_latency import LowLatencyPrepareFinalize
-from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, layout_of, local_indices
-from moe_ep.dispatch.nvshmem.meeting import agree, meet
+from moe_ep.dispatch.nvshmem.kernels import device_archive, kernel_source
+from moe_ep.dispatch.nvshmem.low_latency import (
+    KERNELS,
+    BatchLayout,
+    LowLatencyPrepareFinalize,
+    Tuning,
+    latest,
+    layout_of,
+    local_indices,
+)
+from moe_ep.distributed.exchange import check_agreement
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.kernels import jit
 from tests.dispatch.backend_cases import Case, make_setting
+from tests.ranks import ranks
 
 DEEPSEEK = BatchLayout(num_ranks=8, capacity=128, hidden_size=7168, topk=8, fp8=False)
 DEEPSEEK_CASE = Case(hidden_size=7168, topk=8, num_experts=256, capacity=128, dtype=torch.bfloat16)
@@ -125,39 +130,6 @@ def test_experts_of_a_rank_are_numbered_in_the_order_of_their_ids() -> None:
     assert local_indices(torch.tensor([0, 1, 0, 2, 1, 1])).tolist() == [0, 0, 1, 0, 1, 2]
 
 
-class OthersStore:
-    """A store in which the ranks of `texts` have left theirs already."""
-
-    def __init__(self, texts: dict[int, str]) -> None:
-        self.texts = texts
-
-    def set(self, key: str, text: str) -> None:
-        self.texts[int(key.rsplit("/")[-1])] = text
-
-    def check(self, keys: list[str]) -> bool:
-        return all(int(key.rsplit("/")[-1]) in self.texts for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.texts[int(key.rsplit("/")[-1])].encode()
-
-
-@pytest.fixture
-def others(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """This is rank 0; what the other ranks have left in the store."""
-    texts: dict[int, str] = {}
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: OthersStore(texts))
-    return texts
-
-
-def test_ranks_that_differ_are_named(others: dict[int, str]) -> None:
-    others.update({1: "E = 8\ndtype = bf16\nC = 4", 2: "E = 8\ndtype = bf16\nC = 5"})
-    with pytest.raises(ValueError, match="name: the ranks are configured differently") as raised:
-        agree("name", range(3), {"E": 8, "dtype": "f16", "C": 4})
-    assert "dtype is f16 on rank 0, bf16 on rank 1 2; C is 4 on rank 0 1, 5 on rank 2; make" in str(raised.value)
-    agree("name", (0, 1), {"E": 8, "dtype": "bf16", "C": 4})
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -170,47 +142,24 @@ def test_ranks_that_differ_are_named(others: dict[int, str]) -> None:
         ({"fp8": True}, "rows on the wire is torch.bfloat16 on rank 0, e4m3 on rank 1"),
     ],
 )
-def test_what_ranks_must_agree_on(others: dict[int, str], change: dict[str, object], named: str) -> None:
+def test_what_ranks_must_agree_on(change: dict[str, object], named: str) -> None:
+    assert all(named in message for message in ranks(2).run(disagree, change))
+
+
+def disagree(rank: int, world_size: int, change: dict[str, Any]) -> str:
     case = Case(hidden_size=128, dtype=torch.bfloat16)
-    facts = [
-        facts_of(make_setting(each, 0, 2).config, fp8=each.fp8, device_api=False, batches_in_flight=2)
-        for each in (case, replace(case, **change))
-    ]
-    others.update({1: "\n".join(f"{key} = {value}" for key, value in facts[1].items())})
+    case = replace(case, **change) if rank == 1 else case
+    config = make_setting(case, rank, world_size).config
     with pytest.raises(ValueError, match="the ranks are configured differently") as raised:
-        agree("name", range(2), facts[0])
-    assert named in str(raised.value)
-
-
-def test_ranks_that_do_not_come_are_named(others: dict[int, str]) -> None:
-    others.update({2: "here"})
-    assert meet("name", (0, 2), "I") == ["I", "here"]
-    with pytest.raises(DispatchTimeoutError, match=r"name: ranks 1, 3 of the default group did not come") as raised:
-        meet("name", range(4), timeout_s=0.01)
-    assert raised.value.ranks == (1, 3)
-
-
-def test_a_meeting_waits_for_late_ranks_and_is_not_mistaken_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: dict[str, str] = {}
-    waited: list[bool] = []
-
-    def check(keys: list[str]) -> bool:
-        waited.append(True)
-        if len(waited) % 3 == 0:  # rank 1 comes
-            left[keys[-1]] = f"{len(waited)}"
-        return all(key in left for key in keys)
-
-    store = SimpleNamespace(set=left.__setitem__, check=check, get=lambda key: left[key].encode())
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    assert [meet("late", (0, 1), "I") for _ in range(2)] == [["I", "3"], ["I", "6"]]
+        check_agreement("name", shared_settings(config, fp8=case.fp8, device_api=False, batches_in_flight=2))
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("all_come", [True, False])
 def test_symmetric_memory_is_given_back_where_all_ranks_come(monkeypatch: pytest.MonkeyPatch, all_come: bool) -> None:
     done: list[object] = []
 
-    def meeting(name: str, ranks: list[int]) -> None:
+    def gather_texts(name: str) -> None:
         if not all_come:
             raise DispatchTimeoutError("rank 1 did not come", [1])
 
@@ -224,8 +173,8 @@ def test_symmetric_memory_is_given_back_where_all_ranks_come(monkeypatch: pytest
     runtime._give_back = lambda blocks: arena._Runtime._give_back(runtime, blocks)
     runtime.close = lambda: arena._Runtime.close(runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(arena, "meet", meeting)
-    monkeypatch.setattr(arena.device_api, "stop", lambda: done.append("stop"))
+    monkeypatch.setattr(arena, "gather_texts", gather_texts)
+    monkeypatch.setattr(arena.kernels, "stop_device_library", lambda: done.append("stop"))
     monkeypatch.setattr(arena, "_the_runtime", runtime)
     arena.SymmetricArena.close()
     arena.SymmetricArena.close()
@@ -233,10 +182,11 @@ def test_symmetric_memory_is_given_back_where_all_ranks_come(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("refusals", "reason"), [({}, "it is dead, stuck or late"), ({2: "too much"}, "rank 2 refused its batch: too much")]
+    ("refusals", "reason"),
+    [({}, "it is dead, stuck or late"), ({2: "refused its batch: too much"}, "rank 2 refused its batch: too much")],
 )
 def test_a_failed_wait_names_ranks_phase_and_batch(refusals: dict[int, str], reason: str) -> None:
-    group = SimpleNamespace(rank=0, size=4, ep_ranks=range(4), notes=SimpleNamespace(read=lambda: refusals))
+    group = SimpleNamespace(rank=0, size=4, ep_ranks=range(4), detector=SimpleNamespace(refusals=lambda: refusals))
     record = FailureRecord(group, 0.5, torch.zeros(7, dtype=torch.int32))
     record.check()
     record.words[:] = torch.tensor([1, 2, 77, 0, 0, 1, 1])
@@ -253,7 +203,7 @@ def test_a_failed_wait_is_told_where_notes_cannot_be_read() -> None:
     def read() -> dict[int, str]:
         raise RuntimeError("gone")
 
-    group = SimpleNamespace(rank=1, size=2, ep_ranks=range(2), notes=SimpleNamespace(read=read))
+    group = SimpleNamespace(rank=1, size=2, ep_ranks=range(2), detector=SimpleNamespace(refusals=read))
     record = FailureRecord(group, 0.5, torch.tensor([1, 1, -1, 1, 0], dtype=torch.int32))
     story = r"dispatch of batch 4294967295 did not finish on EP rank 1: .*; the ranks' store cannot be reached \(gone"
     with pytest.raises(DispatchTimeoutError, match=story):

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.dispatch.nvshmem import channel, high_throughput_block
+from moe_ep.dispatch.nvshmem import high_throughput, low_latency
 from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena, _is_joined
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize
-from moe_ep.dispatch.nvshmem.channel import Channel
-from moe_ep.dispatch.nvshmem.high_throughput_block import Block, Layout
-from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
+from moe_ep.dispatch.nvshmem.high_throughput import Block, Layout
+from moe_ep.dispatch.nvshmem.low_latency import BATCHES_IN_FLIGHT, BatchLayout, Channel
+from moe_ep.distributed.failure_detection import FailureDetector
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import jit
 
 NUM_RANKS, RANK = 3, 1
-GROUP: Any = SimpleNamespace(rank=RANK, size=NUM_RANKS, group=None)
+GROUP: Any = SimpleNamespace(rank=RANK, size=NUM_RANKS, group=None, detector=FailureDetector("", 0, 1))
 DECODE = BatchLayout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=False)
 PREFILL = Layout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=False, batches_in_flight=2)
 
@@ -47,14 +47,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **options: zeros(*args, **options))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [4, 5, 6])
-    for module in (channel, high_throughput_block):
-        monkeypatch.setattr(module, "meet", lambda name, members, text="": [text] * len(members))
+    for module in (low_latency, high_throughput):
+        monkeypatch.setattr(module, "gather_texts", lambda name, text, group, ranks=None: [text] * NUM_RANKS)
 
 
 def test_batches_of_decode_have_memory_of_their_own() -> None:
     arena: Any = Arena()
-    made = Channel(arena, DECODE, GROUP, [4, 5, 6])
+    made = Channel(arena, DECODE, GROUP)
     for batch in range(BATCHES_IN_FLIGHT):
         start = batch * DECODE.batch_bytes
         common = made.common(batch)
@@ -72,7 +71,7 @@ def test_batches_of_decode_have_memory_of_their_own() -> None:
 
 def test_a_batch_of_decode_takes_the_first_free_set_of_buffers() -> None:
     arena: Any = Arena()
-    made = Channel(arena, DECODE, GROUP, [4, 5, 6])
+    made = Channel(arena, DECODE, GROUP)
     assert [made.take(), made.take()] == [0, 1]
     with pytest.raises(RuntimeError, match="2 batches are between prepare and finalize"):
         made.take()
@@ -90,9 +89,9 @@ def test_a_batch_of_decode_takes_the_first_free_set_of_buffers() -> None:
 def test_decode_needs_all_memory_mapped_or_the_device_library() -> None:
     arena: Any = Arena(reaches=(1, 2))
     with pytest.raises(BackendUnavailableError, match="EP rank 1 cannot map the memory of 0 on its own host"):
-        Channel(arena, DECODE, GROUP, [4, 5, 6])
+        Channel(arena, DECODE, GROUP)
     layout = BatchLayout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=False, device_api=True)
-    buffers = Channel(arena, layout, GROUP, [4, 5, 6]).common(1).buffers
+    buffers = Channel(arena, layout, GROUP).common(1).buffers
     assert buffers.peers[0] == 0 and buffers.peers[2] == arena.address(2) + layout.batch_bytes
     assert buffers.reachable == 0b110
 
@@ -174,10 +173,10 @@ def test_prefill_needs_all_memory_mapped() -> None:
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_layers_of_one_shape_share_memory_that_all_ranks_have(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     arena, others = Arena(), "has"
-    for module in (channel, high_throughput_block):
-        monkeypatch.setattr(module, "agree", lambda name, members, facts: None)
-        monkeypatch.setattr(module, "meet", lambda name, members, text="": [text, others, text])
-    monkeypatch.setattr(high_throughput_block.arena.SymmetricArena, "of", lambda group: arena)
+    for module in (low_latency, high_throughput):
+        monkeypatch.setattr(module, "check_agreement", lambda name, settings, group: None)
+        monkeypatch.setattr(module, "gather_texts", lambda name, text, group: [text, others, text])
+    monkeypatch.setattr(high_throughput.arena.SymmetricArena, "of", lambda group: arena)
 
     def made(**sizes: int) -> object:
         if kind == "decode":
@@ -197,9 +196,9 @@ def test_groups_of_a_world_do_not_depend_on_when_garbage_is_collected(
     monkeypatch: pytest.MonkeyPatch, kind: str, world_size: int
 ) -> None:
     arena: Any = Arena()
-    for module in (channel, high_throughput_block):
-        monkeypatch.setattr(module, "agree", lambda name, members, facts: None)
-    monkeypatch.setattr(high_throughput_block.arena.SymmetricArena, "of", lambda group: arena)
+    for module in (low_latency, high_throughput):
+        monkeypatch.setattr(module, "check_agreement", lambda name, settings, group: None)
+    monkeypatch.setattr(high_throughput.arena.SymmetricArena, "of", lambda group: arena)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
 
@@ -226,10 +225,10 @@ def test_recovery_ends_the_batches_that_are_open(kind: str) -> None:
     arena: Any = Arena()
     memory: Any
     if kind == "decode":
-        memory = Channel(arena, DECODE, GROUP, [4, 5, 6])
+        memory = Channel(arena, DECODE, GROUP)
     else:
         memory = Block(arena, PREFILL, GROUP, torch.bfloat16)
-    layer: Any = SimpleNamespace(_meeting=memory, _recoveries=0, _forget_batches=lambda: forgotten.append(True))
+    layer: Any = SimpleNamespace(_memory=memory, _recoveries=0, _forget_batches=lambda: forgotten.append(True))
     forgotten: list[bool] = []
     before = NvshmemPrepareFinalize._begin_batch(layer)
     before()

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moe_ep.dispatch.nvshmem.high_throughput import senders_of
-from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, BatchParts, Block, Layout, kernel_source
+from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, BatchParts, Block, Layout, kernel_source, senders_of
 from moe_ep.kernels import jit
 
 

@@ -56,7 +56,7 @@ def test_a_group_that_is_destroyed_ends_though_its_layers_are_there() -> None:
 
 
 PROGRAM = """
-from moe_ep.distributed.at_exit import close_at_exit
+from moe_ep.distributed.store import close_at_exit
 
 class Thing:
     def __init__(self, name):

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep.distributed import at_exit
-from moe_ep.distributed import failure_detection as roll_call
-from moe_ep.distributed.waiting import comes_within
+from moe_ep.distributed import failure_detection
+from moe_ep.distributed import store as rendezvous
+from moe_ep.distributed.failure_detection import comes_within
 from moe_ep.eplb import rearrangement
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
@@ -94,7 +94,7 @@ def end_of_python(rank: int, world_size: int) -> tuple[str, bool]:
     manager = EPLBManager(make_model(None, world_size), PATIENT)
     if rank == 1:
         manager.rearrange(random_placement(L, manager.placement.num_slots, seed=0))
-    at_exit._close_all()
+    rendezvous._close_all()
     with pytest.raises(EplbError) as error:
         manager.step()
     return str(error.value), comes_within(30, lambda: len(os.listdir("/proc/self/task")) <= before)
@@ -120,7 +120,7 @@ def test_a_manager_that_cannot_be_made_leaves_nothing() -> None:
 def one_rank_makes_a_mistake(rank: int, world_size: int) -> tuple[str, bool]:
     """Rank 0 gives its manager no layers, once. What that raises, and whether the next manager can be made."""
     layers, settings = make_model(None, world_size), replace(CONFIG, timeout_s=0.2)
-    with mock.patch.object(roll_call, "_ROLL_S", 0.2), pytest.raises((ConfigError, EplbError)) as error:
+    with mock.patch.object(failure_detection, "_ANSWER_S", 0.2), pytest.raises((ConfigError, EplbError)) as error:
         EPLBManager(layers if rank else [], settings)
     dist.barrier()
     EPLBManager(layers, CONFIG).close()

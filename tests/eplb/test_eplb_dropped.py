@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import moe_ep
-from moe_ep.distributed.waiting import comes_within
+from moe_ep.distributed.failure_detection import comes_within
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.hf.divided import steps_of
 from moe_ep.launch.gangs.processes import children

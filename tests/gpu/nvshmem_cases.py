@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moe_ep.config import FusedMoEQuantConfig
-from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
-from moe_ep.dispatch.nvshmem.low_latency_setup import layout_of
+from moe_ep.dispatch.nvshmem.kernels import kernel_source
+from moe_ep.dispatch.nvshmem.low_latency import KERNELS, layout_of
 from moe_ep.kernels import jit
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate
 from tests.dispatch.backend_cases import (

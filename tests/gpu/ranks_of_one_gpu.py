@@ -17,13 +17,12 @@ import torch
 
 from moe_ep import env
 from moe_ep.dispatch import torch_distributed
-from moe_ep.dispatch.nvshmem import arena, channel, high_throughput_block
-from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
+from moe_ep.dispatch.nvshmem import arena, high_throughput, low_latency
+from moe_ep.dispatch.nvshmem.low_latency import Tuning
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
-from moe_ep.distributed.failure_detection import Roll
+from moe_ep.distributed.failure_detection import FailureDetector
 from tests.dispatch.backend_cases import Case, Setting, dispatch_args, make_backend, make_setting, prepare_args
-from tests.dispatch.ranks_of_threads import NoNotes
 
 LOW_LATENCY = "nvshmem_low_latency"
 # Each running kernel has one behind it that has come up early, and experts need room beside them.
@@ -70,8 +69,7 @@ class Group(RankGroup):
         self.rank, self.size, self.timeout_s = rank, size, 2 * env.NVSHMEM_TIMEOUT_S.get()
         self._group: Any = lambda: rank
         self.ep_ranks = range(size)
-        self.notes: Any = NoNotes()
-        self.roll = Roll("", 0, 1)
+        self.detector = FailureDetector("", 0, 1)
         self.have_agreed = False
 
 
@@ -81,10 +79,9 @@ def on_one_gpu(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
     arenas = [RankArena(host, rank) for rank in range(num_ranks)]
     monkeypatch.setattr(torch_distributed, "RankGroup", lambda config, _: Group(config.ep_rank, num_ranks))
     monkeypatch.setattr(arena.SymmetricArena, "of", lambda rank=None: arenas[rank])
-    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(range(num_ranks)))
-    for module in (channel, high_throughput_block):
-        monkeypatch.setattr(module, "agree", lambda name, members, facts: None)
-        monkeypatch.setattr(module, "meet", lambda name, members, text="", timeout_s=None: [text] * len(members))
+    for module in (low_latency, high_throughput):
+        monkeypatch.setattr(module, "check_agreement", lambda name, settings, group: None)
+        monkeypatch.setattr(module, "gather_texts", lambda name, text, group, ranks=None: [text])
 
 
 class Ranks:

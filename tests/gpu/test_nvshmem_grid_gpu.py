@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Layout, kernel_source
+from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, Layout, kernel_source
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from tests.dispatch.batch_oracle import BatchOracle
 from tests.gpu.nvshmem_cases import BF16, GRID, compile_several, expanded, fill_with_nan, sources_of

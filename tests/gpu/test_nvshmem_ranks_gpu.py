@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
+from moe_ep.dispatch.nvshmem.low_latency import Tuning
 from moe_ep.kernels import jit
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import Case, check_batched, check_standard, expected_output, owner_of, run_experts
@@ -172,9 +172,9 @@ def test_layers_of_one_shape_share_their_memory(monkeypatch: pytest.MonkeyPatch,
     on_one_gpu(monkeypatch, 3)
     layers = [Ranks(CASES["random"], 3, backend) for _ in range(2)]
     for first, second in zip(*(layer.backends for layer in layers), strict=True):
-        assert first._meeting is second._meeting
+        assert first._memory is second._memory
     other = Ranks(replace(CASES["random"], capacity=9), 3, backend)
-    assert other.backends[0]._meeting is not layers[0].backends[0]._meeting
+    assert other.backends[0]._memory is not layers[0].backends[0]._memory
     for layer in (*layers, other, layers[0]):
         layer.prepare()
         for each in layer.backends:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Layout, kernel_source
+from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, Layout, kernel_source
 from tests.dispatch.backend_cases import Case
 from tests.dispatch.two_level_cases import check_two_level
 from tests.ranks import RankPool, needs_gpu_ranks

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.dispatch.nvshmem import high_throughput_block, kernels
-from moe_ep.dispatch.nvshmem.layout import BatchLayout
+from moe_ep.dispatch.nvshmem import high_throughput, kernels, low_latency
+from moe_ep.dispatch.nvshmem.low_latency import BatchLayout
 from moe_ep.kernels import align, eplb_map, jit
 from moe_ep.kernels.marlin import ampere, eight_bit, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
@@ -67,12 +67,12 @@ def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
     yield "GatherParams", ampere.gather_source(0), ampere.GatherParams, "GatherParams"
     yield "AlignParams", align.kernel_source(torch.int64, 1), align.AlignParams, "AlignParams"
     yield "eplb", eplb_map.kernel_source(torch.int32, torch.int64, torch.int64), eplb_map.MapParams, "Params"
-    small, large = BatchLayout(**SHAPE), high_throughput_block.Layout(**SHAPE)
-    for mirror, name in ((kernels.dispatch_type(RANKS), "dispatch"), (kernels.combine_type(RANKS), "combine")):
+    small, large = BatchLayout(**SHAPE), high_throughput.Layout(**SHAPE)
+    for mirror, name in ((low_latency.dispatch_type(RANKS), "dispatch"), (low_latency.combine_type(RANKS), "combine")):
         yield name, kernels.kernel_source(f"low_latency_{name}", small, BF16), mirror, "Params"
     for name, (pointers, numbers) in PREFILL.items():
-        mirror = named(high_throughput_block.params_type(RANKS, len(pointers), len(numbers)), pointers, numbers)
-        yield f"high_throughput_{name}", high_throughput_block.kernel_source(name, large, BF16), mirror, "Params"
+        mirror = named(high_throughput.params_type(RANKS, len(pointers), len(numbers)), pointers, numbers)
+        yield f"high_throughput_{name}", high_throughput.kernel_source(name, large, BF16), mirror, "Params"
     for module, name in ((sanitize_planted, "Params"), (soak_nvshmem, "Params"), (step_clock, "StampParams")):
         defines = {
             "THREADS": 64,

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep.distributed.waiting import comes_within
+from moe_ep.distributed.failure_detection import comes_within
 from moe_ep.errors import MoeEpError
 from moe_ep.launch.cli.commands import run
 from moe_ep.launch.cli.main import main

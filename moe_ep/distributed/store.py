@@ -1,10 +1,11 @@
-"""How ranks can still reach each other after a collective step has failed: keys in the store of the rendezvous.
+"""The store of the rendezvous, by which ranks reach each other when collective steps cannot.
 
-A thread of each process looks there for what other ranks want to know, so that a rank answers whatever it is doing.
+A thread of each process looks there for what other ranks ask, so that a rank answers whatever it is doing.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections import Counter
@@ -13,8 +14,6 @@ from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
-
-from moe_ep.distributed.at_exit import close_at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +27,17 @@ _names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 _namesakes: Counter[str] = Counter()
 
 
+class Closable(Protocol):
+    def close(self) -> None:
+        """May be called again."""
+
+
 class Listener(Protocol):
     def listen(self, store: dist.Store) -> None:
         """Called every `LOOK_S` seconds by the thread; RuntimeError where the store cannot be reached."""
 
 
-def job_store() -> dist.Store:
+def rendezvous_store() -> dist.Store:
     """The store of the default group's rendezvous, which every rank of every group can reach.
 
     Raises:
@@ -49,7 +53,7 @@ def name_in_store(group: dist.ProcessGroup) -> str:
     """A group's name for keys in the store, the same on all of its ranks.
 
     A group that is made again after all were destroyed has the name of the first, and may have its store, as under
-    torchrun. What the first one's ranks left there is not for it.
+    torchrun. The number that follows the name keeps it from reading what the first one's ranks left there.
     """
     if group not in _names:
         name = group.group_name
@@ -59,12 +63,12 @@ def name_in_store(group: dist.ProcessGroup) -> str:
 
 
 def ask_store(question: Callable[[dist.Store], T], limit_s: float) -> T:
-    """What `question` finds in the store, over a connection of its own: another one may wait there for something else.
+    """Returns what `question` finds in the store, over a connection of its own: another one may be blocked in a wait.
 
     Raises:
         RuntimeError: the store cannot be reached, or does not answer in time.
     """
-    store = job_store()
+    store = rendezvous_store()
     answers: list[T] = []
     errors: list[RuntimeError] = []
 
@@ -87,13 +91,31 @@ def ask_store(question: Callable[[dist.Store], T], limit_s: float) -> T:
     )
 
 
+def listen_to_store(listener: Listener) -> None:
+    """Has the thread call the listener, until the listener is gone."""
+    _thread.add(listener)
+
+
+def close_at_exit(what: Closable) -> None:
+    """Closes it when Python ends, if it still exists: a thread that is in C++ by then, or one of gloo's that still
+    holds a tensor, aborts the process when it needs Python."""
+    _open.add(what)
+
+
 def _connect_again(store: dist.Store) -> dist.Store:
     return store.clone()  # type: ignore[attr-defined]
 
 
-def listen_to_store(listener: Listener) -> None:
-    """Has the thread look for this listener, until the listener is gone."""
-    _thread.add(listener)
+_open: WeakSet[Closable] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for what in list(_open):
+        try:
+            what.close()
+        except Exception:
+            logger.exception("%s could not be closed", type(what).__name__)
 
 
 class _ListeningThread:
@@ -130,9 +152,9 @@ class _ListeningThread:
     def _look(self) -> None:
         with self._lock:
             listeners = list(self._listeners)
-        default = job_store()
+        default = rendezvous_store()
         if self._default() is not default:
-            # Not kept: it ends with its group, and on one rank others reach it only as long.
+            # A weak reference: the store ends with its group, and on one rank others reach it only as long.
             self._connection, self._default = None, ref(default)
             self._connection = _connect_again(default)
         if self._connection is not None:

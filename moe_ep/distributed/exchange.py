@@ -1,0 +1,350 @@
+"""Small messages between the ranks of a group on the CPU, with a deadline and errors that name the failed ranks.
+
+- `gather_texts`: through the store of the rendezvous. It needs no connections and reaches ranks of any group, and it
+  takes milliseconds: for what is set up once. Answers that never change are asked for once (`answers_of_ranks`).
+- `Exchange`: a few whole numbers, again and again. Ranks of one machine use shared memory, which takes microseconds
+  where a gloo collective takes hundreds of them; ranks on several use gloo connections of their own.
+
+All messages are text or numbers; nothing is unpickled. Each call is a collective step of the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_ep import env
+from moe_ep.distributed.failure_detection import FailureDetector, deadline_of
+from moe_ep.distributed.liveness import machine
+from moe_ep.distributed.plain_data import decode, encode
+from moe_ep.distributed.store import close_at_exit, name_in_store, rendezvous_store
+from moe_ep.errors import DispatchTimeoutError, rank_list
+
+_SHARED_MEMORY = Path("/dev/shm")
+_VALUE_BITS = 32
+
+_counts: Counter[str] = Counter()
+# The answers of a group's ranks, by question.
+_answers: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, tuple[Any, ...]]] = WeakKeyDictionary()
+# The exchanges by which the ranks of a group learn of the largest number of tokens.
+_exchanges: WeakKeyDictionary[dist.ProcessGroup, Exchange] = WeakKeyDictionary()
+
+
+def gather_texts(
+    name: str,
+    text: str = "",
+    group: dist.ProcessGroup | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    timeout_s: float | None = None,
+) -> list[str]:
+    """The texts of the group's ranks, in their order.
+
+    Args:
+        name: what for; the n-th exchange of a name on one rank is the n-th on every other.
+        ranks: of the group, this one among them; None for all.
+        timeout_s: how long to wait for the others; None for `deadline_of` the group.
+
+    Raises:
+        DispatchTimeoutError: a rank did not come; `ranks` holds those, as ranks of the group.
+    """
+    group = group or dist.distributed_c10d._get_default_group()
+    detector, store = FailureDetector.of(group), rendezvous_store()
+    members = range(detector.size) if ranks is None else ranks
+    timeout_s = deadline_of(group) if timeout_s is None else timeout_s
+    prefix = f"moe_ep/exchange/{name_in_store(group)}/{name}"
+    if ranks is not None:
+        prefix += f"/{'-'.join(map(str, ranks))}"
+    number = _counts[prefix] = _counts[prefix] + 1
+    keys = {rank: f"{prefix}/{number}/{rank}" for rank in members}
+    store.set(keys[detector.rank], text)
+
+    def absent() -> list[int]:
+        return [rank for rank, key in keys.items() if not store.check([key])]
+
+    try:
+        detector.wait_until(timeout_s, lambda: store.check(list(keys.values())), absent)
+    except RuntimeError as error:
+        missing = absent()
+        if not missing:
+            raise detector.error(f"the ranks did not all come to {name}", error) from None
+        failed = sorted(set(detector.dead()).intersection(missing))
+        reasons = dict.fromkeys(failed, "died (its process ended)")
+        if not failed:
+            with suppress(RuntimeError):
+                reasons = {rank: why for rank, why in detector.refusals().items() if rank in missing}
+        story = "; ".join(f"rank {rank} {why}" for rank, why in reasons.items())
+        raise DispatchTimeoutError(
+            f"{name}: {story or f'{rank_list(missing)} did not come within {timeout_s:g} s'}; every rank of the group "
+            f"must make the same layers and backends in the same order",
+            list(reasons) or missing,
+        ) from None
+    found = [store.get(key).decode() for key in keys.values()]
+    # Whoever has come to this exchange has read all of the one before.
+    with suppress(RuntimeError):
+        store.delete_key(f"{prefix}/{number - 1}/{detector.rank}")
+    return found
+
+
+def gather_values(
+    name: str, value: Any, group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None
+) -> list[Any]:
+    """The values of the group's ranks (`moe_ep.distributed.plain_data`), in their order; as `gather_texts`."""
+    texts = gather_texts(name, encode(value).decode(), group, timeout_s=timeout_s)
+    return [decode(text.encode()) for text in texts]
+
+
+def check_agreement(name: str, settings: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
+    """Checks that all ranks have the same settings.
+
+    Raises:
+        ValueError: they do not; every rank gets the same sentence, which names what differs and where.
+        DispatchTimeoutError: a rank did not come.
+    """
+    told = [json.loads(text) for text in gather_texts(name, json.dumps(settings, default=str), group)]
+    differences = []
+    for key in dict.fromkeys(key for of_rank in told for key in of_rank):
+        values: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(told):
+            values.setdefault(str(of_rank.get(key, "nothing")), []).append(rank)
+        if len(values) > 1:
+            who = ", ".join(f"{value} on rank {' '.join(map(str, holders))}" for value, holders in values.items())
+            differences.append(f"{key} is {who}")
+    if differences:
+        raise ValueError(f"{name}: the ranks are configured differently: {'; '.join(differences)}; make them the same")
+
+
+def answers_of_ranks(question: Hashable, mine: Any, process_group: dist.ProcessGroup | None = None) -> tuple[Any, ...]:
+    """The answers of the group's ranks to a question, by rank; when it is first asked, all ranks must call it.
+
+    Args:
+        question: the same on every rank; of a tuple, the first item says its kind. A rank's answer never changes.
+        mine: this rank's answer, anything that JSON has.
+    """
+    group = process_group or dist.distributed_c10d._get_default_group()
+    known = _answers.setdefault(group, {})
+    if question not in known:
+        kind = question[0] if isinstance(question, tuple) else question
+        texts = gather_texts(f"question {kind}", json.dumps(mine), group)
+        known[question] = tuple(json.loads(text) for text in texts)
+    return known[question]
+
+
+def this_host() -> str:
+    """`machine`, followed by a number if MOE_EP_RANKS_PER_HOST makes one machine pass for several."""
+    ranks_per_host = env.RANKS_PER_HOST.get()
+    return f"{machine()}#{dist.get_rank() // ranks_per_host}" if ranks_per_host else machine()
+
+
+def hosts_of(process_group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
+    """The host of each of the group's ranks; on first use all ranks must call it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return (machine(),)
+    return answers_of_ranks(("host", env.RANKS_PER_HOST.get()), this_host(), process_group)
+
+
+def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
+    """The number of machines that the group's ranks run on; on first use all ranks must call it."""
+    return len(set(hosts_of(process_group)))
+
+
+class Exchange(Protocol):
+    """Whole numbers of every rank, again and again.
+
+    Attributes:
+        rank, size: of this process in the group.
+        timeout_s: deadline of every exchange.
+    """
+
+    rank: int
+    size: int
+    timeout_s: float
+
+    def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
+        """The values of every rank, by rank: as many on each, from 0 to 2^32 - 1.
+
+        Args:
+            what: for the message, completes "the ranks could not exchange".
+
+        Raises:
+            DispatchTimeoutError: a rank failed, or did not answer before the deadline.
+        """
+
+
+def open_exchange(group: dist.ProcessGroup, width: int) -> Exchange:
+    """An exchange of the group's ranks; all of them must call it.
+
+    Args:
+        width: number of values in a message.
+    """
+    detector, deadline = FailureDetector.of(group), deadline_of(group)
+    if num_hosts(group) == 1:
+        shared = _share_memory(group, detector, width, deadline)
+        if shared is not None:
+            return shared
+    return GlooExchange.of(group, detector, deadline)
+
+
+def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
+    """The largest `value` of the group's ranks, at least 0; `value` itself without a group. All ranks must call it.
+
+    Raises:
+        DispatchTimeoutError: a rank failed, or did not answer before the deadline.
+    """
+    if group is None:
+        return value
+    exchange = _exchanges.get(group)
+    if exchange is None:
+        exchange = _exchanges[group] = open_exchange(group, 1)
+    return max(number for (number,) in exchange.gather("their numbers of tokens", [value]))
+
+
+class SharedMemoryExchange:
+    """Numbers of the ranks of one machine, in memory with two places for each rank: for even and for odd questions.
+
+    A rank answers a question by writing `question << 32 | value` for each of its values, and waits until all have.
+    No answer is overwritten before it was read: a rank that answers question q + 2 has seen all answers to q + 1, and
+    every rank gave its own only after it had read those to q.
+
+    Args:
+        path: a file that `make_file` made for these sizes.
+        detector: of the ranks that share it.
+        width: number of values in an answer.
+        timeout_s: deadline of every question.
+        num_questions: questions are numbered anew from 0 after so many; even.
+    """
+
+    def __init__(
+        self, path: Path, detector: FailureDetector, width: int, timeout_s: float, num_questions: int = 1 << 31
+    ) -> None:
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self.rank, self.size = detector.rank, detector.size
+        self._answers = np.frombuffer(self._memory, dtype=np.int64).reshape(2, detector.size, width)
+        self._detector, self.timeout_s = detector, timeout_s
+        self._question, self._num_questions = 0, num_questions
+
+    @staticmethod
+    def make_file(size: int, width: int, folder: Path | None = None) -> Path:
+        """Creates a file of zeros, by which the ranks that open it share memory; OSError if there is no room."""
+        if folder is None and _SHARED_MEMORY.is_dir():
+            folder = _SHARED_MEMORY
+        handle, name = tempfile.mkstemp(prefix="moe_ep_", dir=folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(bytes(2 * size * width * np.dtype(np.int64).itemsize))
+        except OSError:
+            os.unlink(name)
+            raise
+        return Path(name)
+
+    def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
+        """As `Exchange.gather`; every rank must call it equally often."""
+        self._detector.take_part()
+        question = self._question = (self._question + 1) % self._num_questions
+        answers = self._answers[question % 2]
+        answers[self.rank] = [question << _VALUE_BITS | value for value in values]
+
+        def missing() -> list[int]:
+            return (answers >> _VALUE_BITS != question).any(axis=1).nonzero()[0].tolist()
+
+        try:
+            self._detector.wait_until(self.timeout_s, lambda: bool((answers >> _VALUE_BITS == question).all()), missing)
+        except RuntimeError as error:
+            raise _not_exchanged(self._detector, what, self.timeout_s, error) from None
+        return (answers & (1 << _VALUE_BITS) - 1).tolist()
+
+
+class GlooExchange:
+    """Numbers and tensors over gloo connections of their own, beside everything that the model does.
+
+    Args:
+        prefix: of the addresses in the store; the same on every rank, never used twice.
+
+    Raises:
+        RuntimeError: the ranks did not all connect before the deadline.
+    """
+
+    def __init__(self, prefix: str, detector: FailureDetector, timeout_s: float) -> None:
+        self.rank, self.size, self.timeout_s = detector.rank, detector.size, timeout_s
+        self._detector = detector
+        store = dist.PrefixStore(prefix, rendezvous_store())
+        # Not on torch.distributed's list: a group of some ranks that is there cannot be ended and made again.
+        with detector.waiting(timeout_s):
+            made: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
+        self.group: dist.ProcessGroup | None = made
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, detector: FailureDetector, timeout_s: float) -> GlooExchange:
+        """Connections of the group's ranks, which all must call it."""
+        gather_texts("connections", "", group)  # so that no rank connects to one that is not there
+        name = f"moe_ep/gloo/{name_in_store(group)}"
+        _counts[name] += 1
+        try:
+            made = cls(f"{name}/{_counts[name]}", detector, timeout_s)
+            close_at_exit(made)
+        except RuntimeError as error:
+            raise _not_exchanged(detector, "their addresses", timeout_s, error) from None
+        gather_texts("connected", "", group)  # so that no rank closes them while another connects
+        return made
+
+    def start(self, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+        """Runs a collective step of the connections; RuntimeError if it fails or is late, or if a rank has failed."""
+        if self.group is None:
+            raise RuntimeError("the connections are closed")
+        self._detector.take_part()
+        self._detector.wait_for(begin(self.group), self.timeout_s)
+
+    def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
+        """As `Exchange.gather`, of int64."""
+        try:
+            return self.table(values)
+        except RuntimeError as error:
+            raise _not_exchanged(self._detector, what, self.timeout_s, error) from None
+
+    def table(self, values: Sequence[int]) -> list[list[int]]:
+        """As `gather`; RuntimeError as `start`."""
+        mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        self.start(lambda group: group.allgather([rows], [mine]))
+        return [row.tolist() for row in rows]
+
+    def close(self) -> None:
+        """Ends the connections; exchanges of ranks that have not closed their ends fail at once."""
+        self.group = None
+
+
+def _share_memory(
+    group: dist.ProcessGroup, detector: FailureDetector, width: int, timeout_s: float
+) -> SharedMemoryExchange | None:
+    """None if the ranks cannot share memory, though their hosts have one name."""
+    made, exchange = None, None
+    with suppress(OSError):  # the others learn of a failure by the empty name
+        made = SharedMemoryExchange.make_file(detector.size, width) if detector.rank == 0 else None
+    try:
+        name = gather_texts("shared memory", "" if made is None else str(made), group)[0]
+        with suppress(OSError):
+            exchange = SharedMemoryExchange(Path(name), detector, width, timeout_s) if name else None
+        is_shared = "" not in gather_texts("shared memory is open", "" if exchange is None else "open", group)
+    finally:
+        if made is not None:
+            made.unlink()
+    return exchange if is_shared else None
+
+
+def _not_exchanged(detector: FailureDetector, what: str, timeout_s: float, cause: RuntimeError) -> DispatchTimeoutError:
+    story = f"the ranks could not exchange {what} (EP rank {detector.rank}, deadline {timeout_s:g} s)"
+    return detector.error(story, f"{cause}; end the process, or make the group anew")

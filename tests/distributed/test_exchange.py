@@ -1,0 +1,191 @@
+"""Ranks tell each other texts and numbers; who does not come, fails or dies is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ep.distributed.exchange import (
+    SharedMemoryExchange,
+    answers_of_ranks,
+    check_agreement,
+    gather_texts,
+    largest_over_ranks,
+    open_exchange,
+)
+from moe_ep.distributed.failure_detection import FailureDetector
+from moe_ep.errors import DispatchTimeoutError
+from tests.full_disk import files_of_at_most
+from tests.ranks import RankPool, ranks
+
+# Deaths are noticed within this many seconds.
+DEATH_S = 3.0
+
+
+def numbers(rank: int, question: int) -> int:
+    return (question * 7 + rank * 5) % 11 * (1 << 20)
+
+
+def largest(rank: int, world_size: int, hosts: int) -> list[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_EP_RANKS_PER_HOST", str(world_size // hosts if hosts > 1 else 0))
+        group = dist.new_group()
+        with torch.device("meta"):  # whatever tensors are made on
+            found = [largest_over_ranks(numbers(rank, question), group) for question in range(50)]
+        shares = isinstance(open_exchange(group, 1), SharedMemoryExchange)
+    assert shares == (hosts == 1)
+    dist.destroy_process_group(group)
+    return [value == max(numbers(r, q) for r in range(world_size)) for q, value in enumerate(found)]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_largest_of_all_ranks(hosts: int) -> None:
+    assert all(all(right) for right in ranks(4).run(largest, hosts))
+
+
+def test_one_process_asks_no_other() -> None:
+    assert largest_over_ranks(3, None) == 3
+
+
+def tell(rank: int, world_size: int) -> list[Any]:
+    odd = [1, 3]
+    told: list[Any] = [gather_texts("names", f"{rank} of {world_size}: {number}") for number in range(3)]
+    if rank in odd:
+        told.append(gather_texts("names", str(rank), ranks=odd))
+    told.append(answers_of_ranks(("colour", rank < 2), {"rank": rank, "is": [None, rank / 2]}))
+    told.append(answers_of_ranks(("colour", rank < 2), "asked once"))
+    with pytest.raises(ValueError) as error:
+        check_agreement("settings", {"size": 4 if rank < 2 else 5, "dtype": "bf16"})
+    check_agreement("settings", {"size": 4, "dtype": torch.bfloat16})
+    return [*told, str(error.value)]
+
+
+def test_texts_of_all_ranks() -> None:
+    results = ranks(4).run(tell)
+    texts = [[f"{rank} of 4: {number}" for rank in range(4)] for number in range(3)]
+    answers = tuple({"rank": rank, "is": [None, rank / 2]} for rank in range(4))
+    for rank, (first, second, third, *some, once, again, error) in enumerate(results):
+        assert [first, second, third] == texts and some == ([["1", "3"]] if rank in (1, 3) else [])
+        assert once == again == answers
+        assert "size is 4 on rank 0 1, 5 on rank 2 3" in error and "dtype" not in error
+
+
+def wait_in_vain(rank: int, world_size: int, how: str) -> tuple[str, float, tuple[int, ...]]:
+    """Rank 1 is killed before it comes; the others have deadlines of a minute."""
+    hosts = world_size // 2 if how == "gloo" else 0
+    os.environ["MOE_EP_RANKS_PER_HOST"] = str(hosts)
+    group = dist.distributed_c10d._get_default_group()
+    exchange = None if how == "store" else open_exchange(group, 2)
+    gather_texts("ready")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(DispatchTimeoutError) as error:
+        if exchange is None:
+            gather_texts("something")
+        else:
+            exchange.gather("something", [rank, 1])
+    return str(error.value), time.monotonic() - start, error.value.ranks
+
+
+@pytest.mark.parametrize("how", ["shared memory", "gloo", "store"])
+def test_a_dead_rank_is_named_soon(how: str) -> None:
+    pool = RankPool(4)
+    with pytest.raises(AssertionError) as failure:
+        pool.run(wait_in_vain, how)
+    outcomes = failure.value.results  # type: ignore[attr-defined]
+    for rank in (0, 2, 3):
+        text, elapsed, blamed = outcomes[rank]
+        assert "something" in text and "rank 1 died" in text and blamed == (1,) and elapsed < DEATH_S
+
+
+def fail_instead(rank: int, world_size: int) -> tuple[str, float, tuple[int, ...]]:
+    """Rank 1 fails by itself, and lives on."""
+    group = dist.distributed_c10d._get_default_group()
+    exchange = open_exchange(group, 1)
+    gather_texts("ready")
+    start = time.monotonic()
+    if rank == 1:
+        FailureDetector.of(group).report(KeyError("what rank 1 lacks"))
+        return "", 0.0, ()
+    with pytest.raises(DispatchTimeoutError) as error:
+        exchange.gather("something", [rank])
+    return str(error.value), time.monotonic() - start, error.value.ranks
+
+
+def test_a_rank_that_fails_by_itself_is_named_with_its_reason() -> None:
+    pool = RankPool(3)
+    try:
+        results = pool.run(fail_instead)
+    finally:
+        pool.close()
+    for rank in (0, 2):
+        text, elapsed, blamed = results[rank]
+        assert "KeyError" in text and "what rank 1 lacks" in text and blamed == (1,) and elapsed < 5
+
+
+def leave_early(rank: int, world_size: int) -> list[list[int]]:
+    """A rank that has answered may end before the others have read it; rank 2 is late."""
+    exchange = open_exchange(dist.distributed_c10d._get_default_group(), 1)
+    gather_texts("ready")
+    if rank == 1:
+        exchange_and_die(exchange)
+    time.sleep(2.5 if rank == 2 else 0.0)
+    return exchange.gather("something", [rank])
+
+
+def exchange_and_die(exchange: Any) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(exchange.gather, "something", [1])
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_has_answered_may_end() -> None:
+    with pytest.raises(AssertionError) as failure:
+        RankPool(3).run(leave_early)
+    assert failure.value.results == {rank: [[0], [1], [2]] for rank in (0, 2)}  # type: ignore[attr-defined]
+
+
+def boards(file: Path, size: int, width: int, **options: Any) -> list[SharedMemoryExchange]:
+    file.write_bytes(bytes(2 * size * width * 8))
+    return [SharedMemoryExchange(file, FailureDetector("", rank, size), width, 60, **options) for rank in range(size)]
+
+
+def test_questions_are_numbered_anew_when_numbers_run_out(tmp_path: Path) -> None:
+    exchanges = boards(tmp_path / "file", 2, 1, num_questions=4)
+    with ThreadPoolExecutor(2) as threads:
+        for question in range(11):
+            said = [[question], [19 - question]]
+            assert list(threads.map(SharedMemoryExchange.gather, exchanges, "ab", said)) == [said] * 2
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    exchanges = boards(tmp_path / "file", 3, 2)
+    said = [[1, 0], [5, 2**32 - 1], [0, 2]]
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(SharedMemoryExchange.gather, exchanges, "abc", said)) == [said] * 3
+        # Both have answered when the deadline of either is over.
+        for exchange in exchanges:
+            exchange.timeout_s = 2.0
+        found = [threads.submit(exchanges[rank].gather, "it", said[rank]) for rank in (0, 2)]
+        for rank, waiting in zip((0, 2), found, strict=True):
+            with pytest.raises(DispatchTimeoutError, match=rf"\(EP rank {rank}, deadline 2 s\): rank 1 did") as error:
+                waiting.result()
+            assert error.value.ranks == (1,)
+
+
+def test_nothing_is_left_of_memory_that_has_no_room(tmp_path: Path) -> None:
+    with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
+        SharedMemoryExchange.make_file(8, 1, tmp_path)
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,44 @@
+"""The store of the rendezvous: what is said where there is none, or where it does not answer."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from moe_ep.distributed.failure_detection import FailureDetector
+from moe_ep.distributed.store import ask_store, name_in_store, rendezvous_store
+
+
+def test_a_group_that_is_gone_is_a_runtime_error() -> None:
+    with pytest.raises(RuntimeError, match="has not been initialized"):
+        rendezvous_store()
+
+
+def test_a_group_that_is_made_again_does_not_read_what_the_first_left() -> None:
+    """As under torchrun, whose store outlives a process group: the new one has the name of the first."""
+    store, names = dist.HashStore(), []
+    for _ in range(2):
+        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+        try:
+            group = dist.distributed_c10d._get_default_group()
+            names.append((group.group_name, name_in_store(group)))
+            # As the first rank of two, of which the second one fails.
+            first, second = (FailureDetector(f"failures/{name_in_store(group)}", rank, 2) for rank in range(2))
+            assert first.refusals() == {}
+            second.report(ValueError("it lacks something"))
+            assert list(first.refusals()) == [1]
+        finally:
+            dist.destroy_process_group()
+    assert names[0][0] == names[1][0] and names[0][1] != names[1][1]
+
+
+def test_a_store_that_does_not_answer_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, never = dist.HashStore(), threading.Event()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    store.set("key", "value")
+    assert ask_store(lambda found: found.get("key"), 60) == b"value"
+    with pytest.raises(RuntimeError, match="did not answer for 0.1 s"):
+        ask_store(lambda _: never.wait(), 0.1)
+    never.set()
