@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from moe_ep.errors import one_of
 
 SWIGLUOAI_ALPHA = 1.702
-# Where gate and up of situ end softly, as in Kimi-K3 (its activation_situ_beta and activation_situ_linear_beta).
+# Soft limits of gate and up in situ, as in Kimi-K3 (its activation_situ_beta and activation_situ_linear_beta).
 SITU_BETA = 4.0
 SITU_LINEAR_BETA = 25.0
-# Where gate and up end unless a limit is given, as in vLLM.
+# The clamp limit of gate and up unless another is given, as in vLLM.
 _OWN_LIMIT = 7.0
 
 
@@ -50,16 +50,16 @@ class MoEActivation(StrEnum):
 
 
 def gate_limit(activation: MoEActivation | str, clamp_limit: float | None = None) -> float | None:
-    """Where gate and up end in a gated activation: the gate from above, up on both sides; None for nowhere.
+    """The clamp limit of a gated activation: gate is clamped from above, up on both sides; None for no clamp.
 
-    The gate ends before the activation, and of swiglustep behind its silu.
+    The gate is clamped before the activation; swiglustep clamps it after the silu.
 
     Args:
         clamp_limit: as DeepSeek-V4's `swiglu_limit`; None for the activation's own, which swigluoai and swiglustep
             have.
 
     Raises:
-        ValueError: an unknown activation, a limit for one that is not gated or for situ, whose ends are soft, or one
+        ValueError: an unknown activation, a limit for one that is not gated or for situ, whose limits are soft, or one
             that is no positive number.
     """
     activation = MoEActivation.parse(activation)
@@ -75,7 +75,7 @@ def gate_limit(activation: MoEActivation | str, clamp_limit: float | None = None
         )
     if activation is MoEActivation.SITU:
         raise ValueError(
-            f"clamp_limit (swiglu_limit) is {clamp_limit} and gate and up of situ end softly, at {SITU_BETA} and "
+            f"clamp_limit (swiglu_limit) is {clamp_limit} and situ has soft limits of its own, {SITU_BETA} and "
             f"{SITU_LINEAR_BETA}; leave it out"
         )
     return float(clamp_limit)
@@ -93,7 +93,7 @@ def apply_activation(
     Args:
         input: `[..., 2N]` for a gated activation (gate, then up), `[..., N]` otherwise.
         output: `[..., N]`, written in place; None creates one of the input's dtype.
-        clamp_limit: where gate and up end (`gate_limit`); None for the activation's own limit.
+        clamp_limit: the clamp limit of gate and up (`gate_limit`); None for the activation's own.
 
     Raises:
         ValueError: an unknown name, an input that is no float tensor, an odd width for a gated activation, a limit that

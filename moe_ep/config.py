@@ -15,8 +15,9 @@ import torch
 
 from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.arguments import check_tensors
-from moe_ep.errors import ConfigError, check_at_least, check_below, check_whole, one_of
+from moe_ep.errors import ConfigError, check_at_least, check_below, check_flags, check_whole, one_of
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
+from moe_ep.scalar_type import ScalarType
 
 EXPERT_PLACEMENT_STRATEGIES = ("linear", "round_robin")
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,6 +57,12 @@ class FusedMoEParallelConfig:
         if self.expert_placement_strategy not in EXPERT_PLACEMENT_STRATEGIES:
             raise ValueError(
                 one_of("expert_placement_strategy", self.expert_placement_strategy, EXPERT_PLACEMENT_STRATEGIES)
+            )
+        check_flags(is_sequence_parallel=self.is_sequence_parallel)
+        if self.is_sequence_parallel and self.shards_experts:
+            raise ConfigError(
+                f"is_sequence_parallel is set, tp_size is {self.tp_size} and ep_size 1: ranks that divide every expert "
+                f"need the same tokens; pass ep_size={self.tp_size * self.dp_size}, or leave it out"
             )
 
     @classmethod
@@ -184,7 +191,9 @@ class RoutingConfig:
         factor = self.routed_scaling_factor
         if not isinstance(factor, Real) or isinstance(factor, bool) or not math.isfinite(factor):
             raise ValueError(f"routed_scaling_factor is {factor!r}; it must be a finite number")
-        if self.zero_expert_num and self.zero_expert_type not in ZERO_EXPERT_TYPES:
+        check_flags(renormalize=self.renormalize, use_grouped_topk=self.use_grouped_topk)
+        needs_type = self.zero_expert_num or self.zero_expert_type is not None
+        if needs_type and self.zero_expert_type not in ZERO_EXPERT_TYPES:
             raise ValueError(one_of("zero_expert_type", self.zero_expert_type, ZERO_EXPERT_TYPES))
         if self.custom_routing_function is not None:
             if not callable(self.custom_routing_function):
@@ -280,6 +289,7 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         check_at_least(1, num_experts=self.num_experts, hidden_size=self.hidden_size)
         check_at_least(1, intermediate_size=self.intermediate_size)
+        check_flags(has_bias=self.has_bias, enable_eplb=self.enable_eplb)
         redundant, shared = self.num_redundant_experts, self.num_fused_shared_experts
         check_at_least(0, num_redundant_experts=redundant, n_shared_experts=shared)
         if redundant and not self.enable_eplb:
@@ -308,6 +318,7 @@ class DispatchConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, max_num_tokens=self.max_num_tokens)
+        check_flags(reduce_results=self.reduce_results, apply_router_weight_on_input=self.apply_router_weight_on_input)
         check_wire_dtype(dispatch_dtype=self.dispatch_dtype)
 
 
@@ -323,7 +334,7 @@ class FusedMoEConfig:
         num_local_experts: El, this rank's slots, including fused shared experts.
         in_dtype: dtype of the activations: f32, f16 or bf16.
         max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
-        swiglu_limit: where gate and up end (`moe_ep.activation.gate_limit`); None for its own.
+        swiglu_limit: clamp limit of gate and up (`moe_ep.activation.gate_limit`); None for the activation's own.
         num_fused_shared_experts: experts that every rank holds after its routed slots; their ids start at num_experts.
     """
 
@@ -356,6 +367,12 @@ class FusedMoEConfig:
             raise TypeError(
                 f"moe_parallel_config is {self.moe_parallel_config!r}; it must be a FusedMoEParallelConfig, as "
                 f"FusedMoEParallelConfig.make() for one rank"
+            )
+        check_flags(has_bias=self.has_bias)
+        if self.num_local_experts > self.global_num_experts:
+            raise ValueError(
+                f"num_local_experts is {self.num_local_experts}; it must not exceed num_experts ({self.num_experts}) + "
+                f"num_fused_shared_experts ({self.num_fused_shared_experts})"
             )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
@@ -441,6 +458,13 @@ class FusedMoEQuantConfig:
     def __post_init__(self) -> None:
         check_wire_dtype(dispatch_dtype=self.dispatch_dtype)
         check_input_dtype(self.input_dtype)
+        for name in ("quant_type_id", "w2_quant_type_id"):
+            if getattr(self, name) is not None:
+                ScalarType.from_id(getattr(self, name))
+        for name in ("group_size", "w2_group_size"):
+            size = getattr(self, name)
+            if size is not None and size != -1:
+                check_at_least(1, **{name: size})
 
     @classmethod
     def unquantized(cls) -> FusedMoEQuantConfig:

@@ -95,6 +95,13 @@ def check_whole(**values: object) -> None:
             raise TypeError(f"{name} is {value!r}; it must be a whole number")
 
 
+def check_flags(**values: object) -> None:
+    """Raises TypeError for a value that is neither True nor False, such as the text "false", which counts as true."""
+    for name, value in values.items():
+        if value is not True and value is not False:
+            raise TypeError(f"{name} is {value!r}; it must be True or False")
+
+
 def check_number(**values: object) -> None:
     """Raises TypeError for a value that is not a real number."""
     for name, value in values.items():

@@ -41,7 +41,13 @@ from moe_ep.layer.dispatcher import LayerDispatcher
 from moe_ep.layer.expert_slots import ExpertSlots, LayerEplbState
 from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.methods.base import make_method
-from moe_ep.layer.weight_loading import ExpertMapping, ExpertWeightLoader, expert_params_mapping, matching_rows
+from moe_ep.layer.weight_loading import (
+    ExpertMapping,
+    ExpertWeightLoader,
+    check_mapping,
+    expert_params_mapping,
+    matching_rows,
+)
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.observability.stages import stage, tell_routing
 from moe_ep.routing.router import PrecomputedRouter, Router, TopKRouter, append_shared_experts
@@ -218,6 +224,8 @@ class FusedMoE(MoELayer):
         )
         if apply_router_weight_on_input:
             check_router_weight_on_input(top_k + experts_config.num_fused_shared_experts)
+        if expert_mapping is not None:
+            check_mapping(expert_mapping)
         if shared_experts is not None and not callable(shared_experts):
             raise TypeError(f"shared_experts is {shared_experts!r}; it must be a module from [T, K] to [T, K]")
         if router is not None:
@@ -295,7 +303,7 @@ class FusedMoE(MoELayer):
         self.experts = config.implementation
         self.input_dtype = config.input_dtype or input_dtype_of(env.INPUT_DTYPE.get())
         self.expert_mapping = expert_mapping
-        _check_redundancy(config, parallel.ep_size)
+        _check_redundancy(config, parallel)
         self.eplb_state = LayerEplbState(config.num_experts, redundant) if config.enable_eplb else None
         num_physical = config.num_experts + redundant
         check_id_range(num_physical + num_shared, torch.int32)
@@ -934,8 +942,13 @@ def _check_router(router: Router, routing: RoutingConfig, bias: object) -> None:
         )
 
 
-def _check_redundancy(config: ExpertsConfig, ep_size: int) -> None:
-    E, redundant = config.num_experts, config.num_redundant_experts
+def _check_redundancy(config: ExpertsConfig, parallel: FusedMoEParallelConfig) -> None:
+    E, redundant, ep_size = config.num_experts, config.num_redundant_experts, parallel.ep_size
+    if config.enable_eplb and parallel.use_ep and parallel.expert_placement_strategy != "linear":
+        raise ConfigError(
+            f"expert_placement_strategy is {parallel.expert_placement_strategy!r} and enable_eplb is set, which needs "
+            f"'linear': EPLB numbers physical experts in the order of the ranks"
+        )
     if config.enable_eplb and (E + redundant) % ep_size:
         raise ConfigError(
             f"num_experts ({E}) + redundant ({redundant}) must be a multiple of ep_size ({ep_size}); "

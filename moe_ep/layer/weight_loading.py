@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -277,6 +278,19 @@ def expert_params_mapping(
         for shard_id, name in projections
         if name
     ]
+
+
+def check_mapping(mapping: object) -> None:
+    """Raises ValueError unless it is a list of rows (param_name, weight_name, expert_id, shard_id)."""
+    is_list = isinstance(mapping, Iterable) and not isinstance(mapping, str | Mapping)
+    rows: list[Any] = list(mapping) if is_list else [mapping]  # type: ignore[call-overload]
+    for row in rows:
+        fits = isinstance(row, tuple | list) and [type(value) for value in row] == [str, str, int, str]
+        if not fits or row[3] not in SHARDS:
+            raise ValueError(
+                f"expert_mapping has {row!r}; its rows must be (param_name, weight_name, expert_id, shard_id), as "
+                f"make_expert_params_mapping gives them"
+            )
 
 
 def matching_rows(
