@@ -143,6 +143,12 @@ def test_what_was_chosen_is_logged_once(monkeypatch: pytest.MonkeyPatch, capsys:
         for _ in range(2):
             logger.info("chosen: %s", "reference")
             logger.warning("slow")
+        set_up_logging(rank=3)
+        logger.info("loaded")
     finally:
         logger.setLevel(before)
-    assert capsys.readouterr().err.splitlines() == ["INFO moe_ep: chosen: reference", *["WARNING moe_ep: slow"] * 2]
+    assert capsys.readouterr().err.splitlines() == [
+        "INFO moe_ep: chosen: reference",
+        *["WARNING moe_ep: slow"] * 2,
+        "INFO [rank 3] moe_ep: loaded",
+    ]
