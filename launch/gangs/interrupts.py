@@ -23,7 +23,6 @@ _IMPORT_POLL_S = 0.02
 
 _received: int | None = None
 _raised = False
-_held = False
 _hearing: FrameType | None = None
 
 
@@ -59,18 +58,6 @@ def check() -> None:
     if _received is not None:
         _raised = True
         raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """A signal that comes inside the block is raised at its end."""
-    global _held
-    before, _held = _held, True
-    try:
-        yield
-    finally:
-        _held = before
-    check()
 
 
 @contextlib.contextmanager
@@ -157,8 +144,6 @@ def _end(message: str, code: int) -> None:
 def _note(number: int, frame: FrameType | None) -> None:
     global _received, _raised
     _received = number
-    if _held:
-        return
     if _is_importing(frame):
         # What is raised while torch or numpy load is dropped there, or leaves them half loaded.
         again = threading.Timer(_IMPORT_POLL_S, _send_again, (number,))

@@ -119,15 +119,6 @@ def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_a_signal_that_is_held_back_comes_at_the_end() -> None:
-    done = False
-    with pytest.raises(KeyboardInterrupt), interrupts.raised_as_interrupt(), interrupts.held_back():
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        done = True
-    assert done
-
-
 def test_what_comes_during_an_import_is_raised_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"moe_ep_test_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(_INTERRUPTED_MODULE)
@@ -143,13 +134,9 @@ def test_a_signal_during_an_import_is_raised_once(tmp_path: Path, monkeypatch: p
     (tmp_path / f"{name}.py").write_text(_INTERRUPTED_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     with interrupts.raised_as_interrupt():
-        # A signal is noted in the import alone, so that the check after it is the first to raise anything.
-        with pytest.raises(KeyboardInterrupt), interrupts.held_back():
-            interrupts._held = False
-            try:
-                importlib.import_module(name)
-            finally:
-                interrupts._held = True
+        with pytest.raises(KeyboardInterrupt):
+            importlib.import_module(name)
+            interrupts.check()
         time.sleep(0.1)  # what cleans up is not interrupted once more
 
 
