@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,51 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def building(target: Path, wait: bool = False) -> Iterator[Path]:
+    """Gives a folder beside `target` to fill; it becomes `target` when the block ends, and is removed if it fails.
+
+    The folder is locked, and called `.NAME-building`: one that a killed process left is emptied and used again.
+
+    Args:
+        target: a folder that does not exist yet, or is empty.
+        wait: whether to wait for another process that builds the same target.
+
+    Raises:
+        BlockingIOError: another process builds it, and `wait` is not set.
+        OSError: the folder cannot be written to, or `target` holds something by the end; said of `target`.
+    """
+    folder = target.with_name(f".{target.name}-building")
+    with naming(target, instead_of=folder):
+        lock = _locked_folder(folder, wait)
+    try:
+        with naming(target, instead_of=folder):
+            for left in folder.iterdir():
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            yield folder
+            folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _locked_folder(folder: Path, wait: bool) -> int:
+    while True:
+        folder.mkdir(exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # Whoever had the lock may have renamed or removed what was opened here.
+            if folder.exists() and os.path.samestat(os.fstat(lock), folder.stat()):
+                return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
 
 
 @contextlib.contextmanager

@@ -17,12 +17,16 @@ LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 _MOST = 1 << 20
 
 
+class MissingKey(CheckpointError):
+    """A key that a config.json does not have."""
+
+
 def required(config: Config, *keys: str) -> Any:
     """The first of these keys that has a value; CheckpointError where none has."""
     for key in keys:
         if config.get(key) is not None:
             return config[key]
-    raise CheckpointError(f"config.json: expected {' or '.join(keys)}, found no such key")
+    raise MissingKey(f"config.json: expected {' or '.join(keys)}, found no such key")
 
 
 def positive(config: Config, *keys: str) -> int:

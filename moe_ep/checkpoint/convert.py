@@ -8,22 +8,25 @@ beside its place and renamed, so it is there whole or not at all.
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from moe_ep.checkpoint.formats import SETTINGS_BESIDE
 from moe_ep.checkpoint.formats.pack_quantized import pack_quantized
 from moe_ep.checkpoint.model_spec import model_spec
 from moe_ep.checkpoint.plan import ExpertTensors, StoredTensor
-from moe_ep.checkpoint.reader import INDEX_NAME, CheckpointReader, TensorInfo
+from moe_ep.checkpoint.reader import INDEX_NAME, SINGLE_NAME, CheckpointReader, TensorInfo, names_in_index
 from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError, one_of
-from moe_ep.files import naming
+from moe_ep.files import building
 from moe_ep.layer.methods.online import ONLINE
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8}
@@ -32,8 +35,9 @@ SHARD_BYTES = 2 << 30
 # All that is in no expert, by any name: transformers has PhiMoE's block_sparse_moe.gate as mlp.router, and what is
 # backbone.layers in the files of Nemotron as model.layers.
 _OUTSIDE = r"re:(?!.*\.experts(\.|$))"
-# Beside the weights: tokenizers, templates, texts. Code and pickles stay behind.
-_COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")
+# Weights in any form, and code: what is copied is data.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pkl", ".pickle")
+_CODE = (".py", ".pyc", ".so", ".sh", ".ipynb")
 
 
 class _Part(NamedTuple):
@@ -98,19 +102,26 @@ def convert_checkpoint(
         if reader.quantization is not None:
             method = reader.quantization.quant_method
             raise ConfigError(f"{source}: expected a plain checkpoint, found it quantized already ({method})")
+        if left_out := sorted(names_in_index(reader.directory) - set(reader.names())):
+            raise CheckpointError(
+                f"{source}: {INDEX_NAME} names {left_out[0]}, which {SINGLE_NAME} beside it does not hold; remove the "
+                f"one of the two that is out of date"
+            )
         experts = _expert_parts(reader, spec)
         group_size = _group_size(spec, quantize)
         config = reader.config | {"quantization_config": _settings(reader, experts, quantize, group_size)}
         target.parent.mkdir(parents=True, exist_ok=True)
-        building = target.parent / f".{target.name}-{uuid.uuid4().hex}"
         try:
-            tensors = _tensors(reader, experts, quantize, group_size, on_bytes)
-            with naming(target, instead_of=building):
-                write_checkpoint(building, config, tensors, max_shard_bytes=shard_bytes)
-                _copy_the_rest(reader.directory, building)
-                building.rename(target)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+            with building(target) as folder:
+                tensors = _tensors(reader, experts, quantize, group_size, on_bytes)
+                write_checkpoint(folder, config, tensors, max_shard_bytes=shard_bytes)
+                _copy_the_rest(reader.directory, folder)
+        except BlockingIOError:
+            raise ConfigError(f"{target}: another convert writes it; wait for that, or name another folder") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise ConfigError(f"{target}: it was made by something else meanwhile, and is not written over") from None
     return experts.fused
 
 
@@ -177,11 +188,15 @@ def _quantized(weight: torch.Tensor, quantize: str, group_size: int) -> dict[str
 def _settings(reader: CheckpointReader, experts: _ExpertParts, quantize: str, group_size: int) -> dict[str, Any]:
     """`quantization_config` of the new checkpoint; every linear layer that stays plain is named."""
     modules = {part.module for parts in experts.parts.values() for part in parts}
-    plain = {
-        name.removesuffix(".weight")
-        for name in reader.names()
-        if name.endswith(".weight") and len(reader.info(name).shape) == 2 and "embed" not in name
-    }
+    quantized_blocks = {module.rpartition(".experts.")[0] for module in modules}
+    plain = set()
+    for name in reader.names():
+        block, is_expert, _ = name.rpartition(".experts.")
+        if name.endswith(".weight") and len(reader.info(name).shape) == 2 and "embed" not in name:
+            plain.add(name.removesuffix(".weight"))
+        # Layers for drafts keep theirs, under whatever names the readers have for them.
+        if is_expert and block not in quantized_blocks:
+            plain |= {f"{block}.experts", rf"re:{re.escape(block)}\.experts\."}
     is_float = quantize == "fp8"
     form = "float-quantized" if is_float else "pack-quantized"
     weights = {
@@ -213,7 +228,15 @@ def _settings(reader: CheckpointReader, experts: _ExpertParts, quantize: str, gr
 
 
 def _copy_the_rest(source: Path, target: Path) -> None:
-    for file in source.iterdir():
-        is_text = file.suffix in _COPIED or file.name.startswith("LICENSE")
-        if file.is_file() and is_text and file.name not in ("config.json", INDEX_NAME):
-            shutil.copyfile(file, target / file.name)
+    """All that is neither weights nor code, in subfolders too."""
+    written = {"config.json", INDEX_NAME, *SETTINGS_BESIDE}
+    for folder, subfolders, names in os.walk(source):
+        subfolders[:] = [name for name in subfolders if not name.startswith((".", "__"))]
+        inside = Path(folder).relative_to(source)
+        for name in names:
+            file = Path(folder, name)
+            is_data = not name.startswith(".") and file.suffix not in (*_WEIGHTS, *_CODE)
+            if not is_data or not file.is_file() or str(inside / name) in written:
+                continue
+            (target / inside).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target / inside / name)

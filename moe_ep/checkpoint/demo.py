@@ -6,12 +6,12 @@ the routers prefer some experts over others.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import math
 import shutil
 import sys
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from moe_ep import env
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint, write_json
 from moe_ep.errors import ConfigError
-from moe_ep.files import write_text
+from moe_ep.files import building, parse_json, write_text
 from moe_ep.quantization.quantize_weights import quantize_int
 
 DEMO_VERSION = 1
+# What the files of a checkpoint hash to, so that damage in the cache is noticed.
+_DIGESTS = ".digests.json"
 
 _LAYERS = 4
 _HIDDEN = 256
@@ -83,14 +85,14 @@ _TEXT_MODULES = (
 
 
 def demo_checkpoint() -> Path:
-    """The demo checkpoint in the cache folder (MOE_EP_CACHE_DIR), made on the first call.
+    """The demo checkpoint in the cache folder (MOE_EP_CACHE_DIR), made on the first call and where it is damaged.
 
     Raises:
         ConfigError: nothing can be written there.
     """
     folder = env.CACHE_DIR.get() / f"demo-qwen3-moe-v{DEMO_VERSION}"
     try:
-        return make_demo_checkpoint(folder)
+        return _make(folder, seed=0, progress=True, is_usable=_is_whole)
     except OSError as error:
         raise ConfigError(
             f"the demo checkpoint cannot be made as {folder} ({error.strerror}); set {env.CACHE_DIR.name} to a folder "
@@ -106,8 +108,8 @@ def demo_checkpoint() -> Path:
 def make_demo_checkpoint(directory: str | Path, seed: int = 0, progress: bool = True) -> Path:
     """Makes a Qwen3-MoE checkpoint: 4 layers, hidden 256, 32 experts, top-4, GPTQ int4 group 64, the rest bf16.
 
-    It is built beside the directory and renamed, so the directory is there whole or not at all, whoever else makes it
-    at the same time. A checkpoint that is already there is left as it is.
+    It is built beside the directory and renamed, so the directory is there whole or not at all. A checkpoint that is
+    already there is left as it is.
 
     Args:
         seed: of the weights; the same seed gives the same bytes.
@@ -116,31 +118,35 @@ def make_demo_checkpoint(directory: str | Path, seed: int = 0, progress: bool = 
     Raises:
         ValueError: the directory exists and holds something else.
     """
-    directory = Path(directory).absolute()
-    if _is_made(directory):
+    return _make(Path(directory).absolute(), seed, progress, is_usable=_is_made)
+
+
+class _AlreadyMade(Exception):
+    """Another process has made the checkpoint meanwhile."""
+
+
+def _make(directory: Path, seed: int, progress: bool, is_usable: Callable[[Path], bool]) -> Path:
+    if is_usable(directory):
         return directory
-    in_the_way = ValueError(f"directory is {directory}; it must not exist yet, be empty or be a checkpoint")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise in_the_way
+    if directory.exists() and not _is_made(directory) and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"directory is {directory}; it must not exist yet, be empty or be a checkpoint")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    building = directory.parent / f".{directory.name}-{uuid.uuid4().hex}"
-    building.mkdir()
     try:
-        steps = _LAYERS + 2
-        with tqdm(
-            total=steps, desc="demo checkpoint", leave=False, disable=not progress or not sys.stderr.isatty()
-        ) as bar:
-            _write_tokenizer(building)
-            bar.update()
-            write_checkpoint(building, demo_config(), _tensors(seed, bar), max_shard_bytes=_SHARD_BYTES)
-        try:
-            building.rename(directory)
-        except OSError:
-            # Another maker was faster, which is as good; anything else in the way is the caller's to move.
-            if not _is_made(directory):
-                raise in_the_way from None
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        with building(directory, wait=True) as folder:
+            if is_usable(directory):
+                raise _AlreadyMade
+            if directory.exists():
+                shutil.rmtree(directory)
+            steps = _LAYERS + 2
+            with tqdm(
+                total=steps, desc="demo checkpoint", leave=False, disable=not progress or not sys.stderr.isatty()
+            ) as bar:
+                _write_tokenizer(folder)
+                bar.update()
+                write_checkpoint(folder, demo_config(), _tensors(seed, bar), max_shard_bytes=_SHARD_BYTES)
+            write_json(folder / _DIGESTS, _digests(folder))
+    except _AlreadyMade:
+        pass
     return directory
 
 
@@ -188,7 +194,20 @@ def demo_config() -> dict[str, Any]:
 
 
 def _is_made(directory: Path) -> bool:
-    return (directory / "config.json").is_file()
+    return any((directory / name).is_file() for name in ("config.json", _DIGESTS))
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether all files of the folder are there as they were made."""
+    try:
+        return parse_json((directory / _DIGESTS).read_bytes()) == _digests(directory)
+    except (OSError, ValueError):
+        return False
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    files = sorted(file for file in directory.iterdir() if file.name != _DIGESTS)
+    return {file.name: hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files}
 
 
 def _tensors(seed: int, bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:

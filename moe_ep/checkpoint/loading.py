@@ -127,7 +127,7 @@ def layer_options(
         "hidden_size": spec.expert_hidden_size,
         "intermediate_size": spec.moe_intermediate_size,
         "params_dtype": dtype or spec.dtype,
-        "quant_config": layer_quantization(reader.quantization, spec, layer_index),
+        "quant_config": layer_quantization(reader.quantization, spec, layer_index, reader),
         "has_bias": spec.has_bias,
         "prefix": prefix,
         "apply_router_weight_on_input": spec.routing.apply_router_weight_on_input,
@@ -152,7 +152,7 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
     """
     layer.check_open(spec.expert_prefix(layer_index))
     _check_gate(layer, spec, layer_index)
-    quantization = layer_quantization(reader.quantization, spec, layer_index)
+    quantization = layer_quantization(reader.quantization, spec, layer_index, reader)
     plan = plan_layer(reader, spec, layer_index, layer, quantization)
     params = dict(layer.named_parameters(recurse=False))
     with _one_copying_thread():

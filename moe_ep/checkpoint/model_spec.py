@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 
 import torch
 
-from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, Config, number, one_known, positive
+from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, Config, MissingKey, number, one_known, positive
 from moe_ep.checkpoint.families import routing, rules
 from moe_ep.checkpoint.families.configs import part_of
 from moe_ep.checkpoint.families.models import FAMILIES
 from moe_ep.checkpoint.reader import CheckpointReader
-from moe_ep.checkpoint.spec import MoEModelSpec
+from moe_ep.checkpoint.spec import OTHER_BLOCKS, PROJECTIONS, MoEModelSpec
 from moe_ep.errors import CheckpointError
 
 
@@ -31,6 +33,49 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
         raise TypeError(
             f"config is a {type(config).__name__}; it must be the dict of a config.json, or config.to_dict()"
         )
+    try:
+        return _model_spec(config, reader)
+    except MissingKey:
+        filled = _with_class_defaults(config)
+        if filled is None:
+            raise
+    return _model_spec(filled, reader)
+
+
+def _with_class_defaults(config: Config) -> Config | None:
+    """The config with the values that transformers' class gives to keys it leaves out; None without such a class.
+
+    The class reads the config, so that what it derives from other values, such as kinds of layers, is derived here too.
+    """
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return None
+    filled = dict(config)
+    for key in ("thinker_config", *LANGUAGE_PARTS):
+        if isinstance(part := config.get(key), dict):
+            filled[key] = _with_class_defaults(part) or part
+    known = str(config.get("model_type"))
+    if known not in CONFIG_MAPPING:
+        return filled if filled != config else None
+    whole: Config | None = None
+    scalars = {key: value for key, value in filled.items() if not isinstance(value, list | dict)}
+    for given in (filled, scalars, {}):
+        # A class raises whatever it likes for values that it does not take.
+        with contextlib.suppress(Exception):
+            whole = CONFIG_MAPPING[known].from_dict(given).to_dict()
+            break
+    if whole is None:
+        return None
+    parts = {
+        key: whole[key] | filled[key]
+        for key in ("thinker_config", *LANGUAGE_PARTS)
+        if isinstance(whole.get(key), dict) and isinstance(filled.get(key), dict)
+    }
+    return whole | filled | parts
+
+
+def _model_spec(config: Config, reader: CheckpointReader | None) -> MoEModelSpec:
     model_type, config = _known_part(config)
     family = FAMILIES[model_type]
     config = family.text_config(config)
@@ -54,6 +99,7 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
         residual_multiplier=number(config, "residual_multiplier", 1.0),
         moe_module=family.moe_module,
         projections=family.projections,
+        other_blocks=("mlp",) if family.moe_module in OTHER_BLOCKS and family.moe_module != "mlp" else (),
         **family.names | family.fields(config),
     )
     _check(spec)
@@ -73,10 +119,58 @@ def _known_part(config: Config) -> tuple[str, Config]:
 
 
 def _as_on_disk(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:
-    """With the names of the files, where these have no layers under the family's and have them under one other.
+    """With the names of the files, where they are not the family's.
 
-    Tools that take a language model out of a larger one, or put it into one, leave other names in front.
+    Tools write names of transformers' modules, and those that take a language model out of a larger one, or put it
+    into one, leave other names in front.
     """
+    return _with_layers_of(_with_block_of(spec, reader), reader)
+
+
+def _with_block_of(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:
+    """With the names that the files have for the MoE block, its router, and the matrices of an expert."""
+    if not spec.other_blocks:
+        return spec
+    last, blocks = spec.moe_layers[-1], "|".join((spec.moe_module, *spec.other_blocks))
+    experts = re.compile(rf"(?:.*\.)?layers\.{last}\.({blocks})\.experts\.(?:0\.)?(\w+)\.")
+    found = {match.groups() for name in reader.names() if (match := experts.match(name))}
+    modules = (spec.moe_module, *spec.other_blocks)
+    known = [(spec.moe_module, spec.projections), *product(modules, (spec.projections, *PROJECTIONS))]
+    module, projections = next((each for each in known if (each[0], each[1].gate) in found), known[0])
+    if (module, projections) == known[0]:
+        return spec
+    block = f".layers.{last}.{module}."
+    inside = {name.partition(block)[2] for name in reader.names() if block in name}
+
+    def there(own: str, *others: str) -> str:
+        return own if own in inside else next((each for each in others if each in inside), own)
+
+    router = None if spec.router is None else there(f"{spec.router}.weight", "gate.weight", "router.weight")
+    shared = spec.shared_experts
+    if shared is not None and shared.module.startswith(f"{spec.moe_module}."):
+        own = shared.projections or spec.projections
+        stem = shared.module.removeprefix(f"{spec.moe_module}.")
+        named = {name.split(".")[1] for name in inside if name.startswith(f"{stem}.")}
+        shared = replace(
+            shared,
+            module=f"{module}.{stem}",
+            projections=next((each for each in (own, *PROJECTIONS) if each.gate in named), own),
+        )
+    return replace(
+        spec,
+        moe_module=module,
+        projections=projections,
+        other_blocks=tuple(dict.fromkeys((spec.moe_module, *spec.other_blocks))),
+        router=None if router is None else router.removesuffix(".weight"),
+        correction_bias_tensor=there(
+            spec.correction_bias_tensor, "gate.e_score_correction_bias", "e_score_correction_bias", "gate.bias"
+        ),
+        shared_experts=shared,
+    )
+
+
+def _with_layers_of(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:
+    """With the name that the files have before `layers`, where they have none of the family's and one other."""
     base = spec.layers_module.rpartition("layers")[0]
     if reader.names(f"{base}layers."):
         return spec

@@ -46,26 +46,40 @@ class StoredTensor:
 
 
 def layer_quantization(
-    quantization: ModelQuantization | None, spec: MoEModelSpec, layer_index: int
+    quantization: ModelQuantization | None, spec: MoEModelSpec, layer_index: int, reader: CheckpointReader | None = None
 ) -> LayerQuantization | None:
     """How the experts of one layer are quantized; None where they are plain.
 
+    Args:
+        reader: of the files. With it the dtypes, suffixes and shapes of the tensors decide where the config says
+            something else of a matrix.
+
     Raises:
-        CheckpointError: experts of one layer, gate and up of one expert, or only some of the matrices quantized alike.
+        CheckpointError: experts of one layer, gate and up of one expert, or only some of the matrices quantized alike;
+            tensors that belong to no scheme of the config.
     """
-    if quantization is None:
+    if quantization is None and reader is None:
         return None
     prefix = spec.expert_prefix(layer_index)
     found: dict[str, QuantizationConfig | None] = {}
     for role, name in spec.projections.by_role().items():
-        schemes = {expert: quantization.of_module(f"{prefix}.{expert}.{name}") for expert in range(spec.num_experts)}
-        different = next((expert for expert, scheme in schemes.items() if scheme != schemes[0]), None)
-        if different is not None:
+        experts: dict[QuantizationConfig | None, int] = {}
+        for expert in range(spec.num_experts if quantization is not None else 1):
+            said = None
+            if quantization is not None:
+                said = quantization.of_module(*spec.expert_module_names(layer_index, expert, role))
+            experts.setdefault(said, expert)
+        schemes = {
+            said if reader is None else _scheme_on_disk(reader, spec, layer_index, expert, role, said): expert
+            for said, expert in experts.items()
+        }
+        if len(schemes) > 1:
+            first, different = sorted(schemes.values())[:2]
             raise CheckpointError(
                 f"config.json: quantization_config: expected one scheme for all experts of a layer, found another for "
-                f"{prefix}.{different}.{name} than for {prefix}.0.{name}"
+                f"{prefix}.{different}.{name} than for {prefix}.{first}.{name}"
             )
-        found[role] = schemes[0]
+        found[role] = next(iter(schemes))
     w13, w2 = found["gate"], found["down"]
     if found.get("up", w13) != w13 or (w13 is None) != (w2 is None):
         names = {role: "plain" if scheme is None else scheme.quant_method for role, scheme in found.items()}
@@ -78,6 +92,87 @@ def layer_quantization(
     if w13 is None or w2 is None or w13 == w2:
         return w13
     return PerGemm(w13, w2)
+
+
+def _scheme_on_disk(
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    layer_index: int,
+    expert: int,
+    role: str,
+    said: QuantizationConfig | None,
+) -> QuantizationConfig | None:
+    """The scheme of an expert's matrix by its tensors, given what the config says of it."""
+    size = projection_size(role, spec.expert_hidden_size, spec.moe_intermediate_size)
+    fused = f"{spec.moe_prefix(layer_index)}.{spec.fused.by_role().get(role, spec.fused.gate)}"
+    name, prefix = getattr(spec.projections, role), spec.expert_prefix(layer_index)
+    stems = [f"{prefix}.{expert}.{name}.", f"{prefix}.{name}.{expert}."]
+    stem = next((each for each in stems if reader.names(each)), None)
+    if stem is not None:
+        return _scheme_of_tensors(reader, stem, role, size, said)
+    schemes = (
+        {said: None} | {None: None} | dict.fromkeys([] if reader.quantization is None else reader.quantization.schemes)
+    )
+    return next((scheme for scheme in schemes if _fits_fused(reader, fused, role, size, scheme)), said)
+
+
+def _scheme_of_tensors(
+    reader: CheckpointReader, stem: str, role: str, size: tuple[int, int], said: QuantizationConfig | None
+) -> QuantizationConfig | None:
+    """The scheme that the tensors named `stem` + suffix have: the one that the config says if they fit it, or the only
+    other one of the config that they fit."""
+    if _fits(reader, stem, role, size, said):
+        return said
+    schemes = [None, *([] if reader.quantization is None else reader.quantization.schemes)]
+    fitting = [scheme for scheme in schemes if scheme != said and _fits(reader, stem, role, size, scheme)]
+    if len(fitting) == 1:
+        return fitting[0]
+    codes = _codes_suffix(linear_layouts(said, role, size))
+    if stem + codes not in reader:
+        held = ", ".join(
+            f"{info.name.removeprefix(stem)} {info.dtype} {info.shape}" for info in map(reader.info, reader.names(stem))
+        )
+        says = "plain weights" if said is None else f"{said.quant_method}, with {codes}"
+        raise CheckpointError(
+            f"{reader.index_file}: {stem}*: expected {says} as quantization_config in config.json says, found {held}"
+        )
+    return said
+
+
+def _fits(
+    reader: CheckpointReader, stem: str, role: str, size: tuple[int, int], scheme: QuantizationConfig | None
+) -> bool:
+    """Whether all tensors that a scheme needs are there, in its dtypes and shapes."""
+    try:
+        layouts = linear_layouts(scheme, role, size)
+        for suffix, layout in layouts.items():
+            names = [stem + each for each in (suffix, *layout.other_names) if stem + each in reader]
+            if names:
+                if layout.role is not Role.UNUSED:
+                    check_tensor(reader.info(names[0]), layout)
+            elif layout.default is None and layout.role is not Role.INDEX:
+                return False
+    except CheckpointError:
+        return False
+    return True
+
+
+def _fits_fused(
+    reader: CheckpointReader, stem: str, role: str, size: tuple[int, int], scheme: QuantizationConfig | None
+) -> bool:
+    """Whether the codes of all experts in one are there under a scheme's name, in its dtype."""
+    try:
+        layouts = linear_layouts(scheme, role, size)
+    except CheckpointError:
+        return False
+    endings = _PLAIN_ENDINGS if scheme is None else scheme.fused_endings or {}
+    codes = _codes_suffix(layouts)
+    found = [reader.info(stem + ending) for ending in endings.get(codes, ()) if stem + ending in reader]
+    return any(info.dtype in layouts[codes].dtypes for info in found)
+
+
+def _codes_suffix(layouts: Mapping[str, TensorLayout]) -> str:
+    return next(suffix for suffix, layout in layouts.items() if layout.role is Role.CODES)
 
 
 def projection_size(role: str, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
@@ -374,7 +469,7 @@ def plan_layer(
                 continue
             name = linear.names[suffix] if suffix in linear.names else linear.stem + suffix
             if layout is None or (stored is None and layout.default is None):
-                other = "; the layer is for other experts: use moe_ep.layer.stack.layer_quant_config and spec.has_bias"
+                other = "; the layer is for other experts: make it with moe_ep.checkpoint.layer_options"
                 raise CheckpointError(
                     f"{reader.index_file}: expected tensor {name}, found none of that name{'' if layout else other}"
                 )
@@ -509,13 +604,18 @@ def check_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
     """
     for layer in spec.moe_layers:
         tensors = expert_tensors(reader, spec, layer)
-        for role in tensors.roles:
-            layouts = tensors.layouts(role)
-            found = [tensors.find(expert, role) for expert in range(spec.num_experts)]
-            # The groups of columns may be left out, but then of all experts.
-            groups = {suffix for each in found for suffix in each if layouts[suffix].role is Role.INDEX}
-            for expert, of_expert in enumerate(found):
-                for suffix in missing(layouts, of_expert) + sorted(groups - of_expert.keys()):
+        experts = [{role: tensors.find(expert, role) for role in tensors.roles} for expert in range(spec.num_experts)]
+        indices = [
+            {(role, suffix) for role in found for suffix, each in found[role].items() if each.layout.role is Role.INDEX}
+            for found in experts
+        ]
+        of_any = set().union(*indices)
+        for expert, (found, own) in enumerate(zip(experts, indices, strict=True)):
+            # An expert that calibration never reached has no groups of columns, in none of its matrices.
+            lost = of_any - own if own else set()
+            for role in tensors.roles:
+                groups = [suffix for of_role, suffix in sorted(lost) if of_role == role]
+                for suffix in missing(tensors.layouts(role), found[role]) + groups:
                     raise none_of_that_name(reader, tensors.name(expert, role, suffix))
 
 
@@ -528,8 +628,11 @@ def find_module(
         CheckpointError: as `read_linear`.
     """
     stem, quantization = module + ".", reader.quantization
-    is_plain = stem + "weight" in reader and reader.info(stem + "weight").dtype in FLOATS
-    scheme = None if quantization is None or is_plain else quantization.of_module(module)
+    scheme = None if quantization is None else quantization.of_module(module)
+    if quantization is not None and beside is None and reader.names(stem):
+        scheme = _scheme_of_tensors(reader, stem, "gate", size, scheme)
+    elif stem + "weight" in reader and reader.info(stem + "weight").dtype in FLOATS:
+        scheme = None
     layouts = linear_layouts(scheme, "gate", size)
     found = find_linear(reader, stem, layouts, beside)
     for suffix in missing(layouts, found):
@@ -539,7 +642,7 @@ def find_module(
 
 def expert_tensors(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> ExpertTensors:
     """Where the experts of one layer lie, in the format that config.json says; CheckpointError where they do not."""
-    quantization = layer_quantization(reader.quantization, spec, layer_index)
+    quantization = layer_quantization(reader.quantization, spec, layer_index, reader)
     return ExpertTensors(reader, spec, layer_index, quantization)
 
 

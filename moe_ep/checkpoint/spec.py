@@ -27,6 +27,11 @@ class Projections(NamedTuple):
         return {role: name for role, name in self._asdict().items() if name}
 
 
+GATE_DOWN_UP = Projections(gate="gate_proj", down="down_proj", up="up_proj")
+GATE_W1 = Projections(gate="w1", down="w2", up="w3")
+PROJECTIONS = (GATE_DOWN_UP, GATE_W1)
+# Names of one block: in files of Mixtral and MiniMax, DeepSeek-V4 and Step, and in transformers 5.
+OTHER_BLOCKS = ("mlp", "block_sparse_moe", "ffn", "moe")
 _FUSED = Projections("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -111,6 +116,8 @@ class MoEModelSpec:
         moe_layers: indices of the layers that have experts; the others are dense.
         table_layers: those of them whose experts a table chooses by a token's id, and no router.
         moe_module: name of the MoE block inside a layer; empty where its parts lie in the layer itself.
+        other_blocks: names that others have for the MoE block, transformers or the family's authors; projections have
+            other names there too.
         projections: names of gate, down and up on disk; without up where the activation is ungated.
         layers_module: what the names of layers start with.
         norm: the norm before the MoE block, inside a layer; None where the block reads something else than what one
@@ -150,6 +157,7 @@ class MoEModelSpec:
     moe_module: str
     projections: Projections
     table_layers: tuple[int, ...] = ()
+    other_blocks: tuple[str, ...] = ()
     embedding: str = "model.embed_tokens.weight"
     layers_module: str = "model.layers"
     norm: str | None = "post_attention_layernorm"
@@ -194,6 +202,18 @@ class MoEModelSpec:
     def expert_prefix(self, layer: int) -> str:
         """What the names of a layer's experts start with, such as `model.layers.3.mlp.experts`."""
         return f"{self.moe_prefix(layer)}.experts"
+
+    def expert_module_names(self, layer: int, expert: int, role: str) -> list[str]:
+        """What an expert's linear layer is called in the files, and what configurations may call it besides.
+
+        Tools write the names that they had: the family's own, those of transformers 5, where some blocks and
+        projections have other names, or that of the module of all experts.
+        """
+        own = f"{self.expert_prefix(layer)}.{expert}.{getattr(self.projections, role)}"
+        blocks = [self.moe_prefix(layer), *(f"{self.layers_module}.{layer}.{other}" for other in self.other_blocks)]
+        projections = {getattr(each, role) for each in (self.projections, *PROJECTIONS)} if self.other_blocks else ()
+        others = [f"{block}.experts.{expert}.{name}" for block in blocks for name in sorted(projections) if name]
+        return list(dict.fromkeys((own, *others, *(f"{block}.experts" for block in blocks))))
 
     def router_weight(self, layer: int) -> str:
         """Name of the router's weight, `[num_router_columns, K]`; ConfigError for a router that is of another form."""

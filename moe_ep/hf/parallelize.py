@@ -249,7 +249,7 @@ def _from_path(
         model, shapes = hf_loading.load_without_experts(reader, dtype, attn_implementation, device)
         for count, shape in enumerate(shapes):
             on_layer(count, len(shapes))
-            quant_config = layer_quant_config(quantization, spec, shape.layer_index)
+            quant_config = layer_quant_config(quantization, spec, shape.layer_index, reader)
             shape = as_trained(model, shape, spec)
             layer = make_routed_experts(shape, _top_k(model), device=device, quant_config=quant_config, **options)
             load_moe_layer(reader, spec, shape.layer_index, layer)

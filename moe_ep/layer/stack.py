@@ -177,7 +177,7 @@ class MoEBlock(FixedTensors):
             self.shared_experts = None if latent is None else shared_experts
             options = layer_options(reader, spec, layer_index, dtype)
             self.moe = FusedMoE(
-                **options | {"quant_config": layer_quant_config(quant_config, spec, layer_index)},
+                **options | {"quant_config": layer_quant_config(quant_config, spec, layer_index, reader)},
                 shared_experts=shared_experts if latent is None else None,
                 process_group=process_group,
                 parallel_config=parallel_config,
@@ -350,15 +350,20 @@ def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:
     return ONLINE[quantize]
 
 
-def layer_quant_config(quantization: Any, spec: MoEModelSpec, layer_index: int) -> Any:
+def layer_quant_config(
+    quantization: Any, spec: MoEModelSpec, layer_index: int, reader: CheckpointReader | None = None
+) -> Any:
     """The `quant_config` of one layer, from the result of `expert_quantization` for the model.
+
+    Args:
+        reader: of the checkpoint, whose tensors decide where the config says something else of them.
 
     Raises:
         CheckpointError: the layer's experts are quantized in different ways that one layer cannot combine.
     """
     if isinstance(quantization, OnlineConfig):
         return quantization
-    return layer_quantization(quantization, spec, layer_index)
+    return layer_quantization(quantization, spec, layer_index, reader)
 
 
 def _shared_experts(

@@ -200,21 +200,6 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
     "asymmetric bytes": ("int8", group(symmetric=False), "group_0: symmetric of the weights is False"),
     "group of another size": ("nvfp4 packed", group(group_size=32), "group_0: group_size of the weights is 32"),
     "another strategy": ("packed int4", group(strategy="attention"), "group_0: strategy is 'attention'; it must"),
-    "GPTQ with other bits for up alone": (
-        "gptq 4 bits",
-        setting(dynamic={"+:.*up": {"bits": 8}}),
-        r"expected gate and up of one scheme.*found gate GPTQConfig\(bits=4, .*, up GPTQConfig\(bits=8, ",
-    ),
-    "gate and up of two schemes": (
-        "mixed int4 and fp8",
-        setting(ignore=["re:.*gate_proj"]),
-        "layers.0.mlp.experts: expected gate and up of one scheme.*found gate plain, down fp8, up pack-quantized",
-    ),
-    "one expert of another scheme": (
-        "mixed int4 and fp8",
-        setting(ignore=[EXPERT.replace("layers.1", "layers.0")]),
-        r"expected one scheme for all experts of a layer, found another for .*experts\.2\.up_proj",
-    ),
     "fused in another format": (
         "mxfp4 gpt-oss",
         setting(quant_method="awq", bits=4, group_size=32),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -157,6 +159,24 @@ def test_makers_at_the_same_time_get_the_same_bytes(
     assert len(paths) == 1 and paths == {demo_checkpoint()}
     assert contents(paths.pop()) == contents(demo)
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "overwritten", "no config", "no weights"])
+def test_a_demo_that_is_damaged_in_the_cache_is_made_anew(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path))
+    folder = tmp_path / "demo-qwen3-moe-v1"
+    shutil.copytree(demo, folder)
+    weights = next(folder.glob("*.safetensors"))
+    if damage == "truncated":
+        os.truncate(weights, weights.stat().st_size // 2)
+    elif damage == "overwritten":
+        weights.write_bytes(weights.read_bytes()[:-100] + bytes(100))
+    else:
+        (folder / "config.json" if damage == "no config" else weights).unlink()
+    assert contents(demo_checkpoint()) == contents(demo)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_another_seed_and_no_progress_bar_without_a_terminal(

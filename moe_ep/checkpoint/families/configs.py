@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_ep.checkpoint.config_values import Config, positive, required, whole
+from moe_ep.checkpoint.config_values import Config, MissingKey, positive, required, whole
 from moe_ep.errors import CheckpointError, one_of
 
 
@@ -100,7 +100,7 @@ def nemotron_config(config: Config) -> Config:
         )
     kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern") or []
     if not isinstance(kinds, list | str) or not kinds:
-        raise CheckpointError(
+        raise MissingKey(
             f"config.json: layers_block_type or hybrid_override_pattern: expected the kinds of layers, found {kinds!r}"
         )
     return config | {

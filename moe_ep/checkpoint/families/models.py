@@ -13,10 +13,8 @@ from typing import Any
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint.config_values import Config
 from moe_ep.checkpoint.families import configs, routing, rules
-from moe_ep.checkpoint.spec import Projections, RoutingSpec, SharedExpertsSpec
+from moe_ep.checkpoint.spec import GATE_DOWN_UP, GATE_W1, Projections, RoutingSpec, SharedExpertsSpec
 
-GATE_DOWN_UP = Projections(gate="gate_proj", down="down_proj", up="up_proj")
-GATE_W1 = Projections(gate="w1", down="w2", up="w3")
 # Models that see have the language model in a part of their own.
 LANGUAGE_PART = {
     "layers_module": "model.language_model.layers",

@@ -149,7 +149,7 @@ def _method_of_quantize_config(settings: Mapping[str, Any]) -> str:
 
 
 # Files beside config.json in which tools leave their settings, and the method of settings that do not name theirs.
-_BESIDE: dict[str, Callable[[Mapping[str, Any]], str]] = {
+SETTINGS_BESIDE: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "hf_quant_config.json": _method_of_hf_quant_config,
     "quantize_config.json": _method_of_quantize_config,
     "quant_config.json": lambda settings: "awq",
@@ -168,7 +168,7 @@ def with_settings_beside(
     """
     if config.get("quantization_config") is None and "compression_config" in config:
         config["quantization_config"] = config.pop("compression_config")
-    for name, method_of in _BESIDE.items():
+    for name, method_of in SETTINGS_BESIDE.items():
         file = directory / name
         if not file.is_file():
             continue

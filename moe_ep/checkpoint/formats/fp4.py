@@ -125,7 +125,8 @@ class NVFP4Config(QuantizationConfig):
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
         factor = tensors[self.global_name].squeeze(-1)
-        if bool((factor <= 0).any()):
+        # A matrix of zeros may have a factor of 0, which nothing can be divided by.
+        if bool((factor < 0).any()) or (self.global_divides and bool((factor == 0).any())):
             raise CheckpointError(f"{self.global_name}: expected a positive number, found {float(factor.min())}")
         return CanonicalWeights(
             codes=unpack_nibbles(tensors[self.weight_name]),

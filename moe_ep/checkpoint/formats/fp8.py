@@ -66,7 +66,7 @@ class Float8Config(QuantizationConfig):
         kind = str(values.get("fmt") or "e4m3").lower()
         if kind not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(where + one_of("fmt", kind, ["e4m3"]))
-        # GPTQModel writes both keys, and nobody else.
+        # Only GPTQModel writes both keys.
         semantics, of_each = values.get("weight_scale_semantics"), values.get("weight_scale_method")
         if semantics not in (None, "inverse"):
             raise CheckpointError(where + one_of("weight_scale_semantics", semantics, ["inverse"]))

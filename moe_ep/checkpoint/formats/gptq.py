@@ -127,7 +127,14 @@ class GPTQConfig(QuantizationConfig):
             "qzeros": TensorLayout(int32, (groups, out_features // pack), role=Role.GROUPS, out_dim=1, in_dim=0),
             "scales": TensorLayout(FLOATS, (groups, out_features), role=Role.GROUPS, out_dim=1, in_dim=0),
             # Some writers leave g_idx out where it says nothing.
-            "g_idx": TensorLayout(int32, (in_features,), None if self.desc_act else in_order, Role.INDEX, in_dim=0),
+            "g_idx": TensorLayout(
+                int32,
+                (in_features,),
+                None if self.desc_act else in_order,
+                Role.INDEX,
+                in_dim=0,
+                in_order=in_order,
+            ),
             "bias": bias_layout(out_features),
         }
 

@@ -43,6 +43,8 @@ class TensorLayout:
         held: the dtype in which a layer holds it: None for the first of `dtypes`, or for the layer's own dtype where
             floats of several kinds are taken. Bytes held as floats are the bits of e8m0 numbers, powers of two.
         other_names: what some writers call it.
+        in_order: of an INDEX, the groups of columns in order: what it means where it holds -1, as calibration never
+            reached the expert.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -53,9 +55,12 @@ class TensorLayout:
     in_dim: int | None = None
     held: torch.dtype | None = None
     other_names: tuple[str, ...] = ()
+    in_order: Callable[[], torch.Tensor] | None = None
 
     def as_held(self, stored: torch.Tensor) -> torch.Tensor:
         """What was read, where it is not held as it is stored."""
+        if self.in_order is not None and bool((stored == -1).any()):
+            return self.in_order()
         if self.held is None or not self.held.is_floating_point:
             return stored
         return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).to(self.held)
@@ -111,8 +116,13 @@ class QuantizationConfig(ABC):
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
         """The canonical form of one linear layer's tensors, with any leading batch dimensions."""
 
-    def of_module(self, name: str) -> QuantizationConfig | None:
-        """How the linear layer of that name is quantized; None where it is plain."""
+    @property
+    def schemes(self) -> list[QuantizationConfig]:
+        """All schemes that some module of a model may have that is quantized so: this one."""
+        return [self]
+
+    def of_module(self, name: str, *other_names: str) -> QuantizationConfig | None:
+        """How the linear layer of that name is quantized: all alike."""
         return self
 
     def of_gemm(self, gemm: str) -> QuantizationConfig:

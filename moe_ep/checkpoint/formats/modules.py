@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+import regex
 
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.errors import CheckpointError
@@ -14,6 +18,7 @@ EVERY_LINEAR = "Linear"
 # What stands before the layers of a language model, by itself or in a larger one. Tools that quantize name modules as
 # they had them, and files may have them otherwise.
 _LANGUAGE_MODEL = re.compile(r"(?:(?:model|language_model|thinker)\.)*(?=layers\.)")
+_MOST_LETTERS, _MOST_SECONDS = 10_000, 1.0
 _BASES = ("model.", "model.language_model.", "language_model.model.")
 
 
@@ -32,15 +37,15 @@ class ModulePatterns:
         if isinstance(patterns, str) or not isinstance(patterns, Iterable):
             raise CheckpointError(f"config.json: quantization_config: expected a list of modules, found {patterns!r}")
         self._exact: set[str] = set()
-        self._expressions: list[re.Pattern[str]] = []
+        self._expressions: list[Expression] = []
         for pattern in patterns:
             if not isinstance(pattern, str):
                 raise CheckpointError(f"config.json: quantization_config: expected names of modules, found {pattern!r}")
             if pattern.startswith("re:"):
-                self._expressions.append(_compiled(pattern.removeprefix("re:")))
+                self._expressions.append(Expression(pattern.removeprefix("re:")))
             elif "*" in pattern:
                 anything = ".*".join(re.escape(part) for part in pattern.split("*"))
-                self._expressions.append(re.compile(anything + r"(\..*)?\Z"))
+                self._expressions.append(Expression(anything + r"(\..*)?\Z"))
             elif name := pattern.strip("."):
                 self._exact.add(name)
         self._lengths = {pattern.count(".") + 1 for pattern in self._exact}
@@ -52,16 +57,46 @@ class ModulePatterns:
             for start in range(len(parts) - length + 1):
                 if ".".join(parts[start : start + length]) in self._exact:
                     return True
-        return any(expression.match(name) for expression in self._expressions)
+        return any(expression.matches(name) for expression in self._expressions)
 
 
-def _compiled(expression: str) -> re.Pattern[str]:
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise CheckpointError(
-            f"config.json: quantization_config: expected a regular expression, found {expression!r}: {error}"
-        ) from None
+class Expression:
+    """A regular expression of a config, matched from the start of a name and within a bounded time.
+
+    A checkpoint is data from elsewhere, and an expression such as `(([a-z])+)+!` takes time without end.
+
+    Raises:
+        CheckpointError: no regular expression.
+    """
+
+    def __init__(self, expression: str) -> None:
+        self._expression, self._slow_seconds = expression, 0.0
+        try:
+            if len(expression) > _MOST_LETTERS:
+                raise regex.error(f"it has more than {_MOST_LETTERS} letters")
+            self._compiled = regex.compile(expression)
+        except (regex.error, OverflowError, RecursionError) as error:
+            raise CheckpointError(
+                f"config.json: quantization_config: expected a regular expression, found {expression[:200]!r}: {error}"
+            ) from None
+
+    def matches(self, name: str) -> bool:
+        """Whether it matches; CheckpointError once matching has taken too long."""
+        while True:
+            started, found = time.thread_time(), None
+            with contextlib.suppress(TimeoutError):  # of the clock: others may have had the processor
+                found = self._compiled.match(name, timeout=_MOST_SECONDS) is not None
+            # Quick ones are not counted: there may be some for every matrix of every expert.
+            if (took := time.thread_time() - started) > _MOST_SECONDS / 1000:
+                self._slow_seconds += took
+            if self._slow_seconds >= _MOST_SECONDS:
+                raise CheckpointError(
+                    f"config.json: quantization_config: expected an expression that is matched within {_MOST_SECONDS} "
+                    f"s, found {self._expression[:200]!r}, which takes longer on {name}; write it without nested "
+                    f"repetition"
+                )
+            if found is not None:
+                return found
 
 
 @dataclass(frozen=True)
@@ -106,24 +141,45 @@ class ModuleSchemes:
         self._named = [
             (ModulePatterns(name for name in names if name != EVERY_LINEAR), scheme) for names, scheme in schemes
         ]
+        # Of names that many modules share.
+        self._of_others: dict[str, tuple[bool, int]] = {}
         self._others = next((scheme for names, scheme in schemes if EVERY_LINEAR in names), None)
         if isinstance(self._others, Unreadable) and all(isinstance(scheme, Unreadable) for _, scheme in schemes):
             raise CheckpointError(self._others.reason)
 
-    def of_module(self, name: str) -> QuantizationConfig | None:
+    @property
+    def schemes(self) -> list[QuantizationConfig]:
+        """All schemes that some module may have, each once."""
+        found = [*(scheme for _, scheme in self._named), self._others]
+        return list(dict.fromkeys(scheme for scheme in found if isinstance(scheme, QuantizationConfig)))
+
+    def of_module(self, name: str, *other_names: str) -> QuantizationConfig | None:
         """How the linear layer of that name is quantized; None where it is plain.
+
+        Args:
+            other_names: what tools may call it.
 
         Raises:
             CheckpointError: in a way that is not read.
         """
-        names = _names_of(name)
-        if any(each in self._ignored for each in names):
+        ignored, first = self._found(name)
+        for other in other_names:
+            if other not in self._of_others:
+                self._of_others[other] = self._found(other)
+            also_ignored, also_first = self._of_others[other]
+            ignored, first = ignored or also_ignored, min(first, also_first)
+        if ignored:
             return None
-        named = (scheme for patterns, scheme in self._named if any(each in patterns for each in names))
-        scheme = next(named, self._others)
+        scheme = self._named[first][1] if first < len(self._named) else self._others
         if isinstance(scheme, Unreadable):
             raise CheckpointError(scheme.reason)
         return scheme
+
+    def _found(self, name: str) -> tuple[bool, int]:
+        """Whether a module is ignored by name, and the index of the first scheme that names it."""
+        names = _names_of(name)
+        indices = (i for i, (patterns, _) in enumerate(self._named) if any(each in patterns for each in names))
+        return any(each in self._ignored for each in names), next(indices, len(self._named))
 
 
 def _names_of(module: str) -> list[str]:

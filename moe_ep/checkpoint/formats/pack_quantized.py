@@ -80,6 +80,10 @@ class PackQuantizedConfig(QuantizationConfig):
         require_multiple("in_features", in_features, pack, f"pack-quantized with {self.bits} bits")
         groups = self.scale.shape(out_features, in_features)[-1]
         int32, group_size = (torch.int32,), self.scale.columns if self.scale.columns > 1 else in_features
+
+        def in_order() -> torch.Tensor:
+            return torch.arange(in_features, dtype=torch.int32, device="cpu") // group_size
+
         layouts = {
             "weight_packed": TensorLayout(int32, (out_features, in_features // pack), out_dim=0, in_dim=1),
             "weight_scale": self.scale.layout(FLOATS, out_features, in_features),
@@ -92,9 +96,10 @@ class PackQuantizedConfig(QuantizationConfig):
             "weight_g_idx": TensorLayout(
                 int32,
                 (in_features,),
-                lambda: torch.arange(in_features, dtype=torch.int32, device="cpu") // group_size,
+                in_order,
                 Role.INDEX if self.scattered else Role.CHECKED,
                 in_dim=0,
+                in_order=in_order,
             ),
             **activation_scales(),
             "bias": bias_layout(out_features),
