@@ -189,7 +189,7 @@ REPLAY_MAX_TOKENS = EnvVar(
     parse=_whole_number,
     default="256",
     meaning="most tokens of a layer's call in a transformers model that is replayed from a CUDA graph of the layer "
-    "once it has come four times (over ranks where it travels by nvshmem_low_latency); 0: none is",
+    "after four calls of its shape (over ranks: with nvshmem_low_latency alone); 0: none is",
 )
 
 ALL: tuple[EnvVar, ...] = (

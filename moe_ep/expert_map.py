@@ -1,6 +1,6 @@
 """Placement: which rank holds which expert, and at which local index.
 
-There are two strategies: linear gives every rank a contiguous range of ids, round_robin deals them out in turn (rank r
+There are two strategies: linear gives every rank a contiguous range of ids, round_robin assigns them in turn (rank r
 holds r, r + ep_size, r + 2 * ep_size, ...). Either way, the first E % ep_size ranks hold one expert more than the rest.
 Everything here is computed once, on the host, and depends on nothing but its arguments; tensors stay on the host.
 """

@@ -139,14 +139,14 @@ ALL2ALL_BACKENDS = Registry(
     "all2all_backend",
     contract="moe_ep.modular_kernel.contracts:FusedMoEPrepareAndFinalize",
     entries={
-        "no_ep": Entry("moe_ep.dispatch.no_ep:NoEPPrepareFinalize", "one rank, nothing travels"),
+        "no_ep": Entry("moe_ep.dispatch.no_ep:NoEPPrepareFinalize", "one rank, nothing is sent"),
         "allgather_reducescatter": Entry(
             "moe_ep.dispatch.allgather_reducescatter:AllGatherReduceScatterPrepareFinalize",
             "every rank sees every token; simplest, any transport",
         ),
         "all_to_all": Entry(
             "moe_ep.dispatch.all_to_all:AllToAllPrepareFinalize",
-            "exact sizes, a token travels once to each destination rank; prefill and across hosts",
+            "exact sizes, a token is sent once to each destination rank; prefill and across hosts",
         ),
         "batched_all_to_all": Entry(
             "moe_ep.dispatch.batched_all_to_all:BatchedAllToAllPrepareFinalize",
@@ -162,7 +162,7 @@ ALL2ALL_BACKENDS = Registry(
         ),
         "two_level": Entry(
             "moe_ep.dispatch.two_level:TwoLevelPrepareFinalize",
-            "a token travels once to each host, then to that host's ranks; prefill across hosts",
+            "a token is sent once to each host, then to that host's ranks; prefill across hosts",
         ),
     },
 )

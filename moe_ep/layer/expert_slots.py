@@ -42,8 +42,8 @@ class LayerEplbState(FixedTensors):
         expert_load_view: int32 `[P]`, this rank's tokens per physical expert, to which every pass adds.
         logical_to_physical_map: int `[E, max_replicas]`, -1 padded.
         logical_replica_count: int `[E]`.
-        is_balanced: says whether somebody moves the layer's experts as load wants it.
-        is_moving: says whether experts that were fetched elsewhere are still to be put into slots here.
+        is_balanced: returns whether an EPLBManager balances the layer.
+        is_moving: returns whether fetched experts are not yet in their slots on this rank.
         in_doubt: whether other ranks may have another placement of this layer, as a rearrangement failed.
     """
 
@@ -64,7 +64,7 @@ class LayerEplbState(FixedTensors):
         for name, values in state.items():
             tensor = torch.tensor(values, dtype=torch.int32, device=table_device())
             self.register_buffer(name, tensor, persistent=False)
-        # These ask whoever balances the layer; nobody does so far.
+        # An EPLBManager replaces both.
         self.is_balanced: Callable[[], bool] = bool
         self.is_moving: Callable[[], bool] = bool
         self.in_doubt = False

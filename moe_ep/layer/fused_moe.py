@@ -775,7 +775,7 @@ class FusedMoE(MoELayer):
         return bool(self.slots.of_id(physical_expert_id))
 
     def process_weights_after_loading(self) -> None:
-        """Converts loaded weights to the form that the experts read. The first pass does this if nobody did before.
+        """Converts loaded weights to the form that the experts read. The first pass calls it if needed.
 
         Raises:
             RuntimeError: loading has begun and tensors are missing, or they are on the meta device.

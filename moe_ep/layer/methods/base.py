@@ -112,7 +112,7 @@ class FusedMoEMethodBase(ABC):
     def maybe_make_prepare_finalize(
         self, process_group: dist.ProcessGroup | None = None, dispatch_dtype: torch.dtype | None = None
     ) -> FusedMoEPrepareAndFinalize:
-        """Creates the layer's backend: the one that it names if tokens must travel between ranks, otherwise no_ep."""
+        """Creates the layer's backend: the named one if tokens must be sent between ranks, otherwise no_ep."""
         parallel = self.moe_config.moe_parallel_config
         backend = parallel.all2all_backend if parallel.use_all2all else "no_ep"
         quant_config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(dispatch_dtype)
