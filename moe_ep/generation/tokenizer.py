@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moe_ep.errors import ConfigError
 from moe_ep.files import parse_json
 from moe_ep.generation.conversation import Conversation, ConversationRenderer, processor_templates
 from moe_ep.hf.loading import context_length, text_config
+from moe_ep.hf.untrusted import tokenizer_folder
 
 # A text, or a conversation.
 Prompt = str | Conversation
@@ -99,10 +99,13 @@ class ModelTokenizer:
 
 
 def _read_tokenizer(folder: Path) -> Any:
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ImportError, OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {str(error).splitlines()[0]}") from None
+    with tokenizer_folder(folder) as files:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a file makes it raise
+            said = f"{type(error).__name__}: {error}".replace(str(files), str(folder)).splitlines()[0]
+            raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {said}") from None
+    tokenizer.name_or_path = str(folder)
     # Without any of its files transformers makes an empty one of the model's kind.
     names = sorted(tokenizer.vocab_files_names.values())
     if not any((folder / name).is_file() for name in names):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -24,6 +24,7 @@ from moe_ep.checkpoint.loading import read_linear
 from moe_ep.checkpoint.reader import read_config
 from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
 from moe_ep.hf.experts import ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
+from moe_ep.hf.untrusted import attention_without_hub, check_no_adapter, open_config, open_generation_config
 
 # Families that are another of transformers by another name.
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
@@ -56,19 +57,21 @@ def load_without_experts(
         ConfigError: a model without experts that moe_ep can take.
     """
     path = reader.directory
+    check_no_adapter(path)
     kind, config = _kind_and_config(path)
-    # The experts read their own quantization; transformers would want a quantizer for it.
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
     shapes: list[ExpertsShape] = []
     # A model that sees may say it of its language model alone.
     options: dict[str, Any] = {"dtype": dtype or config.dtype or config.get_text_config().dtype or torch.float32}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    else:
+        attention_without_hub(kind, config)
+    settings = open_generation_config(path)
     with _quiet(), _refusals_of_transformers(path):
         model, info = _without_experts(kind, shapes, reader).from_pretrained(
             path,
             config=config,
+            generation_config=None if settings is None else GenerationConfig.from_dict(settings),
             local_files_only=True,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
@@ -104,13 +107,15 @@ def context_length(config: Any) -> int | None:
 
 def _kind_and_config(path: Path) -> tuple[Any, Any]:
     """transformers' class of the checkpoint's language model, and its configuration."""
-    model_type = str(read_config(path).get("model_type"))
+    # The experts read their own quantization; transformers would want a quantizer for it.
+    values = open_config(read_config(path))
+    model_type = str(values.get("model_type"))
     known = _SAME_AS.get(model_type, model_type)
     kind: Any = None
     # These mappings import as they are asked, and know nothing by `get`.
     if known in CONFIG_MAPPING:
         with _quiet(), _refusals_of_transformers(path):
-            config = CONFIG_MAPPING[known].from_pretrained(path, local_files_only=True)
+            config = CONFIG_MAPPING[known].from_dict(values)
         if known in _PARTS:
             config = getattr(config, _PARTS[known])
         kinds = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
