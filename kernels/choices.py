@@ -1,4 +1,4 @@
-"""The choices of a model's router: cleaning them (`moe_ep.routing.router`) and counting them (`moe_ep.hf.choices`)."""
+"""The choices of a model's router: `moe_ep.routing.router` cleans them, `moe_ep.hf.routed_experts` counts them."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ import moe_ep
 from moe_ep.bench.geometries import preset
 from moe_ep.bench.results import append_line, facts, markdown_table, read_lines
 from moe_ep.bench.timing import slowest_rank, time_calls, timing_of
-from moe_ep.generation.engine import Generation
-from moe_ep.generation.prompt_queue import Request
+from moe_ep.generation.engine import Generation, Request
 from moe_ep.layer.methods import relative_error
 
 Row = dict[str, Any]

@@ -62,7 +62,7 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
     import moe_ep
     from moe_ep.generation.perplexity import perplexity
     from moe_ep.generation.tokenizer import ModelTokenizer
-    from moe_ep.hf.divided import steps_of
+    from moe_ep.hf.parallelized import steps_of
 
     device = torch.device(rank_env.device)
     dtype = torch_dtype(config.dtype, device)

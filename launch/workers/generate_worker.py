@@ -22,11 +22,10 @@ from moe_ep.distributed.exchange import gather_texts
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
-from moe_ep.generation.engine import Completion, Generation
-from moe_ep.generation.prompt_queue import Request
+from moe_ep.generation.engine import Completion, Generation, Request
 from moe_ep.generation.sampling import Sampling
 from moe_ep.generation.tokenizer import ModelTokenizer
-from moe_ep.hf.divided import steps_of
+from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.steps import StepCoordinator
 from moe_ep.launch.cli.gang_options import torch_dtype
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine

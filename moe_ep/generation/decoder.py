@@ -1,29 +1,30 @@
-"""One rank's passes of a parallelized model: prompts into slots, and all slots one token on, in a CUDA graph."""
+"""Runs one rank's passes of a parallelized model: reads prompts into slots, and decodes all slots by one token, in a
+CUDA graph."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moe_ep.errors import ConfigError
 from moe_ep.generation.fused_modules import FusedModules
-from moe_ep.generation.prompt_batch import packed_prompts, padded_prompts
-from moe_ep.generation.slot_attention import can_attend, slot_attention
-from moe_ep.generation.slot_cache import SlotCache, as_models_take
-from moe_ep.hf.divided import steps_of
+from moe_ep.generation.slot_cache import SequenceTable, SlotCache, as_models_take, can_attend, slot_attention
+from moe_ep.hf.parallelized import steps_of
 
 logger = logging.getLogger(__name__)
 
-# Passes that run eagerly before they are captured: what is compiled, connected or allocated once is so by then.
+# Eager passes before the capture; they compile, connect and allocate what is needed once.
 WARM_UP_PASSES = 2
-# Where attention has masks: torch's kernels but cuDNN's, which plans tens of milliseconds for every new shape.
+# For attention with masks: all of torch's kernels but cuDNN's, which takes tens of milliseconds to plan a new shape.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -40,7 +41,7 @@ class SlotDecoder:
         graphs: whether decoding may be captured in CUDA graphs; it is where backend and experts allow it.
 
     Raises:
-        ConfigError: a model that keeps its past in a cache of its own.
+        ConfigError: a model with a cache class of its own.
     """
 
     def __init__(self, model: Any, num_slots: int, max_length: int, *, graphs: bool) -> None:
@@ -128,7 +129,7 @@ class SlotDecoder:
         self._tokens[slots] = tokens
 
     def free(self, slot: int) -> None:
-        """Gives the slot up; its rows go to no expert from here on."""
+        """Frees a slot; its rows go to no expert until it is used again."""
         self._active[slot] = False
         self._positions[slot] = 0
 
@@ -138,7 +139,7 @@ class SlotDecoder:
             self._cache.clear(slot)
 
     def close(self) -> None:
-        """Gives up the graphs. NCCL does not leave a process group while graphs with its collectives exist."""
+        """Frees the CUDA graphs. NCCL cannot leave a process group while graphs with its collectives exist."""
         self._decode.close()
         self._serve.close()
 
@@ -158,7 +159,7 @@ class SlotDecoder:
 
     @contextlib.contextmanager
     def _rows(self, that_count: torch.Tensor | None) -> Iterator[None]:
-        """A block in which only these rows of the model's passes go to experts; None for all."""
+        """A block in which only these rows of a pass go to experts; None for all."""
         for layer in self.steps.layers:
             layer.row_mask = that_count
         try:
@@ -169,7 +170,7 @@ class SlotDecoder:
 
     @contextlib.contextmanager
     def _quickly(self, *, by_table: bool) -> Iterator[None]:
-        """A block in which the model's norms and routers are single kernels, and its attention is not planned anew."""
+        """A block with fused norms, routers and rotary embeddings, and with attention that needs no planning."""
         with self._fused.used(), slot_attention(self.model, self._windows) if by_table else sdpa_kernel(_ATTENTION):
             yield
 
@@ -207,7 +208,7 @@ class SlotDecoder:
 
 
 class _Captured:
-    """A pass that runs eagerly at first, and then as a CUDA graph where that is possible and every rank has its own."""
+    """A pass that runs eagerly at first, and as a CUDA graph once every rank has captured its own."""
 
     def __init__(self, run: Callable[[], Any], steps: Any, num_tokens: int, enabled: bool) -> None:
         self._run = run
@@ -235,14 +236,14 @@ class _Captured:
         return output
 
     def close(self) -> None:
-        """Runs eagerly from here on."""
+        """Frees the graph; later passes run eagerly."""
         self._enabled = False
         if self._graph is not None:
             self._graph.reset()
         self._graph = self._output = None
 
     def _capture(self) -> None:
-        """Nothing runs while a graph is captured, so ranks need not do it at the same time."""
+        """Captures the pass. Kernels do not run during capture, so ranks need not capture at the same time."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -253,3 +254,73 @@ class _Captured:
                 "a decoding pass of this model cannot be captured in a CUDA graph; pass graphs=False (--no-graphs)"
             ) from error
         self._graph = graph
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts that one pass reads together.
+
+    Attributes:
+        tokens: int64 `[B, L]`.
+        positions: int64 `[B, L]`, of each token in its prompt; negative for padding.
+        prompts: int64 `[B, L]`, the number of the prompt that each token is of.
+        lengths: int64 `[num_prompts]`.
+        mask: the attention mask, for every kind of layer; None for a model's own causal one.
+        rows: bool `[B * L]`, those that go to experts; None for all.
+        last: as transformers' `logits_to_keep`, the prompts' last tokens.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    prompts: torch.Tensor
+    lengths: torch.Tensor
+    mask: torch.Tensor | None
+    rows: torch.Tensor | None
+    last: Any
+
+    def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[num_prompts, vocabulary]` from those that a model returns; some models ignore `logits_to_keep`."""
+        if logits.size(1) == self.tokens.size(1):
+            logits = logits[:, self.last if isinstance(self.last, torch.Tensor) else slice(-self.last, None)]
+        return logits.flatten(0, 1)
+
+
+def packed_prompts(prompts: Sequence[torch.Tensor], device: torch.device) -> PromptBatch:
+    """Concatenates prompts into one row, for attention that takes a `SequenceTable`."""
+    # One arange for each prompt: repeat_interleave would wake all threads of the host for a few numbers.
+    positions = [torch.arange(prompt.numel(), device="cpu") for prompt in prompts]
+    numbers = torch.cat([torch.full_like(each, number) for number, each in enumerate(positions)])
+    lengths = _lengths(prompts).to(device)
+    return PromptBatch(
+        tokens=torch.cat(list(prompts))[None].to(device),
+        positions=torch.cat(positions)[None].to(device),
+        prompts=numbers[None].to(device),
+        lengths=lengths,
+        mask=SequenceTable.of_prompts(lengths).at(lengths - 1),
+        rows=None,
+        last=lengths.cumsum(0) - 1,
+    )
+
+
+def padded_prompts(prompts: Sequence[torch.Tensor], device: torch.device) -> PromptBatch:
+    """Gives each prompt a row of its own, padded on the left, so that states of linear attention begin with a prompt's
+    first token and end with its last."""
+    lengths = _lengths(prompts)
+    longest = int(lengths.max())
+    # The position of each column's token in its sequence, negative for padding.
+    positions = (torch.arange(longest, device="cpu") - (longest - lengths)[:, None]).to(device)
+    seen = positions >= 0
+    is_padded = int(lengths.min()) < longest
+    return PromptBatch(
+        tokens=torch.stack([pad(prompt, (longest - prompt.numel(), 0)) for prompt in prompts]).to(device),
+        positions=positions,
+        prompts=torch.arange(len(prompts), device=device)[:, None].expand(-1, longest),
+        lengths=lengths.to(device),
+        mask=seen.long() if is_padded else None,
+        rows=seen.flatten() if is_padded else None,
+        last=1,
+    )
+
+
+def _lengths(prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([prompt.numel() for prompt in prompts], device="cpu")

@@ -4,21 +4,115 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from moe_ep.errors import check_at_least
+from moe_ep.arguments import INTEGER_NAMES, INTEGERS
+from moe_ep.errors import ConfigError, check_at_least
 from moe_ep.generation.decoder import SlotDecoder
-from moe_ep.generation.prompt_queue import PromptQueue, Request
 from moe_ep.generation.sampling import Sampling, SequenceRandom, next_tokens
-from moe_ep.generation.token_ids import check_token_ids, vocabulary_of
-from moe_ep.hf.divided import steps_of
-from moe_ep.hf.sharding import PREFILL_MAX_NUM_TOKENS
+from moe_ep.hf.parallelized import steps_of
+from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS
 from moe_ep.hf.steps import Step
+
+# A step in which any rank reads prompts delays the decoding of all, so ranks wait until this share of slots is free.
+FREE_SHARE = 1 / 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt.
+
+    Attributes:
+        index: its number among all prompts.
+        token_ids: integer `[length]`.
+        stop_ids: tokens that end its continuation, beside those that end all.
+    """
+
+    index: int
+    token_ids: torch.Tensor
+    stop_ids: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self.token_ids.numel()
+
+
+class PromptQueue:
+    """The prompts that no rank has read yet, in order.
+
+    Every rank has the same queue and takes from it with the same arguments, so all know which rank reads what.
+
+    Args:
+        max_tokens: rows of one rank's pass at most, padding included; a longer prompt is read alone.
+        num_rows: of a pass that reads prompts of these lengths.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], num_slots: int, max_tokens: int, num_rows: Callable[[Sequence[int]], int]
+    ) -> None:
+        self._waiting = deque(requests)
+        self._num_slots, self._max_tokens, self._num_rows = num_slots, max_tokens, num_rows
+
+    def take(self, free: Sequence[int]) -> list[list[Request]]:
+        """What each rank reads in the next step, given its free slots; nothing, while few slots are free.
+
+        A prompt goes to the rank with the most free slots among those whose pass has room for it.
+
+        Example: with 4 slots each, free [1, 3] and prompts of 5, 2, 9 and 4 tokens, max_tokens 10: [[], [5, 2]], and
+            rank 0 reads the prompt of 9.
+        """
+        num_free = sum(free)
+        enough = max(1, int(FREE_SHARE * self._num_slots * len(free)))
+        reads: list[list[Request]] = [[] for _ in free]
+        if num_free < min(enough, len(self._waiting)):
+            return reads
+        while self._waiting:
+            room = [rank for rank, count in enumerate(free) if count > len(reads[rank]) and self._fits(reads[rank])]
+            if not room:
+                break
+            best = max(room, key=lambda rank: free[rank] - len(reads[rank]))
+            reads[best].append(self._waiting.popleft())
+        return reads
+
+    def _fits(self, prompts: list[Request]) -> bool:
+        lengths = [prompt.length for prompt in (*prompts, self._waiting[0])]
+        return not prompts or self._num_rows(lengths) <= self._max_tokens
+
+
+def vocabulary_of(model: Any) -> int:
+    """Rows of the model's embedding; ConfigError for a model without a head, which predicts no tokens."""
+    if not model.can_generate():
+        raise ConfigError(
+            f"model is a {type(model).__name__}, which predicts no tokens; give parallelize the model with its "
+            f"head, as AutoModelForCausalLM or a path make it"
+        )
+    return int(model.get_input_embeddings().weight.size(0))
+
+
+def check_token_ids(name: str, token_ids: Any, vocabulary: int) -> None:
+    """Raises ValueError unless they are one sequence of ids that the embedding has."""
+    if not isinstance(token_ids, torch.Tensor):
+        raise ValueError(f"{name} is a {type(token_ids).__name__}; it must be a tensor of token ids, [length]")
+    # Tokenizers give none as a float tensor.
+    if token_ids.dim() != 1 or (token_ids.numel() and token_ids.dtype not in INTEGERS):
+        raise ValueError(
+            f"{name} is {token_ids.dtype} {tuple(token_ids.shape)}; it must be token ids of one sequence, [length] of "
+            f"{INTEGER_NAMES}"
+        )
+    if not token_ids.numel():
+        return
+    least, most = (int(bound) for bound in token_ids.aminmax())
+    if least < 0 or most >= vocabulary:
+        raise ValueError(
+            f"{name} has ids from {least} to {most}; they must be at least 0 and below the {vocabulary} rows of the "
+            f"model's embedding"
+        )
+
 
 # In the place of a token id.
 _NO_TOKEN = -1
@@ -60,11 +154,11 @@ class StepTimes:
 
 
 class Generation:
-    """Continues prompts until all ranks are through; `run` is a collective step of them.
+    """Continuous batching over ranks: continues prompts until all ranks are done; `run` is a collective call.
 
-    In a step all ranks move their sequences on by a token, or ranks with free slots read waiting prompts into them,
-    many in one pass. All ranks read in the same steps, since one that reads holds up the others' decoding; a rank that
-    reads nothing then decodes, and one without sequences serves.
+    In a step all ranks decode one token of each of their sequences, or ranks with free slots read waiting prompts into
+    them, several in one pass. All ranks read in the same steps, since one that reads delays the others; a rank that has
+    nothing to read then decodes, and one without sequences serves.
 
     Args:
         model: as `parallelize` returns it.

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 
 from moe_ep.distributed.process_groups import is_initialized
 from moe_ep.errors import MoeEpError
-from moe_ep.generation.token_ids import check_token_ids, vocabulary_of
-from moe_ep.hf.divided import steps_of
+from moe_ep.generation.engine import check_token_ids, vocabulary_of
 from moe_ep.hf.parallelize import serving
+from moe_ep.hf.parallelized import steps_of
 
 
 @torch.inference_mode()

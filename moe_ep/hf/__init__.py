@@ -1,1 +1,1 @@
-"""The bridge to transformers: models whose experts are divided over ranks. Imported only when it is used."""
+"""Expert parallelism for transformers models; imported only on use."""

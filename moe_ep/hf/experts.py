@@ -1,4 +1,4 @@
-"""What transformers' fused experts modules hold, told without importing transformers.
+"""Reads transformers' fused experts modules, without importing transformers.
 
 A model of transformers 5 keeps the experts of a layer in one module with parameters of all experts, `[E, ...]`, made by
 its decorator `use_experts_implementation` (transformers/integrations/moe.py), whose flags say how they lie.
@@ -41,7 +41,7 @@ _UNGATED = {
     "GELUActivation": MoEActivation.GELU_NO_MUL,
     "ReLUSquaredActivation": MoEActivation.RELU2_NO_MUL,
 }
-# What modules that stand for another one call it, and what to do in their place.
+# Attributes under which wrappers hold the module that they wrap, and what to do with each.
 _WRAPPED = {
     "base_layer": "merge the adapters first (merge_and_unload of peft)",
     "_orig_mod": "call torch.compile behind parallelize",
@@ -50,7 +50,7 @@ _WRAPPED = {
 _DEFAULT_GATE_MODULE = "transformers.integrations.moe"
 # An own gate is tried on so many numbers of so large magnitude, for each of gate and up.
 _EXAMPLES, _EXAMPLES_UP_TO = 41, 20.0
-# What modules call where gate and up end.
+# Attributes of modules that hold the clamp limit of gate and up.
 LIMITS = ("swiglu_limit", "limit")
 _TOLERANCE = 1e-4
 
@@ -77,7 +77,7 @@ class ExpertsShape:
 
     @property
     def layer_index(self) -> int:
-        """The decoder layer it is in; ConfigError where the path does not tell."""
+        """The decoder layer that it is in; ConfigError if the path does not say."""
         found = _LAYER.search(self.name)
         if found is None:
             raise ConfigError(f"the experts {self.name} are in no layers.<number>; their layer in the files is unknown")
@@ -96,8 +96,8 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_undecorated(module: Any) -> bool:
-    """LongCat's experts and Step's, which the decorator does not know, and which lie as most do. Of others nothing says
-    what they compute."""
+    """Whether these are LongCat's or Step's experts, which lack the decorator and have the usual layout. What other
+    modules without it compute is unknown."""
     if isinstance(getattr(module, "identity_expert", None), nn.Identity):
         return True
     return type(module).__name__ == "Step3p7Experts" and type(module).__module__.startswith("transformers.")
@@ -115,7 +115,8 @@ def check_not_wrapped(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def check_one_in_a_layer(names: Iterable[str]) -> None:
-    """ConfigError for two experts modules of one layer's number: passes do not call both alike, as ranks must."""
+    """ConfigError for two experts modules with one layer number: a pass may call only one of them, and ranks must call
+    the same ones."""
     first: dict[str, str] = {}
     for name in names:
         for number in _LAYER.findall(name)[:1]:
@@ -123,7 +124,7 @@ def check_one_in_a_layer(names: Iterable[str]) -> None:
             if other != name:
                 raise ConfigError(
                     f"layer {number} of the model has the experts {other} and {name}, of which a pass may call one "
-                    f"alone; moe_ep divides one language model with one module of experts in a layer: pass that"
+                    f"alone; moe_ep parallelizes one language model with one experts module a layer: pass that"
                 )
 
 
@@ -145,7 +146,7 @@ def experts_shape(name: str, module: Any) -> ExpertsShape:
         )
     if module.down_proj.dim() != 3:
         raise ConfigError(
-            f"the experts {name} of {type(module).__name__} were divided by a pass with experts_implementation "
+            f"the experts {name} of {type(module).__name__} were sharded by a pass with experts_implementation "
             f"'moe_ep'; load the model again"
         )
     E, first, second = module.down_proj.shape
@@ -181,7 +182,7 @@ def expert_tensors(module: Any) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def gemm_tensors(module: Any) -> dict[str, torch.Tensor]:
-    """The module's tensors under the names and in the order of the layer's parameters; copied only where they differ.
+    """The module's tensors under the layer's parameter names and in their layout; copied only if the layout differs.
 
     Example: `"w13_weight"` is `[E, 2N, K]`, gate rows, then up rows.
     """
@@ -206,7 +207,7 @@ def _oriented(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _activation(name: str, module: Any) -> tuple[MoEActivation, float | None]:
-    """The activation, and where gate and up end if not at its own limit."""
+    """The activation, and the clamp limit of gate and up if it differs from the activation's own."""
     kind = type(module)
     own_gate = getattr(kind, "_apply_gate", None)
     if module.has_gate and own_gate is not None and own_gate.__module__ != _DEFAULT_GATE_MODULE:
@@ -221,7 +222,7 @@ def _activation(name: str, module: Any) -> tuple[MoEActivation, float | None]:
 
 
 def _activation_of_own_gate(name: str, module: Any) -> tuple[MoEActivation, float | None]:
-    """What the module's own gate computes, found by trying on numbers below and above its limits."""
+    """The activation that the module's own gate computes, found by trying numbers below and above its limits."""
     held = [getattr(module, key, None) for key in LIMITS]
     limits = [float(limit) for limit in held if isinstance(limit, int | float) and 0 < limit < math.inf]
     most = 2 * max([_EXAMPLES_UP_TO / 2, *limits])

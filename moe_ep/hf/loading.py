@@ -1,39 +1,43 @@
-"""A transformers model without its experts, from a checkpoint: everything that every rank holds whole.
+"""Loads a transformers model without its experts from a checkpoint: the part that every rank holds whole.
 
-The experts are taken out before transformers allocates anything, so that no rank ever holds those of the others.
+Experts are removed before transformers allocates memory, so no rank ever holds those of others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.nn.functional import silu
 from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.activation import MoEActivation
+from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
 from moe_ep.checkpoint.finite import check_finite
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.checkpoint.loading import read_linear
 from moe_ep.checkpoint.reader import read_config
 from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
-from moe_ep.hf.experts import ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
+from moe_ep.hf.experts import LIMITS, ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
 from moe_ep.hf.untrusted import attention_without_hub, check_no_adapter, open_config, open_generation_config
 
-# Families that are another of transformers by another name.
+# Model types that transformers has under another name.
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
 # The part of a configuration that is the language model's, where transformers has a class for that part alone.
 _PARTS = {"qwen3_omni_moe": "thinker_config"}
 
 
 class ExpertsPlace(nn.Module):
-    """Stands where the experts of a layer will be; some blocks initialize theirs, whose weights are empty here."""
+    """Placeholder for the experts of a layer; its weights are empty, since some blocks initialize theirs."""
 
     gate_up_proj = down_proj = torch.empty(0)
 
@@ -43,8 +47,8 @@ def load_without_experts(
 ) -> tuple[Any, list[ExpertsShape]]:
     """The causal language model of a checkpoint, and the shapes of the experts that it lacks.
 
-    A family that transformers has only with eyes comes with them. Linear layers that are quantized on disk are
-    dequantized, on the device.
+    A family that transformers has only as a vision model comes with its vision part. Linear layers that are quantized
+    on disk are dequantized, on the device.
 
     Args:
         reader: of the checkpoint. Nothing is fetched, and no code of the checkpoint is run.
@@ -129,7 +133,7 @@ def _kind_and_config(path: Path) -> tuple[Any, Any]:
 
 
 def _without_experts(kind: Any, shapes: list[ExpertsShape], reader: CheckpointReader) -> Any:
-    """The model class `kind`, made without its experts, whose shapes are put into `shapes`."""
+    """A subclass of the model class `kind` whose instances have no experts; their shapes are appended to `shapes`."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, config, *args, **kwargs)
@@ -167,8 +171,8 @@ def _check_sizes(model: Any, reader: CheckpointReader) -> None:
 
 @contextmanager
 def _refusals_of_transformers(path: Path) -> Iterator[None]:
-    """ConfigError, in one sentence, for whatever comes up where a configuration has numbers that cannot be: most of
-    them transformers does not look at before it makes the model."""
+    """Turns any exception in the block into a ConfigError of one sentence: transformers checks few of the numbers in a
+    configuration before it builds the model."""
     try:
         yield
     except (ImportError, MoeEpError):
@@ -183,7 +187,7 @@ def _refusals_of_transformers(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers warns of every expert that it finds in the files and not in the model, and draws a bar a rank."""
+    """Silences transformers, which warns of every expert in the files and draws a progress bar on each rank."""
     logging = transformers.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -197,7 +201,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) -> None:
-    """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk."""
+    """Reads the weights that transformers did not find or misread: those quantized on disk."""
     on_disk = _names_on_disk(model, reader)
     is_plain = reader.quantization is None
     for name, param in model.named_parameters():
@@ -219,8 +223,10 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) ->
 
 
 def _names_on_disk(model: Any, reader: CheckpointReader) -> dict[str, str]:
-    """What modules' weights are called in the files, where transformers renamed them while it loaded, by their names
-    in the model; experts aside. Files need not have them by that name: those of quantized modules are several."""
+    """Names of weights in the files by their names in the model, for modules that transformers renames on load.
+
+    Experts are left out. A quantized module has several tensors in the files, and none of that name.
+    """
     renamings = [each for each in getattr(model, "_weight_conversions", ()) if isinstance(each, WeightRenaming)]
     names: dict[str, str] = {}
     for module in {name.rpartition(".")[0] for name in reader.names() if ".experts." not in name}:
@@ -236,3 +242,36 @@ def _nothing_fits(reader: CheckpointReader, name: str, tensor: torch.Tensor) -> 
         f"{reader.index_file}: expected {name}, as transformers calls it, of shape {tuple(tensor.shape)}, found none "
         f"that fits"
     )
+
+
+def as_trained(model: Any, shape: ExpertsShape, spec: MoEModelSpec) -> ExpertsShape:
+    """The shape of a layer's routed experts with the clamp limit of its checkpoint; its shared experts get theirs.
+
+    Some models of transformers ignore the limits that a checkpoint's config has: Ling 3 was trained with some in its
+    last layers (`expert_swiglu_limit_list`), and without them some tokens are wrong.
+    """
+    routed, shared = spec.gate(shape.layer_index), spec.shared_gate(shape.layer_index)
+    if shared is not None and shared.activation is MoEActivation.SWIGLUSTEP:
+        _limit(model.get_submodule(f"{shape.name.rpartition('.')[0]}.shared_experts"), shared.swiglu_limit)
+    return replace(shape, **routed._asdict()) if routed.activation is MoEActivation.SWIGLUSTEP else shape
+
+
+class _LimitedSilu(nn.Module):
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return silu(x).clamp(max=self._limit)
+
+
+def _limit(mlp: Any, limit: float | None) -> None:
+    """Clamps silu of the gate, and up, at the limit, unless the MLP does so itself."""
+    if limit is None or any(getattr(mlp, name, None) is not None for name in LIMITS):
+        return
+    mlp.act_fn = _LimitedSilu(limit)
+    mlp.up_proj.register_forward_hook(partial(_clamp, limit))
+
+
+def _clamp(limit: float, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    return output.clamp(min=-limit, max=limit)

@@ -1,4 +1,4 @@
-"""Expert parallelism for models of transformers 5: experts divided over the ranks, everything else data-parallel.
+"""Expert parallelism for models of transformers 5: experts sharded over the ranks, everything else data-parallel.
 
     model = moe_ep.parallelize("Qwen3-30B-A3B", device="cuda:0")    # on every rank
     with moe_ep.serving(model):
@@ -28,7 +28,6 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed.process_groups import check_member, is_initialized
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import ConfigError, check_whole, missing_extra, one_of
-from moe_ep.hf.divided import make_divided, steps_of
 from moe_ep.hf.experts import (
     ExpertsShape,
     check_not_wrapped,
@@ -36,9 +35,9 @@ from moe_ep.hf.experts import (
     experts_shape,
     find_experts,
 )
-from moe_ep.hf.limits import as_trained
-from moe_ep.hf.routed_experts import RoutedExperts
-from moe_ep.hf.sharding import PREFILL_MAX_NUM_TOKENS, load_shard, make_routed_experts
+from moe_ep.hf.loading import as_trained
+from moe_ep.hf.parallelized import make_parallelized, steps_of
+from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS, RoutedExperts, load_shard, make_routed_experts
 from moe_ep.hf.steps import StepCoordinator
 from moe_ep.layer.stack import expert_quantization, layer_quant_config
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
@@ -77,15 +76,15 @@ def parallelize(
     decode_max_num_tokens: int | None = None,
     on_layer: OnLayer | None = None,
 ) -> Any:
-    """A transformers model whose experts are divided over the ranks; a collective step of them.
+    """Shards the experts of a transformers model over the ranks; a collective call.
 
-    From a path no rank ever holds experts of others: the model is built without them, and each rank reads the bytes of
-    its own, in whatever format they are. A model that is there already is changed in place, and the memory of experts
-    that are elsewhere is given back. The model is for inference.
+    From a path, no rank ever holds experts of others: the model is built without them, and each rank reads the bytes of
+    its own, in any supported format. A model object is changed in place, and the memory of experts of other ranks is
+    freed. The model is for inference.
 
     Args:
         model_or_path: a causal language model of transformers, or the folder of its checkpoint.
-        ep_size: ranks to divide over; None for all of the process group.
+        ep_size: number of ranks; None for all of the process group.
         backend: a name of the dispatch registry, or "auto".
         quantize: "int4", "int8" or "fp8" quantizes plain experts on load; "none" leaves them as they are.
         eplb: balances the experts while the model runs, as `EplbConfig` says; True for its defaults.
@@ -97,8 +96,8 @@ def parallelize(
         process_group: the EP ranks; None for the default group, or this process alone.
         max_num_tokens: capacity of a fixed-capacity backend, tokens per rank of one pass; larger batches take several.
             None lets "auto" choose one without, and is 256 for one that is named.
-        decode_max_num_tokens: with it, steps of at most as many tokens on every rank travel by a backend of that
-            capacity (`RoutedExperts`).
+        decode_max_num_tokens: with it, steps of at most as many tokens on every rank use a backend of that capacity
+            (`RoutedExperts`).
         on_layer: called with (layers loaded, layers) as loading goes on.
 
     Returns:
@@ -109,7 +108,7 @@ def parallelize(
         ConfigError: a model without experts that moe_ep can take, or settings that do not fit together.
         CheckpointError: a checkpoint that does not hold what it says.
         TypeError: neither a model nor a path, or an argument of another type.
-        ValueError: sizes that cannot be divided, unknown names.
+        ValueError: sizes that are not divisible, unknown names.
     """
     ALL2ALL_BACKENDS.check(backend, also=("auto",))
     if not isinstance(eplb, (EplbConfig, bool, NoneType)):
@@ -151,20 +150,20 @@ def parallelize(
             _check_only_paths_have(model_or_path, **given)
             model = _from_model(model_or_path, device, quantize, options, on_layer or _nobody)
     model.requires_grad_(False).eval()
-    decoder = make_divided(model, steps)
+    decoder = make_parallelized(model, steps)
     if eplb:
         from moe_ep.eplb.manager import EPLBManager
 
         steps.eplb = EPLBManager(steps.layers, eplb if isinstance(eplb, EplbConfig) else None)
-        # It keeps the layers, which keep the steps: nobody else lets go of it with the model.
+        # The manager keeps the layers, and these the steps: break the cycle when the model is dropped.
         weakref.finalize(decoder, setattr, steps, "eplb", None).atexit = False
     return model
 
 
 def serve(model: Any) -> int:
-    """Computes this rank's experts for the other ranks' tokens until every rank has called it; a meeting point.
+    """Computes this rank's experts for the other ranks' tokens until every rank has called it; thus also a barrier.
 
-    Also in the passes of other models that are divided over the same ranks.
+    It serves the passes of all models that are parallelized over the same ranks.
 
     Returns:
         The steps that were served.
@@ -266,7 +265,7 @@ def _from_model(
         raise TypeError(f"model_or_path is a {kind}; it must be a model of transformers or a checkpoint's folder")
     found = list(find_experts(model))
     if not found and any(isinstance(part, RoutedExperts) for part in model.modules()):
-        raise ConfigError(f"the experts of this {kind} are divided already; use it as it is")
+        raise ConfigError(f"the experts of this {kind} are sharded already; use it as it is")
     if type(model).forward is torch.nn.Module.forward:
         raise ConfigError(f"model is a {kind}, which makes no passes itself; pass the part of it that does")
     if not found:
@@ -282,7 +281,7 @@ def _from_model(
     check_one_in_a_layer(name for name, _ in found)
     if any(param.is_meta for _, module in found for param in module.parameters()):
         raise ConfigError("model is on the meta device; pass the folder of its checkpoint in its place")
-    # All of them before the first one is divided: what is refused stays as it was.
+    # All of them before the first one is sharded, so that a model that is refused is not changed.
     shapes = [experts_shape(name, module) for name, module in found]
     quant_config, top_k = expert_quantization({}, quantize), _top_k(model)
     for count, (shape, (_, module)) in enumerate(zip(shapes, found, strict=True)):

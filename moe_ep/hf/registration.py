@@ -1,4 +1,4 @@
-"""moe_ep by name in transformers: as an experts implementation, and as an EP implementation where it has them."""
+"""Registers moe_ep with transformers: as an experts implementation, and as an EP implementation if it has those."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed.process_groups import is_initialized
 from moe_ep.errors import ConfigError
 from moe_ep.hf.experts import experts_shape, gemm_tensors
-from moe_ep.hf.sharding import load_shard, make_routed_experts
+from moe_ep.hf.routed_experts import load_shard, make_routed_experts
 
 NAME = "moe_ep"
 
@@ -24,18 +24,18 @@ NAME = "moe_ep"
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """`experts_implementation="moe_ep"`: the first pass divides the module's experts over all ranks of the default
-    group, and gives back the memory of those that are elsewhere. The ranks make their passes in lockstep."""
+    """`experts_implementation="moe_ep"`: the first pass shards the module's experts over all ranks of the default group
+    and frees the others. Ranks must make their passes in lockstep."""
     layer = self._modules.get(NAME)
     if layer is None:
         kind = type(self).__name__
         check_no_gradients(f"the experts of {kind} with experts_implementation {NAME!r}", hidden_states, top_k_weights)
-        layer = _divide(self, top_k_index.size(-1))
+        layer = _shard(self, top_k_index.size(-1))
     return layer(hidden_states, top_k_index, top_k_weights)
 
 
 def _check_whole(module: Any) -> None:
-    """ConfigError where the module's weights are not what it will have in later passes: a division is for good."""
+    """ConfigError if the module's weights may change between passes: sharding happens once."""
     if any(param.is_meta for param in module.parameters()):
         raise ConfigError(
             f"the experts of {type(module).__name__} are on the meta device and have no values; load the model without "
@@ -54,9 +54,9 @@ def _check_whole(module: Any) -> None:
         )
 
 
-@torch.compiler.disable(reason="the first pass divides the experts; make it before torch.compile")
-def _divide(module: Any, top_k: int) -> nn.Module:
-    """The layer that has this rank's experts, in the module from here on."""
+@torch.compiler.disable(reason="the first pass shards the experts; make it before torch.compile")
+def _shard(module: Any, top_k: int) -> nn.Module:
+    """Makes the layer with this rank's experts, and puts it into the module."""
     _check_whole(module)
     ranks = dist.get_world_size() if is_initialized() else 1
     parallel = FusedMoEParallelConfig.make(ep_size=ranks, rank=dist.get_rank() if ranks > 1 else 0, world_size=ranks)
@@ -73,12 +73,12 @@ def _divide(module: Any, top_k: int) -> nn.Module:
 
 
 class _Hooks:
-    """Of a module whose experts a pass has divided: it is not saved, and no other implementation finds its weights."""
+    """Hooks of a module whose experts a pass has sharded: it cannot be saved, or used by another implementation."""
 
     def before(self, module: Any, args: tuple[Any, ...]) -> None:
         if (chosen := module.config._experts_implementation) != NAME:
             raise ConfigError(
-                f"experts_implementation is {chosen!r} and a pass with {NAME!r} has divided the experts of this "
+                f"experts_implementation is {chosen!r} and a pass with {NAME!r} has sharded the experts of this "
                 f"{type(module).__name__}; load the model again"
             )
 
@@ -107,7 +107,7 @@ def register() -> None:
         return
 
     class MoeEpImplementation(EPImplementation):
-        """`ep_implementation="moe_ep"`: transformers divides the experts, moe_ep moves the tokens and computes them."""
+        """`ep_implementation="moe_ep"`: transformers shards the experts, moe_ep dispatches tokens and computes."""
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)

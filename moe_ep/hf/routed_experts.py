@@ -1,27 +1,37 @@
-"""The MoE layer for models that route by themselves: it takes weights and ids in place of router logits."""
+"""The MoE layer of a parallelized model: it takes the weights and ids of the model's own router."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.arguments import check_no_gradients, check_tensors
+from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import check_at_least
-from moe_ep.hf.choices import count_choices
+from moe_ep.hf.experts import ExpertsShape, expert_tensors
 from moe_ep.hf.replay import CallGraphs, may_capture
 from moe_ep.layer.custom_ops import without_autocast
 from moe_ep.layer.dispatcher import LayerDispatcher
 from moe_ep.layer.fused_moe import FusedMoE
 from moe_ep.modular_kernel import FusedMoEPrepareAndFinalize, make_prepare_finalize
 from moe_ep.observability import stages
+from moe_ep.registry import choose_form
 
-if TYPE_CHECKING:
-    from moe_ep.hf.steps import Step, StepCoordinator
+
+def count_choices(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:
+    """Adds 1 to counts[id] for every id of int32 `[T, top_k]` that is not negative; counts is int64 `[num_experts]`."""
+    choose_form(_count_reference, "choices:triton_count_choices", topk_ids)(topk_ids, counts)
+
+
+def _count_reference(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:
+    flat = topk_ids.flatten().long()
+    counts.scatter_add_(0, flat.clamp(min=0), (flat >= 0).long())
 
 
 class StepDispatcher(LayerDispatcher):
@@ -80,15 +90,15 @@ class StepDispatcher(LayerDispatcher):
 
 
 class RoutedExperts(FusedMoE):
-    """The routed experts of one layer, divided over ranks, for choices that somebody else made.
+    """The routed experts of one layer, sharded over ranks, for a model that routes by itself.
 
     Takes the arguments of `FusedMoE` that do not concern routing, and:
 
     Args:
         coordinator: knows the step that all ranks are making, which spares each layer the question how many tokens
             the others have. None where the ranks call their layers in lockstep by themselves.
-        decode_max_num_tokens: with it, steps in which no rank has more tokens than this travel by a second backend of
-            that capacity, which a CUDA graph can hold; all others by the layer's own.
+        decode_max_num_tokens: with it, steps in which no rank has more tokens than this use a second backend of that
+            capacity, which can be captured in a CUDA graph; all others use the layer's own.
         decode_backend: its name.
         num_identities: experts that return what they read, whose ids follow the others'.
 
@@ -208,15 +218,17 @@ class RoutedExperts(FusedMoE):
         )
 
     def _around_replay(self) -> AbstractContextManager[None] | None:
-        """What a replay of this call, which other ranks take part in, runs in; None where none can stand for it. It
-        must be one pass through the backend, whatever the other ranks bring."""
+        """Returns a context manager that must wrap a replay of this call, or None if a replay cannot stand in for it.
+
+        The call must be one pass through the backend, whatever the other ranks bring.
+        """
         step, capacity = self.dispatcher.step, self.prepare_finalize.max_num_tokens_per_rank()
         if step is None or capacity is None or step.most_tokens > capacity:
             return None
         return self.prepare_finalize.around_replay()
 
     def _addresses_of_tables(self) -> Iterator[int]:
-        """Of those that EPLB writes to, which graphs read and kernels are given."""
+        """Addresses of the tables that EPLB writes and CUDA graphs read."""
         if self.eplb_state is not None:
             yield from (tensor.data_ptr() for tensor in self.eplb_state._buffers.values() if tensor is not None)
 
@@ -235,3 +247,46 @@ class RoutedExperts(FusedMoE):
         device, top_k = self.load.device, self.moe_config.experts_per_token
         nothing = torch.empty(0, self.moe_config.hidden_dim, dtype=self.moe_config.in_dtype, device=device)
         self(nothing, torch.empty(0, top_k, dtype=torch.int32, device=device), torch.empty(0, top_k, device=device))
+
+
+# Above the capacity up to which "auto" takes a backend of fixed capacity: exact sizes, any number of tokens.
+PREFILL_MAX_NUM_TOKENS = 4096
+
+
+def make_routed_experts(
+    shape: ExpertsShape,
+    top_k: int,
+    parallel_config: FusedMoEParallelConfig,
+    *,
+    device: torch.device | str,
+    process_group: dist.ProcessGroup | None = None,
+    max_num_tokens: int = PREFILL_MAX_NUM_TOKENS,
+    **options: Any,
+) -> RoutedExperts:
+    """The layer that takes the place of an experts module, its parameters not loaded yet."""
+    with torch.device(device):
+        return RoutedExperts(
+            num_experts=shape.num_experts,
+            top_k=top_k,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            params_dtype=shape.dtype,
+            activation=shape.activation,
+            swiglu_limit=shape.swiglu_limit,
+            has_bias=shape.has_bias,
+            num_identities=shape.num_identities,
+            prefix=shape.name,
+            parallel_config=parallel_config,
+            process_group=process_group,
+            max_num_tokens=max_num_tokens,
+            **options,
+        )
+
+
+def load_shard(layer: RoutedExperts, module: Any) -> None:
+    """Copies this rank's experts out of an experts module that holds all of them, and finishes the layer."""
+    params = dict(layer.named_parameters(recurse=False))
+    for (suffix, shard_id), tensor in expert_tensors(module).items():
+        gemm = "w2" if shard_id == "w2" else "w13"
+        layer.weight_loader(params[f"{gemm}_{suffix}"], tensor, layer.layer_name, shard_id, expert_id=0)
+    layer.process_weights_after_loading()

@@ -1,8 +1,8 @@
-"""How ranks with requests of their own make their steps together.
+"""Coordinates the passes of ranks that have requests of their own.
 
-Every pass of the model through its layers is one step of all ranks. Before it they tell each other, on the CPU, what
-they bring: tokens, or nothing. A rank that has no more requests calls `serve`: it computes its experts for the others'
-tokens until nobody has any.
+Every pass of the model through its layers is one step of all ranks. Before it, ranks exchange on the CPU how many
+tokens each of them has. A rank without requests calls `serve`: it computes its experts for the others' tokens until no
+rank has any.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,18 @@ from moe_ep.hf.step_scheduler import Line
 
 if TYPE_CHECKING:
     from moe_ep.eplb.manager import EPLBManager
-    from moe_ep.hf.routed_experts import RoutedExperts
+
+
+class SteppedLayer(Protocol):
+    """A layer that a pass calls on every rank."""
+
+    layer_name: str
+
+    def serve(self) -> Any:
+        """This rank's part of a call in which it has no tokens."""
+
+    def check(self) -> None:
+        """Raises DispatchTimeoutError if a finished call waited for another rank in vain."""
 
 
 @dataclass(frozen=True)
@@ -57,31 +68,31 @@ class StepCoordinator:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.line = Line.of(process_group)
         self._number = self.line.join(self)
-        # Not kept: they keep this, and a model that is dropped gives its memory back at once.
-        self._layers: list[weakref.ref[RoutedExperts]] = []
+        # Weak references, since the layers keep this: dropping a model frees its memory.
+        self._layers: list[weakref.ref[SteppedLayer]] = []
         self.current: Step | None = None
         self.eplb: EPLBManager | None = None
         # Layers that the pass under way has yet to call, and whether it is inside of one.
-        self._due: deque[RoutedExperts] | None = None
+        self._due: deque[SteppedLayer] | None = None
         self._inside = False
 
     def __reduce__(self) -> Any:
         raise ConfigError(
-            "a model with divided experts cannot be pickled, nor saved by torch.save: a rank holds its own experts "
+            "a parallelized model cannot be pickled, nor saved by torch.save: a rank holds its own experts "
             "alone; save the model before parallelize"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCoordinator:
         if self.size > 1:
-            raise ConfigError("a model with divided experts cannot be copied; copy the whole one before parallelize")
+            raise ConfigError("a parallelized model cannot be copied; copy it before parallelize")
         return StepCoordinator(None)  # of other layers, which whoever copies them adds; nothing balances them
 
     @property
-    def layers(self) -> list[RoutedExperts]:
+    def layers(self) -> list[Any]:
         """The model's MoE layers in the order in which a pass reaches them."""
         return [layer for there in self._layers if (layer := there()) is not None]
 
-    def add(self, layer: RoutedExperts) -> None:
+    def add(self, layer: SteppedLayer) -> None:
         """The layer that a pass reaches next."""
         self._layers.append(weakref.ref(layer))
 
@@ -173,7 +184,7 @@ class StepCoordinator:
             self._due = self.current = None
 
     @contextlib.contextmanager
-    def calling(self, layer: RoutedExperts) -> Iterator[None]:
+    def calling(self, layer: SteppedLayer) -> Iterator[None]:
         """A block in which this rank computes a layer, in a pass of its own or to serve.
 
         Raises:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import moe_ep
 from moe_ep.distributed.failure_detection import comes_within
 from moe_ep.eplb.manager import EPLBManager
-from moe_ep.hf.divided import steps_of
+from moe_ep.hf.parallelized import steps_of
 from moe_ep.launch.gangs.processes import children
 from tests.eplb.models import CONFIG, L, random_placement
 from tests.eplb.test_eplb_close import PATIENT, comes_down_to, held, make_model

@@ -19,12 +19,11 @@ import transformers
 import moe_ep
 from moe_ep.errors import ConfigError, DispatchTimeoutError, MoeEpError
 from moe_ep.generation.decoder import SlotDecoder
-from moe_ep.generation.engine import Completion, Generation
+from moe_ep.generation.engine import Completion, Generation, PromptQueue, Request
 from moe_ep.generation.perplexity import perplexity
-from moe_ep.generation.prompt_queue import PromptQueue, Request
 from moe_ep.generation.sampling import Sampling, next_tokens
-from moe_ep.hf.divided import steps_of
 from moe_ep.hf.loading import context_length
+from moe_ep.hf.parallelized import steps_of
 from tests.checkpoint.test_real_layer import text_moe
 from tests.generation.alone import continue_alone, load_alone
 from tests.hf.hf_models import SIZES, make_model

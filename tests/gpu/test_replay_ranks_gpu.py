@@ -1,4 +1,4 @@
-"""Replays of layers whose experts are divided over ranks: as passes that run eagerly, to the bit; and ranks that come
+"""Replays of layers whose experts are sharded over ranks: as passes that run eagerly, to the bit; and ranks that come
 too late to one are told of."""
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ pytest.importorskip("transformers")
 import moe_ep
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.generation.engine import Generation
-from moe_ep.generation.prompt_queue import Request
-from moe_ep.hf.divided import steps_of
+from moe_ep.generation.engine import Generation, Request
+from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.replay import EAGER_CALLS, _Place
 from moe_ep.layer.methods import relative_error, tolerance
 from tests.gpu.test_transformers_gpu import PACKED, make
@@ -36,7 +35,7 @@ TWO = pytest.param(
 )
 
 
-def divided(replay_tokens: int, made: Any, **options: Any) -> Any:
+def parallelized(replay_tokens: int, made: Any, **options: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_EP_REPLAY_MAX_TOKENS", str(replay_tokens))
         return moe_ep.parallelize(made, **options)
@@ -79,8 +78,8 @@ def as_eager_passes(rank: int, world_size: int, quantize: str, options: dict[str
     """Passes with other tokens on every rank, few and many, on two streams, by a model with replays and by one without
     that share buffers; returns (replays, layers)."""
     made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8)
-    eager = divided(0, copy.deepcopy(made), quantize=quantize, **options)
-    model = divided(256, made, quantize=quantize, **options)
+    eager = parallelized(0, copy.deepcopy(made), quantize=quantize, **options)
+    model = parallelized(256, made, quantize=quantize, **options)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     with torch.inference_mode(), counted_replays() as replays:
         for number in range(8 * (EAGER_CALLS + 4)):
@@ -109,7 +108,7 @@ def balanced_as_eager_passes(rank: int, world_size: int) -> None:
     made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8)
     config = EplbConfig(first_plan=1000, asynchronous=False)
     options: dict[str, Any] = {**ONE, "quantize": "int4", "eplb": config, "num_redundant_experts": world_size}
-    models = [divided(tokens, copy.deepcopy(made), **options) for tokens in (0, 256)]
+    models = [parallelized(tokens, copy.deepcopy(made), **options) for tokens in (0, 256)]
     managers = [steps_of(model).eplb for model in models]
     with torch.inference_mode(), counted_replays() as replays:
         for moved in (False, True):
@@ -138,7 +137,7 @@ def compiled(rank: int, world_size: int) -> int:
     them; returns how often."""
     # Of all experts: where others round otherwise, few of many would be other ones.
     made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8, num_experts_per_tok=8)
-    eager, model = (divided(tokens, copy.deepcopy(made), **ONE, quantize="int4") for tokens in (0, 256))
+    eager, model = (parallelized(tokens, copy.deepcopy(made), **ONE, quantize="int4") for tokens in (0, 256))
     passes = torch.compile(model, mode="reduce-overhead")
     num_replays, replay = 0, _Place.replay
 
@@ -172,7 +171,7 @@ def late_to_a_step_of_generation(rank: int, world_size: int) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "0.5")
-        model = divided(0, make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), **ONE, max_num_tokens=70)
+        model = parallelized(0, make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), **ONE, max_num_tokens=70)
         generation = Generation(model, requests, max_new_tokens=24, num_slots=3, stop_ids=[], on_progress=wait)
         with pytest.raises(DispatchTimeoutError):
             generation.run()
@@ -187,7 +186,7 @@ def late_to_a_pass(rank: int, world_size: int) -> int:
     """Rank 1 comes too late to a pass of replayed layers; returns the pass that begins with the error."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "0.5")
-        model = divided(256, make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), **ONE, max_num_tokens=90)
+        model = parallelized(256, make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), **ONE, max_num_tokens=90)
         steps, number = steps_of(model), 0
 
         def wait(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""transformers models with divided experts on GPUs: packed 4-bit experts, NCCL ranks, decoding in CUDA graphs."""
+"""transformers models with sharded experts on GPUs: packed 4-bit experts, NCCL ranks, decoding in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ pytest.importorskip("transformers")
 
 import moe_ep
 from moe_ep.generation.decoder import SlotDecoder
-from moe_ep.generation.engine import Completion, Generation
-from moe_ep.generation.prompt_queue import Request
-from moe_ep.hf.divided import steps_of
+from moe_ep.generation.engine import Completion, Generation, Request
 from moe_ep.hf.experts import find_experts
+from moe_ep.hf.parallelized import steps_of
 from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.quantization.canonical_weights import dequantize
 from moe_ep.quantization.quantize_weights import quantize_int
@@ -63,7 +62,7 @@ def check_layers(parallel: Any, exact: Any) -> None:
 
 
 def logits_as_alone(rank: int, world_size: int, quantize: str, options: dict[str, Any]) -> str:
-    """The divided bf16 model is no further from the whole one in f32 than the whole one in bf16, but for its layers."""
+    """The parallelized bf16 model is as close to the whole one in f32 as the whole one in bf16, but for its layers."""
     # Every token takes every expert: rounding cannot turn a choice.
     made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8, num_experts_per_tok=8)
     exact = in_f32(made, quantize)

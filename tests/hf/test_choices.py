@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ep.hf import routed_experts
-from moe_ep.hf.choices import count_choices
+from moe_ep.hf.routed_experts import count_choices
 from moe_ep.routing.router import known_choices
 
 E, TOP_K = 5, 3

@@ -18,8 +18,7 @@ import moe_ep
 from moe_ep.checkpoint import CheckpointReader, load_router, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
-from moe_ep.generation.engine import Generation
-from moe_ep.generation.prompt_queue import Request
+from moe_ep.generation.engine import Generation, Request
 from moe_ep.hf.experts import find_experts
 from moe_ep.layer.methods import relative_error, tolerance
 from tests.checkpoint.format_encoders import e2m1

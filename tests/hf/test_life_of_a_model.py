@@ -1,4 +1,4 @@
-"""What users do with a divided model beside making passes: they drop it, copy it, and export it."""
+"""What users do with a parallelized model beside making passes: they drop it, copy it, and export it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 import moe_ep
-from moe_ep.hf.divided import steps_of
+from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.routed_experts import RoutedExperts
 from tests.hf.hf_models import make_model
 
@@ -21,7 +21,7 @@ TOKENS = torch.ones(2, 3, dtype=torch.int64)
 
 @pytest.mark.parametrize("eplb", [False, True])
 def test_a_model_that_is_dropped_gives_its_memory_back_at_once(eplb: bool) -> None:
-    """As an undivided one does: the next model of a notebook has to fit beside what is left of this one."""
+    """As any other does: the next model of a notebook has to fit beside what is left of this one."""
     model = moe_ep.parallelize(make_model("Qwen3Moe"), eplb=eplb)
     with torch.inference_mode():
         model(TOKENS)

@@ -15,7 +15,7 @@ import moe_ep
 from moe_ep.dispatch.batched_all_to_all import BatchedAllToAllPrepareFinalize
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.hf import replay, routed_experts
-from moe_ep.hf.divided import steps_of
+from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.replay import EAGER_CALLS
 from tests.hf.hf_models import SIZES, make_model
 from tests.hf.test_replay import Place
@@ -25,8 +25,8 @@ CALLS = EAGER_CALLS + 3
 
 
 def model_with_replays(patch: pytest.MonkeyPatch, most_tokens: int = 256, **options: Any) -> tuple[Any, Place]:
-    """A divided model whose layers may replay calls that go through batched_all_to_all, 8 tokens of each rank at most;
-    and what stands in for the GPU's stream."""
+    """A parallelized model whose layers may replay calls through batched_all_to_all, 8 tokens of each rank at most; and
+    what stands in for the GPU's stream."""
     place = Place()
     patch.setenv("MOE_EP_REPLAY_MAX_TOKENS", str(most_tokens))
     patch.setattr(replay, "_place", lambda device: place)

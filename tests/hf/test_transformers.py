@@ -1,4 +1,4 @@
-"""transformers models with divided experts against the same models whole, on real ranks with requests of their own."""
+"""transformers models with sharded experts against the same models whole, on real ranks with requests of their own."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.hf.divided import steps_of
 from moe_ep.hf.experts import find_experts
+from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.steps import Step, StepCoordinator
 from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.quantization.canonical_weights import dequantize
@@ -42,7 +42,7 @@ REQUESTS: tuple[tuple[tuple[int, int, int], ...], ...] = (((2, 11, 3), (1, 3, 0)
 def check_requests(rank: int, parallel: Any, alone: Any) -> None:
     """Prefill and cached decoding of this rank's requests against the whole model in f32.
 
-    The divided model may be off by what the whole one in its dtype is, and by what each layer may add.
+    The parallelized model may be off by what the whole one in its dtype is, and by what each layer may add.
     """
     dtype = next(alone.parameters()).dtype
     models = (parallel, alone) if dtype == torch.float32 else (parallel, alone, copy.deepcopy(alone).float())
@@ -223,7 +223,7 @@ def test_as_an_experts_implementation() -> None:
 
 @pytest.mark.parametrize("passes_before", [0, 1])
 def test_a_compiled_model_has_a_node_for_each_layer(passes_before: int) -> None:
-    """Once a pass has divided the experts the whole model is one graph."""
+    """Once a pass has sharded the experts the whole model is one graph."""
     model, graphs = make_model("Qwen3Moe"), []
     expected = model(tokens := torch.arange(1, 9).view(2, 4)).logits
     model.set_experts_implementation("moe_ep")

@@ -19,7 +19,7 @@ import transformers
 
 import moe_ep
 from moe_ep.errors import ConfigError
-from moe_ep.hf.divided import steps_of
+from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.step_scheduler import Line
 from moe_ep.layer.methods import relative_error, tolerance
 from tests.hf.hf_models import SIZES, make_model
@@ -121,7 +121,7 @@ def test_continuous_batches() -> None:
     ranks(2).run(in_continuous_batches)
 
 
-def with_a_divided_assistant(rank: int, world_size: int) -> None:
+def with_a_parallelized_assistant(rank: int, world_size: int) -> None:
     """Ranks make passes of two models, each in an order of its own, or serve in both."""
     alone, drafts = make_model("Qwen3Moe"), make_model("Mixtral")
     parallel, assistant = (moe_ep.parallelize(copy.deepcopy(model)) for model in (alone, drafts))
@@ -140,7 +140,7 @@ def with_a_divided_assistant(rank: int, world_size: int) -> None:
 
 
 def test_ranks_make_passes_of_several_models() -> None:
-    ranks(3).run(with_a_divided_assistant)
+    ranks(3).run(with_a_parallelized_assistant)
 
 
 def test_models_take_turns() -> None:

@@ -1,5 +1,4 @@
-"""What a model of transformers does in another way when its experts are divided: its passes are steps of all ranks, and
-it is not saved."""
+"""Turns a transformers model into a parallelized one: its passes become steps of all ranks, and it cannot be saved."""
 
 from __future__ import annotations
 
@@ -18,13 +17,15 @@ from moe_ep.hf.steps import StepCoordinator
 _eager = torch.compiler.disable(reason="before each pass the ranks of moe_ep agree on the host; leave fullgraph out")
 
 
-class _Passes:
-    """The forward of the module that runs the layers: its passes are the ranks' steps, and those of several threads
-    take turns. Not hooks of the module, which hear of nothing where a pass is interrupted."""
+class _SteppedForward:
+    """Replaces the forward of the module that runs the layers: each pass is a step of all ranks, one thread at a time.
+
+    Module hooks would not do: they are not called if a pass is interrupted.
+    """
 
     def __init__(self, steps: StepCoordinator, decoder: Any, forward: Callable[..., Any] | None) -> None:
         self._steps = steps
-        # It keeps this: a model that is dropped gives its memory back at once.
+        # A weak reference, since the module keeps this: dropping a model frees its memory.
         self._decoder = weakref.ref(decoder)
         self._own_forward = forward
         self.__signature__ = inspect.signature(decoder.forward)
@@ -48,7 +49,7 @@ class _Passes:
 
     @_eager
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this pass is a step of its own."""
+        """Begins the step of this pass; returns whether it is one of its own."""
         num_tokens = _num_tokens(args, dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs)
         # Without an input there is nothing to agree on: the model says what it lacks.
         if num_tokens is None:
@@ -60,7 +61,7 @@ class _Passes:
                 self._steps.begin_pass(num_tokens)
                 begun = True
         finally:
-            if not begun:  # It failed, or the step is one that this thread has begun already.
+            if not begun:  # It failed, or this thread has begun the step already.
                 self._steps.line.turn.release()
         return begun
 
@@ -78,28 +79,30 @@ class _Passes:
         finally:
             self._steps.line.turn.release()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SteppedForward:
         steps = copy.deepcopy(self._steps, memo)
         for layer in self._steps.layers:
             steps.add(copy.deepcopy(layer, memo))
-        return _Passes(steps, copy.deepcopy(self._decoder(), memo), copy.deepcopy(self._own_forward, memo))
+        return _SteppedForward(steps, copy.deepcopy(self._decoder(), memo), copy.deepcopy(self._own_forward, memo))
 
 
-def make_divided(model: Any, steps: StepCoordinator) -> Any:
-    """Every pass of the model from here on is a step of all ranks. Returns the part of it that makes the steps."""
+def make_parallelized(model: Any, steps: StepCoordinator) -> Any:
+    """Makes every later pass of the model a step of all ranks. Returns the module whose forward makes the steps."""
     for part in model.modules():
         if hasattr(part, "save_pretrained"):
             part.save_pretrained = part.push_to_hub = _refuse_saving
     *around, decoder = _path_to_decoder(model, steps)
     for part in (*around, model.base_model, decoder):
         part._moe_ep_steps = steps
-    decoder.forward = _Passes(steps, decoder, vars(decoder).get("forward"))
+    decoder.forward = _SteppedForward(steps, decoder, vars(decoder).get("forward"))
     return decoder
 
 
 def _path_to_decoder(model: Any, steps: StepCoordinator) -> list[Any]:
-    """The modules around all layers, from the model to the one that holds the list of them: every pass calls it,
-    whatever stands around it, as wrappers of peft do whose own forward `generate` does not call."""
+    """The modules that contain all layers, from the model to the one that holds the list of layers.
+
+    Every pass calls the last one, also in wrappers such as peft's, whose own forward `generate` does not call.
+    """
     paths = []
     for name, part in model.named_modules():
         if part in steps.layers:
@@ -118,7 +121,9 @@ def steps_of(model: Any) -> StepCoordinator:
     """The model's steps; ValueError for a model that `parallelize` did not make."""
     steps = getattr(model, "_moe_ep_steps", None)
     if steps is None:
-        raise ValueError(f"model is a {type(model).__name__} whose experts are not divided; pass moe_ep.parallelize's")
+        raise ValueError(
+            f"model is a {type(model).__name__} that is not parallelized; pass what moe_ep.parallelize returns"
+        )
     return steps
 
 
@@ -133,6 +138,6 @@ def _num_tokens(args: tuple[Any, ...], given: dict[str, Any]) -> int | None:
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        "save_pretrained and push_to_hub: a rank of a divided model holds its own experts alone, in moe_ep's layout, "
-        "which no other program reads; save the model before parallelize, and quantize a checkpoint with moe-ep convert"
+        "save_pretrained and push_to_hub: a rank of a parallelized model holds its own experts alone, in a layout that "
+        "no other program reads; save the model before parallelize, and quantize a checkpoint with moe-ep convert"
     )
