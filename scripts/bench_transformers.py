@@ -10,7 +10,7 @@ Random weights of known sizes. A block is the router and all experts of a layer,
 a CUDA graph where the implementation can be captured. Generation is of greedy text by `model.generate`, and by what
 `moe-ep generate` runs, whose decoding is captured; of runs over the same prompts the first makes things ready, and the
 median of the others is told. Each of several GPUs has prompts of its own; transformers' experts are whole on each, and
-moe_ep's divided.
+moe_ep's sharded.
 """
 
 from __future__ import annotations
@@ -149,19 +149,19 @@ def bench_generate(options: argparse.Namespace) -> Iterator[Row]:
     for implementation, model in variants(name, options.layers, options):
         row = {"model": name, "layers": options.layers, "gpus": num_ranks(), "experts": implementation}
         by = "model.generate" + ", static caches" * options.compiled
-        divided = implementation in QUANTIZED
-        run = partial(by_transformers, divided=divided)
+        sharded = implementation in QUANTIZED
+        run = partial(by_transformers, sharded=sharded)
         yield row | {"by": by} | measure_generation(run, model, prompts, options)
-        if divided and not options.compiled:
+        if sharded and not options.compiled:
             yield row | {"by": "moe-ep generate"} | measure_generation(by_slots, model, prompts, options)
         del model
 
 
-def by_transformers(model: Any, prompts: torch.Tensor, options: argparse.Namespace, *, divided: bool) -> int:
+def by_transformers(model: Any, prompts: torch.Tensor, options: argparse.Namespace, *, sharded: bool) -> int:
     """Continues this rank's of prompts `[ranks, sequences, tokens]`; how many tokens that makes."""
     caches = {"cache_implementation": "static"} if options.compiled else {}
     mine = prompts[dist.get_rank() if dist.is_initialized() else 0]
-    with moe_ep.serving(model) if divided else nullcontext():
+    with moe_ep.serving(model) if sharded else nullcontext():
         text = model.generate(mine, max_new_tokens=options.new_tokens, do_sample=False, **caches)
     return int(text[:, mine.size(1) :].numel())
 

@@ -1,4 +1,4 @@
-"""Perplexity of a model whose experts are divided over workers, for each list of texts of a JSON file.
+"""Perplexity of a model whose experts are sharded over workers, for each list of texts of a JSON file.
 
 python scripts/perplexity.py --model DIR --texts FILE [--ep-size 4] [--launcher local]
 

@@ -117,6 +117,12 @@ class GenerateConfig(ModelConfig):
         ),
     )
     seed: int = field(default=0, metadata=option(at_least(0), "seed of the drawn tokens"))
+    logprobs: int | None = field(
+        default=None,
+        metadata=option(
+            at_least(0), "tell the log-probability of each token, and those of this many of the likeliest", "K"
+        ),
+    )
     batch_size: int = field(default=8, metadata=option(at_least(1), "sequences that each worker decodes at a time"))
     prefill_tokens: int = field(
         default=4096,

@@ -89,7 +89,7 @@ class CompletionLines:
         self._held: list[str] | None = [] if output is None and sys.stdout.isatty() else None
 
     def take(self, completion: dict[str, Any]) -> None:
-        """What became of a prompt, in any order; a second time does nothing."""
+        """Takes the result of a prompt, in any order; a second one for the same prompt is ignored."""
         if completion["index"] < self._num_told:
             return
         self._waiting[completion["index"]] = completion
@@ -137,13 +137,13 @@ class CompletionLines:
 
 
 class CompletionRelay:
-    """Brings all ranks' completions to rank 0, which hands them to the driver.
+    """Sends the completions of all ranks to rank 0, which hands them to the driver.
 
-    The others leave theirs in the job's store before they count them as finished in a step, so those that a step
-    counts are there.
+    Other ranks put theirs into the job's store before they count them as finished in a step, so all that a step counts
+    are in the store.
 
     Args:
-        refused: what is told of all ranks' prompts that the model does not take.
+        refused: the lines of prompts that the model does not take, of all ranks.
     """
 
     def __init__(self, rank: int, num_prompts: int, refused: Sequence[dict[str, Any]] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What a generation says when it is over: a summary, and a table for the terminal."""
+"""The report of a generation: its summary line, and a table for the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_ep.launch.gangs.progress import workers
 
 @dataclass
 class RankGeneration:
-    """One rank's account, of plain values.
+    """The results of one rank, as plain values.
 
     Attributes:
         completions: index, text, num_prompt_tokens, num_tokens, finish and rank of each of its prompts, and the error
@@ -55,7 +55,7 @@ class RankGeneration:
 
 
 class GenerationReport:
-    """The accounts of all ranks as one."""
+    """The report over all ranks."""
 
     def __init__(self, config: GenerateConfig, command: str, ranks: Sequence[RankGeneration]) -> None:
         self.config, self.command, self.ranks = config, command, list(ranks)

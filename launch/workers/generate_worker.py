@@ -1,4 +1,4 @@
-"""What every worker of `moe-ep generate` does: loads its share of the model, and continues its prompts."""
+"""The worker of `moe-ep generate`: loads this rank's share of the model, and continues its prompts."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
 
-# Settings of generation_config.json that are not applied, though they change the likeliest text too, with the values
-# by which they do not.
+# Settings of generation_config.json that are not applied though they change the likeliest text, each with its neutral
+# value.
 _OTHER_SETTINGS: dict[str, Any] = {
     "repetition_penalty": 1,
     "no_repeat_ngram_size": 0,
@@ -84,6 +84,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
         max_length=tokenizer.context_length,
         prefill_tokens=config.prefill_tokens,
         graphs=config.graphs,
+        logprobs=config.logprobs,
         on_progress=relay.collect,
         on_completion=lambda completion: relay.leave(_told(tokenizer, completion, rank_env.rank, config.stop)),
     )
@@ -177,13 +178,13 @@ def _stop_ids(settings: Any, tokenizer: ModelTokenizer, stop: str | None) -> lis
 
 
 def _not_applied(settings: Any) -> dict[str, Any]:
-    """What transformers' generate would obey of a model's settings and this one does not."""
+    """The settings of a model that transformers' `generate` applies and this command does not."""
     found = {name: getattr(settings, name, None) for name in _OTHER_SETTINGS}
     return {name: value for name, value in found.items() if value not in (None, _OTHER_SETTINGS[name])}
 
 
 def _told(tokenizer: ModelTokenizer, completion: Completion, rank: int, stop: str | None) -> dict[str, Any]:
-    told = {
+    told: dict[str, Any] = {
         "index": completion.index,
         "text": tokenizer.text(completion.token_ids, stop),
         "num_prompt_tokens": completion.num_prompt_tokens,
@@ -191,7 +192,18 @@ def _told(tokenizer: ModelTokenizer, completion: Completion, rank: int, stop: st
         "finish": completion.finish,
         "rank": rank,
     }
-    return told if not completion.error else told | {"error": completion.error}
+    if completion.error:
+        told["error"] = completion.error
+    if completion.logprobs:
+        told["logprobs"] = [
+            _token(tokenizer, index, found.chosen) | {"top": [_token(tokenizer, *best) for best in found.best]}
+            for index, found in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+    return told
+
+
+def _token(tokenizer: ModelTokenizer, index: int, logprob: float) -> dict[str, Any]:
+    return {"token_id": index, "token": tokenizer.tokenizer.decode([index]), "logprob": logprob}
 
 
 def _backends(steps: StepCoordinator, batch_size: int) -> tuple[str, str]:

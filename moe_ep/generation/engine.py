@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections import Counter, deque
@@ -122,6 +123,21 @@ Ends = Callable[[list[int]], bool]
 OnProgress = Callable[[Sequence[int]], None]
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities (natural logarithm, f32) of one position, by the model's own logits.
+
+    Temperature, top_k and top_p do not change them.
+
+    Attributes:
+        chosen: of the token that was taken.
+        best: (token id, log-probability) of the likeliest tokens, the likeliest first.
+    """
+
+    chosen: float
+    best: list[tuple[int, float]]
+
+
 @dataclass
 class Completion:
     """What follows a prompt.
@@ -130,6 +146,7 @@ class Completion:
         token_ids: without the token that ended it.
         finish: "stop" where the model ended it, "length" where the limit did, "failed" as `error` says.
         error: why it failed; empty where it did not.
+        logprobs: of each of token_ids, where they are asked for.
     """
 
     index: int
@@ -137,6 +154,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     finish: str = ""
     error: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass
@@ -171,10 +189,13 @@ class Generation:
         max_length: where a sequence ends at the latest, prompt and continuation; None for no such end.
         prefill_tokens: tokens that a rank reads in a step at most, padding included; a longer prompt is read alone.
         graphs: whether decoding may be captured in CUDA graphs.
+        logprobs: so many of the likeliest tokens are told with the log-probabilities of each position; 0 for those of
+            the chosen token alone, None for none.
         on_progress: called before each step.
         on_completion: called with each of this rank's as it is finished, before on_progress counts it on any rank.
 
     Raises:
+        ConfigError: more logprobs than the model has tokens.
         ValueError: a number below 1, a prompt without tokens, of others than the model has or of no tensor, or one that
             leaves no room below max_length; two of one number; a model that `parallelize` did not make; from `run`,
             ranks with different requests.
@@ -193,12 +214,19 @@ class Generation:
         max_length: int | None = None,
         prefill_tokens: int = PREFILL_MAX_NUM_TOKENS,
         graphs: bool = True,
+        logprobs: int | None = None,
         on_progress: OnProgress | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> None:
         check_at_least(1, max_new_tokens=max_new_tokens, num_slots=num_slots, prefill_tokens=prefill_tokens)
         steps_of(model)
-        _check_requests(requests, max_length, vocabulary_of(model))
+        vocabulary = vocabulary_of(model)
+        _check_requests(requests, max_length, vocabulary)
+        if logprobs is not None:
+            check_at_least(0, logprobs=logprobs)
+            if logprobs > vocabulary:
+                raise ConfigError(f"logprobs is {logprobs} and the model has {vocabulary} tokens; ask for fewer")
+        self._num_logprobs = logprobs
         longest = max((request.length for request in requests), default=0) + max_new_tokens
         self._max_length = longest if max_length is None else min(longest, max_length)
         self._decoder = SlotDecoder(model, num_slots, self._max_length, graphs=graphs)
@@ -274,18 +302,34 @@ class Generation:
         logits = self._decoder.prefill(slots, [prompt.token_ids for prompt in prompts])
         tokens = next_tokens(logits, self._sampling, [self._randoms[prompt.index].draw() for prompt in prompts])
         self._decoder.append(slots, tokens)
-        for slot, prompt, token in zip(slots, prompts, self._on_host(tokens, logits), strict=True):
+        logprobs = self._logprobs(tokens, logits)
+        for number, token in enumerate(self._on_host(tokens, logits)):
+            slot, prompt = slots[number], prompts[number]
             self._running[slot] = Completion(prompt.index, prompt.length)
-            self._take(slot, token)
+            self._take(slot, token, None if logprobs is None else logprobs[number])
 
     def _decode(self) -> None:
         draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
         logits = self._decoder.decode()
         tokens = next_tokens(logits, self._sampling, draws)
         self._decoder.append(slice(None), tokens)
+        logprobs = self._logprobs(tokens, logits)
         for slot, token in enumerate(self._on_host(tokens, logits)):
             if self._running[slot] is not None:
-                self._take(slot, token)
+                self._take(slot, token, None if logprobs is None else logprobs[slot])
+
+    def _logprobs(self, tokens: torch.Tensor, logits: torch.Tensor) -> list[TokenLogprobs] | None:
+        """Those of each row, if they are asked for."""
+        if self._num_logprobs is None:
+            return None
+        values = logits.float().log_softmax(dim=-1)
+        chosen = values.gather(-1, tokens[:, None]).squeeze(-1).tolist()
+        best, ids = (found.tolist() for found in values.topk(self._num_logprobs, dim=-1))
+        return [
+            # Masked tokens have none.
+            TokenLogprobs(own, [(index, value) for index, value in zip(*row, strict=True) if math.isfinite(value)])
+            for own, *row in zip(chosen, ids, best, strict=True)
+        ]
 
     def _on_host(self, tokens: torch.Tensor, logits: torch.Tensor) -> list[int]:
         """The tokens, or `_NO_TOKEN` for a row whose logits choose none: they have NaN or inf, or are -inf throughout.
@@ -297,12 +341,14 @@ class Generation:
         self._decoder.steps.check()
         return values
 
-    def _take(self, slot: int, token: int) -> None:
+    def _take(self, slot: int, token: int, logprobs: TokenLogprobs | None) -> None:
         """Adds a sequence's next token, and ends the sequence where it is its last."""
         sequence = self._running[slot]
         if sequence is None:
             return
         sequence.finish = self._finish(sequence, token)
+        if logprobs is not None and len(sequence.logprobs) < len(sequence.token_ids):
+            sequence.logprobs.append(logprobs)
         if not sequence.finish:
             return
         if sequence.finish == "failed":

@@ -1,4 +1,4 @@
-"""The perplexity of texts, measured over ranks: each reads texts of its own, and helps with the others' experts."""
+"""Measures the perplexity of texts over ranks: each rank reads its share of them, and serves the others' passes."""
 
 from __future__ import annotations
 

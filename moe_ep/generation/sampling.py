@@ -1,4 +1,4 @@
-"""How the next token of a sequence is chosen: the likeliest, or drawn."""
+"""Chooses the next token of each sequence: the likeliest one, or a random one."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 from moe_ep.errors import check_number, check_whole
 
-# In f32 a smaller number may be 0.
+# Smaller numbers may flush to 0 in f32.
 _LEAST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Tokens are drawn from softmax(logits / temperature), of its likeliest ones.
+    """Settings for drawing tokens from softmax(logits / temperature), restricted to the likeliest ones.
 
     Attributes:
         temperature: 0 takes the likeliest token always.
-        top_k: so many of the likeliest may be drawn; 0 for all.
-        top_p: of these the fewest, likeliest first, whose probabilities come to it.
-        seed: with a sequence's number it says which tokens are drawn for it.
+        top_k: only this many of the likeliest tokens may be drawn; 0 for all.
+        top_p: of these, the smallest set of likeliest tokens whose probabilities sum to at least this.
+        seed: with a sequence's number, it determines which tokens are drawn for it.
 
     Raises:
         ValueError: a number outside its range.
-        TypeError: what is no number, or a count that is not whole.
+        TypeError: a value that is no number, or a count that is not whole.
     """
 
     temperature: float = 0.0
@@ -48,7 +48,7 @@ class Sampling:
 
 
 class SequenceRandom:
-    """One sequence's random numbers, which nothing else depends on or changes: not its neighbours, not the ranks."""
+    """The random numbers of one sequence, independent of other sequences and of the number of ranks."""
 
     def __init__(self, sampling: Sampling, index: int) -> None:
         self._random = random.Random(f"{sampling.seed} {index}")
@@ -71,10 +71,10 @@ def next_tokens(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]
     scores, tokens = logits.float().sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         scores, tokens = scores[:, : sampling.top_k], tokens[:, : sampling.top_k]
-    # From the likeliest on, which stays 0 where a low temperature takes the others out of what f32 holds.
+    # Relative to the likeliest, whose score stays 0 if a low temperature makes the others overflow f32.
     scores = (scores - scores[:, :1]) / max(sampling.temperature, _LEAST)
     sums = scores.softmax(dim=-1).cumsum(dim=-1)
-    # A token may be drawn if those before it do not come to top_p; the first one always.
+    # A token may be drawn if the probabilities before it sum to less than top_p; the first one always may.
     before = torch.nn.functional.pad(sums, (1, 0))[:, :-1]
     allowed = before < max(sampling.top_p, _LEAST)
     total = torch.where(allowed, sums, 0).amax(dim=-1, keepdim=True)

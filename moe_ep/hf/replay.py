@@ -1,7 +1,7 @@
-"""CUDA graphs of a layer's calls with few tokens.
+"""Captures a layer's calls with few tokens in CUDA graphs, and replays them.
 
-A model that runs eagerly waits for the host, which takes several times longer to launch the kernels of such a call one
-by one than the GPU takes to run them. So a call that comes again and again is captured, and replayed from then on.
+Launching the kernels of such a call one by one takes the host several times longer than the GPU needs to run them. So a
+call that recurs is captured, and replayed from then on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from moe_ep.modular_kernel.workspace import current_stream
 
 logger = logging.getLogger(__name__)
 
-# Calls of a kind that run eagerly before it is captured: what is compiled or allocated once is so by then. Whoever
-# captures the whole model makes fewer before, and needs no graphs of its layers.
+# Eager calls of a kind before its capture; they compile and allocate what is needed once. Code that captures the whole
+# model makes fewer calls before, and needs no graphs of its layers.
 EAGER_CALLS = 4
-# Kinds that a layer captures; calls of more kinds run eagerly.
+# Kinds that a layer captures at most; calls of further kinds run eagerly.
 MOST_KINDS = 16
 
 # What a graph is for: the caller's own distinction, the stream, and shapes, dtypes and devices of the inputs.
@@ -33,12 +33,11 @@ Function = Callable[..., torch.Tensor]
 
 
 class CallGraphs:
-    """Graphs of one layer's calls, by their kinds.
+    """The CUDA graphs of one layer's calls, by kind.
 
-    A kind's first calls run eagerly, the next one is captured, and from there on they are replays: inputs are copied
-    to where the graph reads them, and the result is a copy of what it wrote. So a caller sees no difference. Graphs of
-    one stream run one after the other and share that memory, whichever layer they are of. A copy of the layer begins
-    with no graphs.
+    The first calls of a kind run eagerly, the next one is captured, and later ones are replays: inputs are copied to
+    where the graph reads them, and the result is a copy of what it wrote, so callers see no difference. Graphs of one
+    stream run one after the other and share this memory across layers. A copy of the layer begins without graphs.
     """
 
     def __init__(self) -> None:
@@ -54,17 +53,17 @@ class CallGraphs:
         of: tuple[object, ...],
         around: AbstractContextManager[None] | None = None,
     ) -> torch.Tensor:
-        """function(*inputs), a tensor; it is run, or replayed, once.
+        """Runs or replays function(*inputs) once, and returns its tensor.
 
         Args:
             inputs: on the GPU.
             which: tells calls apart that do not run the same kernels.
-            of: what graphs depend on but for the inputs, as the addresses of weights; where it differs from that of
-                the call before, all graphs are given up.
-            around: what a replay runs in, of a function that other ranks take part in; None where none do.
+            of: what graphs depend on besides the inputs, such as the addresses of weights; if it differs from that of
+                the previous call, all graphs are dropped.
+            around: a context manager for replays of a function that is collective; None for any other.
 
         Raises:
-            RuntimeError: such a function cannot be captured. What others do not take part in runs eagerly then.
+            RuntimeError: a collective function cannot be captured. Any other runs eagerly then.
         """
         if of != self._made_for:
             self.clear()
@@ -93,7 +92,7 @@ class CallGraphs:
         return self._num_eager[kind] > EAGER_CALLS
 
     def clear(self) -> None:
-        """Gives all graphs up."""
+        """Drops all graphs."""
         self._made_for, self._num_eager, self._captured = (), {}, {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallGraphs:
@@ -112,7 +111,7 @@ class _Captured:
 
 @dataclass
 class _Place:
-    """What the graphs that are replayed on one stream have in common.
+    """What graphs that are replayed on one stream share.
 
     Attributes:
         stream: the handle of that stream.
@@ -132,7 +131,7 @@ class _Place:
     def capture(
         self, function: Function, inputs: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, _Captured | RuntimeError]:
-        """function(*inputs), run once outside of a capture, and the graph of it or why there is none."""
+        """Runs function(*inputs) once, and captures it; returns the result, and the graph or why there is none."""
         made: _Captured | RuntimeError
         with self.lock, torch.inference_mode(False), torch.no_grad():
             held = tuple(self._tensor(number, tensor) for number, tensor in enumerate(inputs))
@@ -170,9 +169,9 @@ class _Place:
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """As `torch.cuda.graph`, which collects all of Python's garbage and frees cached memory before each capture.
+        """Like `torch.cuda.graph`, but without its garbage collection and its release of cached memory.
 
-        Garbage is not collected under capture, since what it frees may end that.
+        Python's garbage collector is off during capture, since freeing tensors may invalidate the capture.
         """
         collects = gc.isenabled()
         gc.disable()
@@ -188,13 +187,13 @@ class _Place:
 
 
 def _give_up(reason: RuntimeError, *, is_alone: bool) -> None:
-    """Nothing is captured from here on, as without torch's caching of memory nothing can be."""
+    """Stops capturing for this process: what fails once, as without torch's caching allocator, fails always."""
     global _is_possible
     _is_possible = False
     story = "as one of them cannot be captured in a CUDA graph"
     if is_alone:
         logger.warning("calls of few tokens run eagerly, %s: %s", story, reason)
-    else:  # What other ranks take part in may have been left half way.
+    else:  # A collective call may have stopped half way.
         raise RuntimeError(
             f"calls of few tokens cannot be replayed, {story}; set MOE_EP_REPLAY_MAX_TOKENS=0: {reason}"
         ) from reason
@@ -206,12 +205,12 @@ _making = threading.Lock()
 
 
 def may_capture(device: torch.device) -> bool:
-    """Whether what runs on this device now can be captured: on a GPU, unless somebody does that already."""
+    """Whether work on this device can be captured now: on a GPU, outside of any other capture."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def _place(device: torch.device) -> _Place:
-    """That of the device's current stream."""
+    """The place of the device's current stream."""
     key = (device, current_stream(device))
     place = _places.get(key)
     if place is None:

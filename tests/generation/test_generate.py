@@ -30,6 +30,7 @@ from tests.hf.hf_models import SIZES, make_model
 from tests.ranks import ranks
 
 STOP = 5
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 NEW_TOKENS = 12
 NUM_PROMPTS = 8
 TRAINED_TOKENS = 16
@@ -75,8 +76,8 @@ def test_tokens_of_a_step_that_waited_in_vain_are_not_taken(good: int, monkeypat
         monkeypatch.setattr(last.prepare_finalize, "check", check)
     monkeypatch.setattr(SlotDecoder, "prefill", lambda *args: passes.append("prefill") or prefill(*args))
     monkeypatch.setattr(SlotDecoder, "decode", lambda *args: passes.append("decode") or decode(*args))
-    monkeypatch.setattr(Generation, "_take", lambda self, slot, token: taken.append(token))
-    settings = {"max_new_tokens": NEW_TOKENS, "num_slots": 1, "stop_ids": [STOP]}
+    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "num_slots": 1, "stop_ids": []}
+    settings["ends"] = lambda token_ids: taken.append(token_ids[-1])
     with pytest.raises(DispatchTimeoutError, match="rank 1 sent nothing"):
         Generation(model, requests_of(1), **settings).run()
     assert len(passes) == good + 1 and len(taken) == good
@@ -240,6 +241,33 @@ def test_a_prompt_whose_logits_are_not_finite_fails_and_no_other_does(family: st
     assert [found[index].finish for index in (1, 3)] == ["failed"] * 2
     assert all("not finite" in found[index].error and not found[index].token_ids for index in (1, 3))
     assert {index: found[index] for index in (0, 2, 4)} == run(0, 2, 4)
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    alone = make_model("Qwen3Moe")
+    model = moe_ep.parallelize(copy.deepcopy(alone))
+    requests = requests_of(3)
+    settings: dict[str, Any] = {"max_new_tokens": 5, "num_slots": 2, "stop_ids": []}
+    drawn = {"sampling": Sampling(temperature=0.7, top_k=20, seed=1)}
+    for more in ({}, drawn):
+        plain = Generation(model, requests, **settings, **more).run()
+        found = Generation(model, requests, **settings, **more, logprobs=3).run()
+        assert [done.token_ids for done in found] == [done.token_ids for done in plain]
+        assert not any(done.logprobs for done in plain)
+        for request, done in zip(requests, found, strict=True):
+            ids = torch.cat([request.token_ids, torch.tensor(done.token_ids)])
+            logits = alone(input_ids=ids[None]).logits[0, request.length - 1 : -1]
+            expected = logits.float().log_softmax(-1)
+            chosen = expected[torch.arange(5), done.token_ids]
+            torch.testing.assert_close(torch.tensor([each.chosen for each in done.logprobs]), chosen, **CLOSE)
+            values, tokens = expected.topk(3)
+            assert [[index for index, _ in each.best] for each in done.logprobs] == tokens.tolist()
+            told = torch.tensor([[value for _, value in each.best] for each in done.logprobs])
+            torch.testing.assert_close(told, values, **CLOSE)
+    (none, *_) = Generation(model, requests, **settings, logprobs=0).run()
+    assert len(none.logprobs) == 5 and not none.logprobs[0].best
+    with pytest.raises(ConfigError, match="logprobs"):
+        Generation(model, requests, **settings, logprobs=SIZES["vocab_size"] + 1)
 
 
 def test_logits_that_choose_no_token() -> None:

@@ -148,6 +148,16 @@ def test_bad_lines_do_not_keep_the_others_from_being_answered(demo: Path, tmp_pa
     assert (fields[0]["id"], fields[4]["id"]) == ("good", "none")
 
 
+def test_log_probabilities_are_written(demo: Path) -> None:
+    (line,) = answers(demo, prompt="import", logprobs=2)
+    assert len(line["logprobs"]) == line["num_tokens"] == 6
+    for told in line["logprobs"]:
+        # The likeliest is taken.
+        assert told["top"][0] == {name: told[name] for name in ("token_id", "token", "logprob")}
+        assert len(told["top"]) == 2 and 0 > told["top"][0]["logprob"] >= told["top"][1]["logprob"]
+    assert "".join(told["token"] for told in line["logprobs"]) == line["text"]
+
+
 def test_settings_of_a_line_reach_the_template(demo: Path, tmp_path: Path) -> None:
     folder = with_template(demo, tmp_path / "model")
     tokenizer = ModelTokenizer(folder).tokenizer

@@ -22,9 +22,9 @@ from moe_ep.launch.gangs.rank_env import RankEnv
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "generate",
-        help="generate text, the experts divided over workers",
+        help="generate text with experts sharded over workers",
         description=(
-            "Divides the experts of a checkpoint over a gang of workers, spreads the prompts over them, and continues "
+            "Shards the experts of a checkpoint over a gang of workers, spreads the prompts over them, and continues "
             "each one. Prints a JSON line for each prompt and a summary; timings go to stderr."
         ),
     )
