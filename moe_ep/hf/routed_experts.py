@@ -16,6 +16,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import check_at_least
 from moe_ep.hf.experts import ExpertsShape, expert_tensors
 from moe_ep.hf.replay import CallGraphs, may_capture
+from moe_ep.hf.steps import Step, StepCoordinator
 from moe_ep.layer.custom_ops import without_autocast
 from moe_ep.layer.dispatcher import LayerDispatcher
 from moe_ep.layer.fused_moe import FusedMoE

@@ -154,7 +154,7 @@ def test_log_probabilities_are_written(demo: Path) -> None:
     for told in line["logprobs"]:
         # The likeliest is taken.
         assert told["top"][0] == {name: told[name] for name in ("token_id", "token", "logprob")}
-        assert len(told["top"]) == 2 and 0 > told["top"][0]["logprob"] >= told["top"][1]["logprob"]
+        assert len(told["top"]) == 2 and 0 >= told["top"][0]["logprob"] >= told["top"][1]["logprob"]
     assert "".join(told["token"] for told in line["logprobs"]) == line["text"]
 
 
