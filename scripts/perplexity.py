@@ -52,6 +52,9 @@ class PerplexityConfig(GangConfig):
     dtype: str | None = field(
         default=None, metadata=option(one_of(*DTYPES), "f32, f16 or bf16; bf16 on GPUs, f32 on CPUs")
     )
+    allow_nonfinite: bool = field(
+        default=False, metadata=option(None, "load weights that hold NaN or infinity too, which are refused otherwise")
+    )
 
 
 def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[str]]) -> dict[str, Any]:
@@ -72,7 +75,12 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
         for kind, several in texts.items()
     }
     model = moe_ep.parallelize(
-        config.model, backend=config.backend, quantize=config.quantize, dtype=dtype, device=device
+        config.model,
+        backend=config.backend,
+        quantize=config.quantize,
+        dtype=dtype,
+        device=device,
+        allow_nonfinite=config.allow_nonfinite,
     )
     layer = steps_of(model).layers[0]
     return {
