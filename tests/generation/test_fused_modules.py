@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from moe_ep.generation import fused_modules, fused_rotary
+from moe_ep.generation import fused_modules
 from moe_ep.generation.fused_modules import FusedModules
 from tests.hf.hf_models import SIZES, make_model
 from tests.kernels.rotary_cases import plain_rotary
@@ -126,10 +126,10 @@ def test_rotary_positions(family: str, widths: set[float], monkeypatch: pytest.M
     model = make_model(family)
     code = sys.modules[type(model).__module__]
     theirs = code.apply_rotary_pos_emb
-    assert fused_rotary._widths(theirs, ours, torch.device("cpu")) == widths
+    assert fused_modules._widths(theirs, ours, torch.device("cpu")) == widths
     rotary = FusedModules(model)._rotary
     assert rotary._functions == []  # not on a CPU
-    rotary._functions = [(code, theirs, partial(fused_rotary._rotate, theirs, ours, widths))]
+    rotary._functions = [(code, theirs, partial(fused_modules._rotate, theirs, ours, widths))]
     tokens = torch.arange(1, 21).view(2, 10)
     calls.clear()
     with torch.inference_mode(), rotary.used():
@@ -150,7 +150,7 @@ def test_rotary_positions_of_another_kind_stay(gives: type[Exception] | None) ->
     def ours(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         return query, key
 
-    assert fused_rotary._widths(theirs, ours, torch.device("cpu")) == set()
+    assert fused_modules._widths(theirs, ours, torch.device("cpu")) == set()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_rotary_positions_that_are_stretched_stay(key: tuple[int, ...], angles: 
         return lambda *tensors: used.append(name) or tensors[:2]
 
     heads = [torch.randn(b, t, h, d).transpose(1, 2) for b, h, t, d in ((2, 4, 3, 8), key)]
-    fused_rotary._rotate(form("theirs"), form("ours"), {1.0}, *heads, *torch.randn(2, *angles))
+    fused_modules._rotate(form("theirs"), form("ours"), {1.0}, *heads, *torch.randn(2, *angles))
     assert used == ["ours" if fits else "theirs"]
 
 

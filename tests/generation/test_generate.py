@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,10 +278,7 @@ def test_logits_that_choose_no_token() -> None:
     for value, finish in ((-torch.inf, "length"), (torch.inf, "failed"), (torch.nan, "failed")):
         for rows in (slice(3, 9), slice(None)):
             changed = copy.deepcopy(model)
-            head = changed.lm_head
-            head.register_forward_hook(
-                lambda module, args, logits, rows=rows, value=value: _filled(logits, rows, value)
-            )
+            changed.lm_head.register_forward_hook(partial(_filled, rows, value))
             generation = Generation(moe_ep.parallelize(changed), requests, max_new_tokens=2, num_slots=1, stop_ids=[])
             (done,) = generation.run()
             assert done.finish == ("failed" if rows == slice(None) else finish)
