@@ -53,8 +53,13 @@ _OTHER_SETTINGS: dict[str, Any] = {
 }
 
 
-def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine]) -> RankGeneration:
+def run_generate(
+    rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine], first: int = 0
+) -> RankGeneration:
     """One rank's part of the generation, in its process group.
+
+    Args:
+        first: the prompt to begin with; rank 0's counts, whose node has the output of an interrupted run.
 
     Raises:
         CheckpointError: the checkpoint does not hold what it says.
@@ -65,6 +70,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
     dtype = torch_dtype(config.dtype, device)
     folder = config.model if config.model is not None else demo_checkpoint()
     tokenizer = ModelTokenizer(folder)
+    prompts = prompts[_share("first", first)[0] :]
     requests, refused = _requests(tokenizer, rank_env, prompts)
     started = time.perf_counter()
     model = _load(config, folder, device, dtype)
@@ -138,7 +144,7 @@ def _requests(
             ends = [] if isinstance(line.prompt, str) else tokenizer.end_ids
             requests.append([line.index, ids.tolist(), ends])
     tokenizer.close()
-    by_rank = _share(rank_env, {"requests": requests, "refused": refused})
+    by_rank = _share("requests", {"requests": requests, "refused": refused})
     everything = [
         Request(index, torch.tensor(ids), tuple(ends)) for found in by_rank for index, ids, ends in found["requests"]
     ]
@@ -149,9 +155,9 @@ def _requests(
     return sorted(everything, key=lambda request: request.index), refused
 
 
-def _share(rank_env: RankEnv, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def _share(what: str, mine: Any) -> list[Any]:
     """What every rank gives, by rank, as JSON: nothing that other processes send is unpickled."""
-    return [json.loads(text) for text in gather_texts("requests", json.dumps(mine))]
+    return [json.loads(text) for text in gather_texts(what, json.dumps(mine))]
 
 
 def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:

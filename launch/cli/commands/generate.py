@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     check_apart({"--output": config.output}, {"--prompts": config.prompts})
     prompts, fields = _prompts(config)
     finished = _finished(config, fields)
-    if finished.lines == len(prompts):
+    if finished.lines == len(prompts):  # on the node that has the output
         print(f"{config.output} has all {len(prompts)} prompts", file=sys.stderr)
         return 1 if finished.failures else 0
     config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
             # Here for its progress bar; workers of other nodes make their own.
             demo_checkpoint()
-        results = gang.run(_work, config, prompts[finished.lines :], on_item=lines.take)
+        results = gang.run(_work, config, prompts, finished.lines, on_item=lines.take)
     except BaseException:
         lines.close()
         if lines.num_written:
@@ -71,13 +71,13 @@ def main(args: argparse.Namespace) -> int:
     return 1 if report.refused or report.failed or finished.failures else 0
 
 
-def _work(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine]) -> RankGeneration:
+def _work(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine], first: int) -> RankGeneration:
     """The worker's part; what it needs is imported there, so that the driver starts without torch."""
     # Read when the hub's library is imported. transformers asks it for kernels of some families.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from moe_ep.launch.workers.generate_worker import run_generate
 
-    return run_generate(rank_env, config, prompts)
+    return run_generate(rank_env, config, prompts, first)
 
 
 def _prompts(config: GenerateConfig) -> tuple[list[PromptLine], list[dict[str, Any]]]:
