@@ -35,7 +35,6 @@ from moe_ep.hf.experts import (
     experts_shape,
     find_experts,
 )
-from moe_ep.hf.loading import as_trained
 from moe_ep.hf.parallelized import make_parallelized, steps_of
 from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS, RoutedExperts, load_shard, make_routed_experts
 from moe_ep.hf.steps import StepCoordinator
@@ -249,7 +248,7 @@ def _from_path(
         for count, shape in enumerate(shapes):
             on_layer(count, len(shapes))
             quant_config = layer_quant_config(quantization, spec, shape.layer_index, reader)
-            shape = as_trained(model, shape, spec)
+            shape = hf_loading.as_trained(model, shape, spec)
             layer = make_routed_experts(shape, _top_k(model), device=device, quant_config=quant_config, **options)
             load_moe_layer(reader, spec, shape.layer_index, layer)
             _put(model, shape, layer, options["coordinator"])
