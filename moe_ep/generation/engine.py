@@ -260,7 +260,7 @@ class Generation:
         check = 0
         for request in self._requests:
             check = zlib.crc32(request.token_ids.cpu().numpy().tobytes(), zlib.crc32(b"%d" % request.index, check))
-        told = self._decoder.steps.line.exchange(len(self._requests), self._decoder.num_slots, check)
+        told = self._decoder.steps.scheduler.exchange(len(self._requests), self._decoder.num_slots, check)
         if told.count(told[0]) < len(told):
             raise ValueError(
                 f"the ranks have {[row[0] for row in told]} requests and {[row[1] for row in told]} slots, which must "
@@ -272,7 +272,7 @@ class Generation:
         decoder, steps = self._decoder, self._decoder.steps
         num_free = self._running.count(None)
         ready = decoder.can_replay_decode if num_free < decoder.num_slots else decoder.can_replay_serve
-        told = steps.line.exchange(num_free, len(self.completions), int(ready))
+        told = steps.scheduler.exchange(num_free, len(self.completions), int(ready))
         self._on_progress([done for _, done, _ in told])
         free = [count for count, _, _ in told]
         reads = self._prompts.take(free)

@@ -184,10 +184,10 @@ def serving(model: Any) -> Iterator[None]:
     """
     steps = steps_of(model)
     try:
-        with steps.line.requests():
+        with steps.scheduler.requests():
             yield
     except Exception as error:
-        if steps.line.is_owed():
+        if steps.scheduler.is_owed():
             try:
                 steps.serve_behind_requests()
             except Exception as another:

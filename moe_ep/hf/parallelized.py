@@ -54,7 +54,7 @@ class _SteppedForward:
         # Without an input there is nothing to agree on: the model says what it lacks.
         if num_tokens is None:
             return False
-        self._steps.line.turn.acquire()
+        self._steps.scheduler.lock.acquire()
         begun = False
         try:
             if self._steps.current is None:
@@ -62,7 +62,7 @@ class _SteppedForward:
                 begun = True
         finally:
             if not begun:  # It failed, or this thread has begun the step already.
-                self._steps.line.turn.release()
+                self._steps.scheduler.lock.release()
         return begun
 
     @_eager
@@ -70,14 +70,14 @@ class _SteppedForward:
         try:
             self._steps.end_pass()
         finally:
-            self._steps.line.turn.release()
+            self._steps.scheduler.lock.release()
 
     @_eager
     def _fail(self, error: BaseException) -> None:
         try:
             self._steps.fail_pass(error)
         finally:
-            self._steps.line.turn.release()
+            self._steps.scheduler.lock.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SteppedForward:
         steps = copy.deepcopy(self._steps, memo)

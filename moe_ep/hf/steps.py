@@ -8,20 +8,29 @@ rank has any.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from moe_ep.errors import ConfigError
-from moe_ep.hf.step_scheduler import Line
+from moe_ep.distributed.exchange import open_exchange
+from moe_ep.errors import ConfigError, DispatchTimeoutError
 
 if TYPE_CHECKING:
     from moe_ep.eplb.manager import EPLBManager
+
+
+# Numbers that a rank tells the others before a step.
+_WIDTH = 3
+
+# Kept as long as their groups: ranks let go of models at different times, and must find the same one.
+_schedulers: WeakKeyDictionary[dist.ProcessGroup, StepScheduler] = WeakKeyDictionary()
 
 
 class SteppedLayer(Protocol):
@@ -61,13 +70,13 @@ class StepCoordinator:
 
     Attributes:
         current: the step under way, None between steps.
-        line: of the models that are divided over the same ranks.
+        scheduler: of the models that are parallelized over the same ranks.
         eplb: balances the experts between steps, or None.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self.line = Line.of(process_group)
-        self._number = self.line.join(self)
+        self.scheduler = StepScheduler.of(process_group)
+        self._number = self.scheduler.join(self)
         # Weak references, since the layers keep this: dropping a model frees its memory.
         self._layers: list[weakref.ref[SteppedLayer]] = []
         self.current: Step | None = None
@@ -98,11 +107,11 @@ class StepCoordinator:
 
     @property
     def rank(self) -> int:
-        return self.line.rank
+        return self.scheduler.rank
 
     @property
     def size(self) -> int:
-        return self.line.size
+        return self.scheduler.size
 
     def begin(self, num_tokens: int | None, *, can_replay: bool = False) -> Step | None:
         """Agrees on the next step; None, and no step, where no rank has tokens. `end` ends it. Until it is this model's
@@ -127,12 +136,12 @@ class StepCoordinator:
     def _agree(self, num_tokens: int | None, can_replay: bool) -> tuple[StepCoordinator, Step] | None:
         """The next step of the ranks and the model that it is of; None where no rank has tokens."""
         self.check()
-        table = self.line.exchange(0 if num_tokens is None else self._number, num_tokens or 0, int(can_replay))
-        number = self.line.next_of(row[0] for row in table)
+        table = self.scheduler.exchange(0 if num_tokens is None else self._number, num_tokens or 0, int(can_replay))
+        number = self.scheduler.next_of(row[0] for row in table)
         if number == 0:
             return None
         brought = tuple(row[1] * (row[0] == number) for row in table)
-        return self.line.model(number), Step(num_tokens=brought, can_replay=all(row[2] for row in table))
+        return self.scheduler.model(number), Step(num_tokens=brought, can_replay=all(row[2] for row in table))
 
     def check(self) -> None:
         """DispatchTimeoutError where a step that has ended on this rank's GPU waited for another rank in vain."""
@@ -262,14 +271,131 @@ class StepCoordinator:
         serves for all; where one begins meanwhile, its end does."""
         goes_on = True
         while goes_on:
-            with self.line.serving() as mine:
+            with self.scheduler.serving() as mine:
                 goes_on = mine and self._serve_once()
 
     def _serve_once(self) -> bool:
         """Takes part in the ranks' next step; False where every rank serves."""
-        with self.line.turn:
+        with self.scheduler.lock:
             agreed = self._agree(None, False)
             if agreed is not None:
                 model, step = agreed
                 model.serve_in(step)
         return agreed is not None
+
+
+class StepScheduler:
+    """Orders the steps of the models that are parallelized over one process group, as a draft model and its target.
+
+    Before a step, each rank says which model it has a pass of. The ranks make the step of one of these models together,
+    and a rank that wants another one serves in it and asks again. Making a scheduler is a collective call.
+
+    Args:
+        process_group: None for this process alone.
+
+    Attributes:
+        lock: held by the thread that makes a step. Ranks make their collective calls in one order, and no rank knows
+            which thread of another has a pass to make, so the threads of a rank make one step at a time.
+        rank, size: of this process in the group.
+        peers: by which the ranks exchange numbers; None for this process alone.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.lock = threading.RLock()
+        self.peers = None if process_group is None else open_exchange(process_group, _WIDTH)
+        self.rank, self.size = (0, 1) if self.peers is None else (self.peers.rank, self.peers.size)
+        # Open `requests` blocks of this rank's threads, and whether a thread serves for all of them after the last.
+        self._blocks, self._is_served, self._counting = 0, False, threading.Lock()
+        # Whether a block has ended that leaves serving to a later one.
+        self._is_owed = False
+        # Weak references, so that dropping a model frees its memory.
+        self._models: list[weakref.ref[StepCoordinator]] = []
+        self._last = 0
+
+    @staticmethod
+    def of(process_group: dist.ProcessGroup | None) -> StepScheduler:
+        """The scheduler of the group; a new one for a model of this process alone."""
+        if process_group is None:
+            return StepScheduler(None)
+        scheduler = _schedulers.get(process_group)
+        if scheduler is None:
+            scheduler = _schedulers[process_group] = StepScheduler(process_group)
+        return scheduler
+
+    @contextlib.contextmanager
+    def requests(self) -> Iterator[None]:
+        """A block in which a thread of this rank makes passes at any time."""
+        with self._counting:
+            self._blocks += 1
+        ended = False
+        try:
+            yield
+            ended = True
+        finally:
+            with self._counting:
+                self._blocks -= 1
+                self._is_owed |= ended and self._blocks > 0
+
+    def is_owed(self) -> bool:
+        """Whether ended blocks rely on this thread to serve, and no block is open."""
+        with self._counting:
+            return self._is_owed and not self._blocks
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[bool]:
+        """A block for the next step; yields whether this thread must serve in it for the rank, since no thread has
+        requests and no other thread serves."""
+        with self._counting:
+            mine = not self._blocks and not self._is_served
+            self._is_served |= mine
+            self._is_owed &= not mine
+        try:
+            yield mine
+        finally:
+            with self._counting:
+                self._is_served &= not mine
+
+    def join(self, model: StepCoordinator) -> int:
+        """Adds a model; returns its number, from 1. Ranks parallelize their models in one order."""
+        self._models.append(weakref.ref(model))
+        return len(self._models)
+
+    def next_of(self, wanted: Iterable[int]) -> int:
+        """The number of the model whose step the ranks make now, of those that they want; 0 if they want none.
+
+        Step order is round robin: the model after that of the last step comes first.
+        """
+        numbers = set(wanted) - {0}
+        if not numbers:
+            return 0
+        self._last = min(numbers, key=lambda number: (number <= self._last, number))
+        return self._last
+
+    def model(self, number: int) -> StepCoordinator:
+        """The model of that number; ConfigError if this rank does not have it."""
+        model = self._models[number - 1]() if number <= len(self._models) else None
+        if model is None:
+            raise ConfigError(
+                f"another rank makes a pass of the model that was parallelized as number {number} of their process "
+                f"group, which this rank has dropped or never parallelized; all ranks parallelize the same models in "
+                f"one order, and keep them until all are done"
+            )
+        return model
+
+    def exchange(self, first: int, second: int, third: int) -> list[list[int]]:
+        """Exchanges three numbers from 0 to 2^32 - 1 of every rank, from which ranks plan their next step; by rank.
+
+        Raises:
+            DispatchTimeoutError: a rank did not come to the step before the deadline.
+        """
+        mine = [first, second, third]
+        if self.peers is None:
+            return [mine]
+        try:
+            return self.peers.gather("what they bring to the next step", mine)
+        except DispatchTimeoutError as error:
+            raise DispatchTimeoutError(
+                f"{error}; a rank that has no pass to make serves the others: call moe_ep.serve, or make passes in a "
+                f"moe_ep.serving block",
+                error.ranks,
+            ) from None

@@ -281,7 +281,7 @@ def test_a_parallelized_model_is_not_saved_nor_copied_nor_one_graph() -> None:
         pickle.dumps(model)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="agree on the host; leave fullgraph out"):
         torch.compile(model, fullgraph=True, backend="eager")(torch.ones(1, 2, dtype=torch.int64))
-    steps_of(model).line.size = 2
+    steps_of(model).scheduler.size = 2
     with pytest.raises(ConfigError, match="cannot be copied"):
         copy.deepcopy(model)
 

@@ -20,7 +20,7 @@ import transformers
 import moe_ep
 from moe_ep.errors import ConfigError
 from moe_ep.hf.parallelized import steps_of
-from moe_ep.hf.step_scheduler import Line
+from moe_ep.hf.steps import StepScheduler
 from moe_ep.layer.methods import relative_error, tolerance
 from tests.hf.hf_models import SIZES, make_model
 from tests.of_transformers import known
@@ -133,7 +133,7 @@ def with_a_parallelized_assistant(rank: int, world_size: int) -> None:
     assert all(map(torch.equal, several + own, expected + [generate(model, rank) for model in (alone, drafts)]))
     if rank == 0:
         del assistant
-        with pytest.raises(ConfigError, match=r"a pass of the model that was divided as number \d+ .* has dropped or"):
+        with pytest.raises(ConfigError, match=r"as number \d+ .* has dropped"):
             moe_ep.serve(parallel)
     else:
         assert steps_of(assistant)._agree(1, False) is not None
@@ -143,10 +143,10 @@ def test_ranks_make_passes_of_several_models() -> None:
     ranks(3).run(with_a_parallelized_assistant)
 
 
-def test_models_take_turns() -> None:
-    line = Line(None)
+def test_the_step_order_of_models() -> None:
+    scheduler = StepScheduler(None)
     wanted = [0, 0], [2, 0, 3], [2, 3], [2, 3, 1], [1, 2], [1, 0], [1, 3], [0]
-    assert [line.next_of(numbers) for numbers in wanted] == [0, 2, 3, 1, 2, 1, 3, 0]
+    assert [scheduler.next_of(numbers) for numbers in wanted] == [0, 2, 3, 1, 2, 1, 3, 0]
 
 
 class Around(torch.nn.Module):
