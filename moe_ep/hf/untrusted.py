@@ -76,6 +76,9 @@ def open_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without(value: Any, closed: Collection[str]) -> Any:
+    # How transformers writes what JSON has no number for.
+    if isinstance(value, dict) and value.get("__float__") in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
     if isinstance(value, list):
         return [_without(each, closed) for each in value]
     if not isinstance(value, dict):

@@ -183,3 +183,7 @@ def test_what_stays_of_a_config() -> None:
         "layers": [{"size": 3}],
     }
     assert open_config({"vision_config": {"architecture": "hf-hub:evil/x"}}) == {"vision_config": {}}
+    # As transformers writes infinity.
+    assert open_config({"time_step_limit": [0.0, {"__float__": "Infinity"}]}) == {
+        "time_step_limit": [0.0, float("inf")]
+    }
