@@ -37,7 +37,7 @@ _MOST_EXPECTED = 16
 # And only where the second kernel costs at least so much, in times that an expert takes for one step: Qwen3-30B's 184,
 # Qwen3-235B's 46, GPT-OSS-120B's 33. With the large weights of DeepSeek-V3 (20), launching one kernel wins 1% at most,
 # and reading them anew for every 32 rows costs much as soon as routing is uneven: there the device decides.
-_DEAR_SECOND_KERNEL = 30
+_MIN_LAUNCH_OVERHEAD = 30
 _MOST_TILES = 512  # of tokens there: the list takes a stage from tiles of 8 and 16 tokens, but none from those of 32
 _MOST_TILES_OF_BOTH = 272  # of them where both are launched: the list takes no stage from any
 _STEP_COLUMNS = 128
@@ -170,7 +170,7 @@ def select_kernels(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[
     most_expected = _MOST_EXPECTED * few_rows / tuning.MOST_FEW_ROWS
     expects_few = rows.expected_m is not None and rows.expected_m <= most_expected and not is_forced
     most_tiles = _most_tiles(params.num_experts, rows)
-    if expects_few and most_tiles <= _MOST_TILES and common.launch_overhead >= _DEAR_SECOND_KERNEL:
+    if expects_few and most_tiles <= _MOST_TILES and common.launch_overhead >= _MIN_LAUNCH_OVERHEAD:
         params.max_small_m, params.max_tiles = params.max_rows, most_tiles
         return (True,)
     params.max_tiles = max(params.num_experts, min(most_tiles, _MOST_TILES_OF_BOTH))

@@ -128,8 +128,8 @@ class EPLBManager:
         self._num_jobs = 0
         self._is_closing = False
         try:
-            self._mover.rehearse()
-            self.recorder.rehearse()
+            self._mover.warm_up()
+            self.recorder.warm_up()
             if placement is not None:
                 self._begin("EPLBManager", False, None, self._checked(placement))
         except BaseException:

@@ -89,7 +89,7 @@ class LayerMover:
         with torch.cuda.stream(self._stream):
             return tensor.cpu()
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Commits every layer once as it is: a kernel is loaded at its first use, which would hold a step up by ten
         milliseconds if that came while serving."""
         for layer, experts in enumerate(self._experts):

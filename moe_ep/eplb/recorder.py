@@ -35,7 +35,7 @@ class ExpertLoadRecorder:
         """Empties a layer's part of the ring: its slots hold other experts now."""
         self.expert_load_window[:, layer].zero_()
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Runs once what will run beside a serving model, so that its kernels are loaded; nothing is recorded yet."""
         self.forget(0)
         self.expert_load_window.roll(1, dims=0)

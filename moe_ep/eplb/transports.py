@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from moe_ep.distributed.liveness import machine
 from moe_ep.distributed.process_groups import subgroup
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves
 from moe_ep.eplb.packing import ExpertRows
-from moe_ep.eplb.transfer import MessageTransport, digest
+from moe_ep.eplb.transfer import MessageTransport, digest, wait_for_event
 from moe_ep.errors import BackendUnavailableError, EplbError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ def choose_transport(
     if config.transport == "peer_copies" and not on_gpus:
         raise BackendUnavailableError("transport 'peer_copies' is for several GPUs of one host; use 'messages' here")
     if on_gpus and config.transport != "messages":
-        from moe_ep.eplb.peer_copies import PeerCopyTransport
+        from moe_ep.eplb.transports import PeerCopyTransport
 
         pace = config.max_transfer_gb_s * 1e9 if config.asynchronous and config.max_transfer_gb_s else None
         try:
@@ -89,3 +92,202 @@ def _nccl_group(
         return found
     deadline = timedelta(seconds=timeout_s)
     return subgroup(ep_group, range(channel.size), "moe_ep_eplb", backend="nccl", timeout=deadline)
+
+
+# ==== Copies ====
+#
+# Experts between GPUs of one host by the copy engines: a rank reads its new experts out of its peers' weights.
+#
+# Each rank opens the others' weights once, through CUDA's inter-process memory handles, and then copies what it needs
+# straight into its staging buffer. Nobody packs or sends, no kernel runs, and the multiprocessors stay with the model.
+# While the model serves, copies are paced: they take a share of the memory bandwidth that decoding lives on.
+
+_HANDLE_BYTES = 64
+# A paced copy is cut into parts that are this far apart, so that none holds up the model's own messages for long.
+_BEAT_S = 1e-4
+# A handle as int64 words, and the offset in its allocation.
+_WORDS = _HANDLE_BYTES // 8 + 1
+
+
+class _Part(NamedTuple):
+    """One tensor of a layer's experts on every rank.
+
+    Attributes:
+        addresses: where slot 0 begins, by rank, as this process sees it.
+        slot_bytes: of one expert.
+        start: where it goes in a row.
+    """
+
+    addresses: list[int]
+    slot_bytes: int
+    start: int
+
+
+class _Piece(NamedTuple):
+    """Bytes to be copied from one address to another."""
+
+    target: int
+    source: int
+    size: int
+
+
+class PeerCopyTransport:
+    """Copies over NVLink or PCIe between GPUs of one host; making it is a collective step.
+
+    Args:
+        layers: whose weights the peers may read; they stay where they are until `close`.
+        bytes_per_s: what a rank reads at most; None for as fast as it goes.
+
+    Raises:
+        RuntimeError: on all ranks, where one cannot: other hosts, no peer access, memory that cannot be shared.
+    """
+
+    def __init__(
+        self, channel: SideChannel, layers: Sequence[ExpertRows], timeout_s: float, bytes_per_s: float | None
+    ) -> None:
+        self._channel, self._timeout_s, self._bytes_per_s = channel, timeout_s, bytes_per_s
+        self._opened: dict[tuple[int, bytes], int] = {}
+        self._layers: dict[ExpertRows, list[_Part]] = {}
+        parts = [(part, start) for experts in layers for part, start in experts.parts]
+        hosts = channel.gather("their hosts", [digest(machine())])
+        reason = "the ranks are on several hosts" if len({row[0] for row in hosts}) > 1 else ""
+        words: list[int] = [0] * (_WORDS * len(parts))
+        if not reason:
+            try:
+                words = [word for part, _ in parts for word in _export(part)]
+            except (RuntimeError, ImportError) as error:
+                reason = str(error)
+        reason = self._anybody(reason)
+        table = channel.gather("their weights' addresses", words)
+        if not reason:
+            try:
+                addresses = [self._open(rank, row) for rank, row in enumerate(table)]
+                addresses[channel.rank] = [part.data_ptr() for part, _ in parts]
+            except RuntimeError as error:
+                reason = str(error)
+        reason = self._anybody(reason)
+        if reason:
+            self.close()
+            raise RuntimeError(reason)
+        index = 0
+        for experts in layers:
+            self._layers[experts] = [
+                _Part([row[index + i] for row in addresses], part.size(1), start)
+                for i, (part, start) in enumerate(experts.parts)
+            ]
+            index += len(experts.parts)
+
+    def begin(self, number: int) -> None:
+        """Has all ranks begin a rearrangement together: what was committed before is in every peer's weights.
+
+        Until a layer's own commit, which all ranks wait for with one another, its weights stay as they are.
+        """
+        self._channel.gather("the begin of the transfers", [number])
+
+    def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
+        """Brings every expert that is new on this rank into its staging row, on the current stream; always True.
+
+        Raises:
+            TimeoutError: the copies did not end before the deadline.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        stream = torch.cuda.current_stream(experts.device)
+        copy, pieces = _copier(stream.cuda_stream), self._pieces(experts, moves, rows)
+        if self._bytes_per_s is None:
+            for piece in pieces:
+                copy(*piece)
+        else:
+            _copy_paced(copy, pieces, self._bytes_per_s)
+        event = torch.cuda.Event()
+        event.record(stream)
+        wait_for_event(event, deadline)
+        return True
+
+    def give_up(self) -> None:
+        """Nothing: copies wait for no peer."""
+        return
+
+    def close(self) -> None:
+        """Lets go of the peers' weights."""
+        for pointer in self._opened.values():
+            _call("cuIpcCloseMemHandle", pointer)
+        self._opened.clear()
+
+    def _pieces(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor) -> Iterator[_Piece]:
+        """Every tensor of every expert that is new here."""
+        wanted = [(slot, row, self._channel.rank) for _, slot, row in moves.copies]
+        wanted += [(slot, row, source) for part in moves.rounds for _, row, source, slot in part.receives]
+        for slot, row, source in wanted:
+            for part in self._layers[experts]:
+                address = part.addresses[source] + slot * part.slot_bytes
+                yield _Piece(rows[row].data_ptr() + part.start, address, part.slot_bytes)
+
+    def _open(self, rank: int, words: list[int]) -> list[int]:
+        """The addresses here of what a rank exported."""
+        addresses = []
+        for first in range(0, len(words), _WORDS):
+            *handle_words, offset = words[first : first + _WORDS]
+            handle = b"".join(word.to_bytes(8, "little", signed=True) for word in handle_words)
+            if rank != self._channel.rank and (rank, handle) not in self._opened:
+                self._opened[rank, handle] = _import(handle)
+            addresses.append(self._opened.get((rank, handle), 0) + offset)
+        return addresses
+
+    def _anybody(self, reason: str) -> str:
+        """This rank's reason, or that another one has one."""
+        failed = [rank for rank, row in enumerate(self._channel.gather("what they can", [bool(reason)])) if row[0]]
+        return reason or (f"EP rank {failed[0]} cannot" if failed else "")
+
+
+def _copy_paced(copy: Callable[[int, int, int], None], pieces: Iterable[_Piece], bytes_per_s: float) -> None:
+    """Copies the pieces, at most so many bytes a second of the host's clock."""
+    started, copied = time.monotonic(), 0
+    chunk = max(1 << 16, int(bytes_per_s * _BEAT_S))
+    for target, source, whole in pieces:
+        for done in range(0, whole, chunk):
+            size = min(chunk, whole - done)
+            copy(target + done, source + done, size)
+            copied += size
+            ahead = copied / bytes_per_s - (time.monotonic() - started)
+            if ahead > 0:
+                time.sleep(ahead)
+
+
+def _export(part: torch.Tensor) -> list[int]:
+    base, _ = _call("cuMemGetAddressRange", part.data_ptr())
+    handle = ctypes.string_at(_call("cuIpcGetMemHandle", base).getPtr(), _HANDLE_BYTES)
+    words = [int.from_bytes(handle[i : i + 8], "little", signed=True) for i in range(0, _HANDLE_BYTES, 8)]
+    return [*words, part.data_ptr() - int(base)]
+
+
+def _import(handle: bytes) -> int:
+    from cuda.bindings import driver
+
+    opened = driver.CUipcMemHandle()
+    ctypes.memmove(opened.getPtr(), handle, _HANDLE_BYTES)
+    flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    return int(_call("cuIpcOpenMemHandle", opened, int(flag)))
+
+
+def _copier(stream: int) -> Callable[[int, int, int], None]:
+    """copy(target, source, size) on a stream."""
+    from cuda.bindings import driver
+
+    queue, call, done = driver.CUstream(stream), driver.cuMemcpyAsync, driver.CUresult.CUDA_SUCCESS
+
+    def copy(target: int, source: int, size: int) -> None:
+        (result,) = call(target, source, size, queue)
+        if result != done:
+            raise RuntimeError(f"cuMemcpyAsync failed with {result.name}")
+
+    return copy
+
+
+def _call(name: str, *args: Any) -> Any:
+    """A call of the CUDA driver; RuntimeError with its name and result where it fails."""
+    from cuda.bindings import driver
+
+    result, *values = getattr(driver, name)(*args)
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{name} failed with {result.name}")
+    return values[0] if len(values) == 1 else tuple(values)

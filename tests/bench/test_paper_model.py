@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.bench.cost_model import Machine, calibrated, predict
-from moe_ep.bench.cost_model_routing import busiest_rank, rows_sent, spread
+from moe_ep.bench.cost_model import Machine, busiest_rank, calibrated, predict, rows_sent, spread
 from moe_ep.bench.geometries import preset
 from moe_ep.bench.results import append_line, read_lines
 from moe_ep.bench.workload import Routing, draw_logits

@@ -8,7 +8,7 @@ from moe_ep.eplb.policy.balance import Placement as BalancedRows
 from moe_ep.eplb.policy.maps import experts_moved, initial_placement, keep_slots, logical_maps
 from moe_ep.eplb.policy.packing import greedy_counts, pack, sorted_items
 from moe_ep.eplb.policy.relabel import match, renumber
-from moe_ep.eplb.policy.rotate import mend_heavy
+from moe_ep.eplb.policy.rotate import relieve_heavy
 
 
 def test_maps_by_hand():
@@ -44,7 +44,7 @@ def test_three_ranks_pass_experts_round():
     # Ranks of 11, 11, 7 and 10: exchanges of two would take four moves.
     weight = np.array([[6, 5, 6, 5, 3, 4, 1, 9]], dtype=np.float32)
     place = BalancedRows(weight, np.ones((1, 8)), np.arange(8)[None], 4)
-    mend_heavy(place, np.array([10], dtype=np.float32))
+    relieve_heavy(place, np.array([10], dtype=np.float32))
     assert sorted(place.by_row[0]) == [9, 10, 10, 10]
     assert place.by_row[0].tolist() == place.units.sum(axis=0).tolist() == weight[0, place.experts].sum(axis=0).tolist()
     assert experts_moved(np.arange(8)[None], place.slots, 4) == 3

@@ -66,7 +66,7 @@ class Layers:
         gain = (own_i - along[at_j + here])[..., None] + (own_j - across)[:, :, None] - differ
         if self.home is not None:
             home, unit = self.home.reshape(-1), self.unit_mean.reshape(-1)
-            leave, come = home[at_i + here] - home[at_j + here], home[at_j + there] - home[at_i + there]
+            left, reached = home[at_i + here] - home[at_j + here], home[at_j + there] - home[at_i + there]
             mean_i, mean_j = unit[base + here], unit[base + there]
             apart = own_i.sum(axis=2) + own_j.sum(axis=2) - 2 * across.sum(axis=2)
             mean_apart = mean_i.sum(axis=2) - mean_j.sum(axis=2)
@@ -74,7 +74,7 @@ class Layers:
             row, pair, p, q = at = np.nonzero(gain > least)
             at_p, at_q = (row, pair, p), (row, pair, q)
             gain[at] -= self._doubt(
-                leave[at_p] + come[at_q],
+                left[at_p] + reached[at_q],
                 apart[row, pair],
                 differ[at],
                 mean_apart[row, pair],

@@ -1,8 +1,8 @@
 """Experts passed round among few ranks so that all of them end within a limit, for ranks of few slots.
 
-An exchange between two ranks moves two experts to mend one. Passing experts round among two heavy ranks and a light one
-mends two ranks with three moves, and where every other rank is too heavy, as after a drift of experts that were alike,
-that is what moves are saved by. With few slots on a rank all combinations can be looked at.
+An exchange between two ranks moves two experts to relieve one. Passing experts round among two heavy ranks and a light
+one relieves two ranks with three moves, and where every other rank is too heavy, as after a drift of experts that were
+alike, that is what moves are saved by. With few slots on a rank all combinations can be looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROUNDS = 96
 _HEAVY, _LIGHT = 16, 16
 
 
-def mend_heavy(place: Placement, target: Array) -> None:
+def relieve_heavy(place: Placement, target: Array) -> None:
     """Passes experts round between ranks above `target` `[X]` and others, where all that take part end within it."""
     num_ranks, width = place.num_ranks, place.experts.shape[0]
     if not 1 < width <= _WIDEST or not 2 < num_ranks <= _MOST_RANKS:
@@ -37,7 +37,7 @@ def mend_heavy(place: Placement, target: Array) -> None:
             if rows.size == 0:
                 break
             rising = place.by_row[rows].argsort(axis=1) + rows[:, None] * num_ranks
-            # A rank that was mended is not heavy any more, and the next one has its number.
+            # A rank that was relieved is not heavy any more, and the next one has its number.
             groups = partners(rising, heavy, tried[rows, None] % heavy)
             tried[rows] += ~_pass_round(place, groups, target[rows])
 
