@@ -187,7 +187,7 @@ def compile_all(
         list(peer_lines([*peer_command(peer, some, counts, library), "--compile-only"], seconds))
 
     with ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 2)) as pool:
-        jobs = [pool.submit(jit.compile_ahead, source, device) for source in ours]
+        jobs = [pool.submit(source.compile_ahead, device) for source in ours]
         jobs += [pool.submit(let_compile, *job) for job in theirs]
         for job in jobs:
             job.result()
