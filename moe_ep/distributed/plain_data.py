@@ -1,7 +1,8 @@
 """Values between processes as JSON: what arrives is data, and nothing in it can run code, as a pickle can.
 
-Numbers, texts, None, lists, tuples, dictionaries, tensors, numpy arrays of numbers, and dataclasses of them. A
-dataclass is named by its class, which the receiver must have imported already.
+Numbers, texts, None, lists, tuples, dictionaries, tensors, numpy arrays of numbers, and dataclasses and named tuples of
+them. The last two are named by their class, which the receiver must have imported already; other subclasses of numbers
+and texts, as torch.__version__ is one, arrive as plain numbers and texts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import base64
 import dataclasses
 import json
 import sys
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -34,8 +36,13 @@ def decode(data: bytes) -> Any:
 def _plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
+    for plain in (int, float, str):
+        if isinstance(value, plain) and not isinstance(value, (np.generic, Enum)):
+            return plain(value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {_KIND: _name(value), "fields": dict(zip(value._fields, map(_plain, value), strict=True))}
     if type(value) is tuple:
         return {_KIND: "tuple", "items": [_plain(item) for item in value]}
     if isinstance(value, dict):
@@ -47,7 +54,7 @@ def _plain(value: Any) -> Any:
         return {_KIND: "array", "dtype": value.dtype.str, "shape": list(value.shape), "bytes": _text(value.tobytes())}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {_KIND: f"{type(value).__module__}:{type(value).__qualname__}", "fields": fields}
+        return {_KIND: _name(value), "fields": fields}
     raise TypeError(
         f"a {type(value).__name__} cannot be sent between ranks; send numbers, texts, lists, dictionaries, tensors, or "
         f"dataclasses of them"
@@ -75,6 +82,8 @@ def _value(plain: Any) -> Any:
     found: Any = sys.modules[module]
     for part in name.split("."):
         found = getattr(found, part)
+    if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields"):
+        return found(**{field: _value(item) for field, item in plain["fields"].items()})
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise ValueError(f"{kind} is no dataclass")
     instance: Any = object.__new__(found)
@@ -84,6 +93,10 @@ def _value(plain: Any) -> Any:
             raise ValueError(f"{kind} has no field {field!r}")
         object.__setattr__(instance, field, _value(item))
     return instance
+
+
+def _name(value: object) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
 def _text(raw: bytes) -> str:
