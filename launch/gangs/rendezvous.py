@@ -131,13 +131,14 @@ def open_store(rank_env: RankEnv, timeout: timedelta) -> dist.Store:
     if is_ours and rank_env.rank == 0:
         try:
             listener = listen_at(host, port)
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            return _serve_store(listener, listener.getsockname()[0], timeout.total_seconds())
+        except (OSError, dist.DistNetworkError) as error:
+            errno = getattr(error, "errno", None)
+            reason = os.strerror(errno) if errno and errno > 0 else str(error)
             raise GangError(
                 f"rank 0 cannot listen at {host}:{port} ({reason}); set MASTER_ADDR to an address of "
                 f"rank 0's machine and MASTER_PORT to a free port"
             ) from None
-        return _serve_store(listener, listener.getsockname()[0], timeout.total_seconds())
     wait = Wait(f"rank 0 to listen at {host}:{port}", timeout.total_seconds())
     address = _await_listener(host, port, wait)
     return waiting.call(

@@ -120,6 +120,9 @@ def _kind_and_config(path: Path) -> tuple[Any, Any]:
     if known in CONFIG_MAPPING:
         with _quiet(), _refusals_of_transformers(path):
             config = CONFIG_MAPPING[known].from_dict(values)
+        # Some classes have one of their own, where a config.json has none.
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
         if known in _PARTS:
             config = getattr(config, _PARTS[known])
         kinds = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)

@@ -63,7 +63,6 @@ def test_layers_of_nemotron_by_letters_and_what_does_not_load() -> None:
     del config["layers_block_type"]
     assert model_spec(config | {"hybrid_override_pattern": "MEM*E"}).moe_layers == (1, 4)
     for changes, message in (
-        ({}, "layers_block_type or hybrid_override_pattern: expected the kinds of layers, found "),
         ({"moe_latent_size": 0, "layers_block_type": ["moe"]}, "moe_latent_size: expected a whole number of at"),
         ({"mlp_bias": True}, "mlp_bias: expected none, found True; shared experts with biases do not load"),
     ):
