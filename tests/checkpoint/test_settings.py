@@ -1,4 +1,4 @@
-"""Each setting of experts that a family's code in transformers heeds is heeded here too, or refused in a sentence."""
+"""Each setting of experts that a family's code in transformers respects is respected here, or refused in a sentence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def theirs(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return output if beside_block is None else output + beside_block(hidden_states)
 
 
-def is_heeded(family: str, directory: Path, change: dict[str, Any]) -> bool:
+def is_respected(family: str, directory: Path, change: dict[str, Any]) -> bool:
     """Whether the last layer of such a model computes what transformers' does."""
     try:
         model = save_model(family, directory, **change).float()
@@ -60,9 +60,9 @@ def is_heeded(family: str, directory: Path, change: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_settings_are_heeded_or_refused(family: str, tmp_path: Path) -> None:
+def test_settings_are_respected_or_refused(family: str, tmp_path: Path) -> None:
     for number, change in enumerate(({}, *changes(config_of(family)))):
-        assert is_heeded(family, tmp_path / str(number), change), change
+        assert is_respected(family, tmp_path / str(number), change), change
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_settings_are_heeded_or_refused(family: str, tmp_path: Path) -> None:
         ("ernie4_5_moe", {"moe_norm_min": 0.3}, "moe_norm_min: expected at most 0.25, which no sum .*, found 0.3"),
     ],
 )
-def test_settings_that_transformers_does_not_heed(family: str, change: dict[str, Any], words: str) -> None:
+def test_settings_that_transformers_does_not_respect(family: str, change: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=f"^config.json: {words}"):
         model_spec(config_of(family, **change))
 

@@ -77,7 +77,7 @@ def test_grid_against_deepseek(num_experts, num_ranks, redundant, exponent):
     assert evenness(drifted, after, num_ranks) >= 0.99 * evenness(drifted, theirs_after, num_ranks)
     assert copies_on_a_rank(after, num_ranks) == 0
     moved = experts_moved(slots, after, num_ranks).sum()
-    # All loads equal, then each off by up to 10%: on two slots a rank every third rank must be mended, with a move
+    # All loads equal, then each off by up to 10%: on two slots a rank every third rank must be relieved, with a move
     # and a half each at best, which is about a third of deepseek's moves; with one slot a rank it moves few itself.
     limit = {1: 0.6, 2: 0.4}.get(num_slots // num_ranks, 1 / 3) if exponent == 0 else 1 / 3
     assert moved <= limit * experts_moved(theirs, theirs_after, num_ranks).sum()

@@ -61,7 +61,7 @@ def stop(ranks: Ranks) -> None:
 
 
 def step(ranks: Ranks, between: Callable[[], None]) -> tuple[list, list]:
-    """What arrives, and what comes home."""
+    """What arrives, and what is combined."""
     received = ranks.prepare()
     between()
     results, given, reduce_impl = [None] * 3, [None] * 3, TopKWeightAndReduceDelegate()

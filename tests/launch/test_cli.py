@@ -313,7 +313,7 @@ class NeedsMoonlight:
         return "there is no moonlight;\nrun: wait for the night"
 
 
-def test_doctor_says_why_and_what_mends_it() -> None:
+def test_doctor_says_why_and_what_fixes_it() -> None:
     backends = registry.Registry(
         "backend",
         {

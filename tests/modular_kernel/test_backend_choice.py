@@ -163,12 +163,12 @@ def test_no_ep_is_refused_where_ranks_hold_different_tokens() -> None:
 def test_a_missing_package_of_the_gpu_experts_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mend = "cuda-core is not installed; run: pip install it"
-    monkeypatch.setattr(EXPERTS.load("marlin"), "unusable_reason", classmethod(lambda cls: mend))
-    monkeypatch.setattr(EXPERTS.load("marlin"), "refuses", classmethod(lambda cls, *layer: mend))
+    reason = "cuda-core is not installed; run: pip install it"
+    monkeypatch.setattr(EXPERTS.load("marlin"), "unusable_reason", classmethod(lambda cls: reason))
+    monkeypatch.setattr(EXPERTS.load("marlin"), "refuses", classmethod(lambda cls, *layer: reason))
     weights: tuple = (object(), object())
     for device in ("cpu", "cuda:0", "cuda:0"):
         assert choose_experts("auto", config(), weights, torch.device(device)) is REFERENCE
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        f"quantized experts run in plain torch on cuda:0, many times slower than marlin: {mend}"
+        f"quantized experts run in plain torch on cuda:0, many times slower than marlin: {reason}"
     ]
