@@ -36,7 +36,8 @@ def main(path: str, prompts: list[str]) -> None:
         for prompt in prompts[rank::num_ranks]:
             inputs = tokenizer(prompt, return_tensors="pt").to(device)
             tokens = model.generate(**inputs, max_new_tokens=32, do_sample=False)
-            print(f"rank {rank}: {tokenizer.decode(tokens[0], skip_special_tokens=True)}", flush=True)
+            text = tokenizer.decode(tokens[0], skip_special_tokens=True)
+            print(f"rank {rank}: {text}\n", end="", flush=True)  # in one write, since ranks share the terminal
     dist.destroy_process_group()
 
 
