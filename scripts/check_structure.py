@@ -5,7 +5,8 @@
     python scripts/check_structure.py --list     # also what each number counts
     python scripts/check_structure.py --lower    # records today's number as the ceiling wherever it is lower
 
-Ceilings and targets lie in scripts/structure.json. A ceiling only ever goes down.
+Ceilings and targets lie in scripts/structure.json. A ceiling goes down, or up with the commit that says why.
+Package lines have a target alone: a new feature may add lines.
 
 Definitions:
 
@@ -267,17 +268,18 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to measure")
     args = parser.parse_args()
     recorded = args.root / "scripts" / "structure.json"
-    limits: dict[str, dict[str, int]] = json.loads(recorded.read_text())
+    limits: dict[str, dict[str, int | None]] = json.loads(recorded.read_text())
     above = []
     print(f"{'':34}{'today':>8}{'ceiling':>9}{'target':>8}")
     for key, (value, counted) in measure(args.root).items():
         ceiling, target = limits[key]["ceiling"], limits[key]["target"]
-        is_above = value > ceiling
-        print(f"{key:34}{value:8}{ceiling:9}{target:8}{'  above its ceiling' if is_above else ''}")
+        is_above = ceiling is not None and value > ceiling
+        note = "  above its ceiling" if is_above else ""
+        print(f"{key:34}{value:8}{'' if ceiling is None else ceiling:9}{target:8}{note}")
         if args.list or is_above:
             print("".join(f"    {line}\n" for line in counted), end="")
         above += [key] if is_above else []
-        limits[key]["ceiling"] = min(value, ceiling)
+        limits[key]["ceiling"] = None if ceiling is None else min(value, ceiling)
     if args.lower:
         recorded.write_text("{\n" + ",\n".join(f'  "{k}": {json.dumps(v)}' for k, v in limits.items()) + "\n}\n")
     if above:
