@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +41,17 @@ Times = list[list[dict[str, float]]]
 class GenerateBenchConfig(GangConfig):
     """The settings of one measurement."""
 
-    model: Path | None = field(
-        default=None, metadata=option(checkpoint_folder, "a checkpoint in place of the made one", "DIR")
-    )
-    geometry: str = field(default="qwen3-30b", metadata=option(one_of(*GEOMETRIES), "sizes of the layers (qwen3-30b)"))
-    format: str = field(default="int4", metadata=option(one_of(*FORMATS), "of the experts (int4)"))
-    layers: int = field(default=4, metadata=option(at_least(1), "layers of the made model (4)"))
-    experts: int = field(default=128, metadata=option(at_least(8), "experts of a layer (128)"))
-    tokens: tuple[int, ...] = field(default=(8, 32, 128), metadata=option(whole_numbers, "of each rank (8,32,128)"))
-    steps: int = field(default=50, metadata=option(at_least(2), "measured steps (50)"))
-    room: int = field(
-        default=0, metadata=option(at_least(0), "tokens that a sequence has room for, if more than it needs")
-    )
-    backend: str = field(default="auto", metadata=option(str, "dispatch backend, or auto (the default)"))
-    commit: str | None = field(default=None, metadata=option(str, "what to record outside a checkout", "HASH"))
-    json: Path | None = field(default=None, metadata=option(output_file, "append one JSON line a row", "FILE"))
+    model: Path | None = option(None, checkpoint_folder, "a checkpoint in place of the made one", "DIR")
+    geometry: str = option("qwen3-30b", one_of(*GEOMETRIES), "sizes of the layers (qwen3-30b)")
+    format: str = option("int4", one_of(*FORMATS), "of the experts (int4)")
+    layers: int = option(4, at_least(1), "layers of the made model (4)")
+    experts: int = option(128, at_least(8), "experts of a layer (128)")
+    tokens: tuple[int, ...] = option((8, 32, 128), whole_numbers, "of each rank (8,32,128)")
+    steps: int = option(50, at_least(2), "measured steps (50)")
+    room: int = option(0, at_least(0), "tokens that a sequence has room for, if more than it needs")
+    backend: str = option("auto", str, "dispatch backend, or auto (the default)")
+    commit: str | None = option(None, str, "what to record outside a checkout", "HASH")
+    json: Path | None = option(None, output_file, "append one JSON line a row", "FILE")
 
 
 def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import pstats
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,14 @@ def _names(raw: str) -> tuple[str, ...]:
 class HostBenchConfig(GangConfig):
     """The settings of one measurement."""
 
-    geometry: str = field(
-        default="qwen3-30b", metadata=option(geometry_name, "preset of the layer (qwen3-30b); small on CPUs")
+    geometry: str = option("qwen3-30b", geometry_name, "preset of the layer (qwen3-30b); small on CPUs")
+    backend: tuple[str, ...] = option(
+        ("nvshmem_high_throughput", "nvshmem_low_latency"), _names, "dispatch backends (the two of NVSHMEM)"
     )
-    backend: tuple[str, ...] = field(
-        default=("nvshmem_high_throughput", "nvshmem_low_latency"),
-        metadata=option(_names, "dispatch backends (the two of NVSHMEM)"),
-    )
-    tokens: int = field(default=64, metadata=option(at_least(1), "of each rank (64)"))
-    profile: Path | None = field(
-        default=None, metadata=option(output_file, "append what Python functions of rank 0 take", "FILE")
-    )
-    commit: str | None = field(default=None, metadata=option(str, "what to record outside a checkout", "HASH"))
-    json: Path | None = field(default=None, metadata=option(output_file, "append one JSON line a row", "FILE"))
+    tokens: int = option(64, at_least(1), "of each rank (64)")
+    profile: Path | None = option(None, output_file, "append what Python functions of rank 0 take", "FILE")
+    commit: str | None = option(None, str, "what to record outside a checkout", "HASH")
+    json: Path | None = option(None, output_file, "append one JSON line a row", "FILE")
 
 
 def measure(rank_env: RankEnv, config: HostBenchConfig) -> list[dict[str, Any]]:

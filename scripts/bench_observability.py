@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ _TURNS = 4
 class ObservabilityConfig(GangConfig):
     """The settings of one measurement."""
 
-    geometry: str = field(default="deepseek-v3", metadata=option(geometry_name, "a preset (deepseek-v3)"))
-    tokens: tuple[int, ...] = field(default=(1, 128), metadata=option(whole_numbers, "tokens of each rank (1,128)"))
-    chain: int = field(default=8, metadata=option(at_least(1), "layers of a step (8)"))
-    steps: int = field(default=64, metadata=option(at_least(1), "steps of a turn; one in 64 is sampled (64)"))
-    commit: str | None = field(default=None, metadata=option(str, "what to record outside a checkout", "HASH"))
-    json: Path | None = field(default=None, metadata=option(output_file, "append one JSON line a row", "FILE"))
+    geometry: str = option("deepseek-v3", geometry_name, "a preset (deepseek-v3)")
+    tokens: tuple[int, ...] = option((1, 128), whole_numbers, "tokens of each rank (1,128)")
+    chain: int = option(8, at_least(1), "layers of a step (8)")
+    steps: int = option(64, at_least(1), "steps of a turn; one in 64 is sampled (64)")
+    commit: str | None = option(None, str, "what to record outside a checkout", "HASH")
+    json: Path | None = option(None, output_file, "append one JSON line a row", "FILE")
 
 
 def measure(rank_env: RankEnv, config: ObservabilityConfig) -> list[dict[str, Any]]:

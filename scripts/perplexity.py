@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,14 @@ def texts_file(raw: str) -> Path:
 class PerplexityConfig(GangConfig):
     """The settings of one measurement."""
 
-    model: Path | None = field(default=None, metadata=option(checkpoint_folder, "checkpoint folder, needed", "DIR"))
-    texts: Path | None = field(
-        default=None, metadata=option(texts_file, "JSON object of lists of strings, needed", "FILE")
-    )
-    max_tokens: int = field(default=1024, metadata=option(at_least(2), "tokens of each text (1024)"))
-    backend: str = field(default="auto", metadata=option(str, "dispatch backend, or auto (the default)"))
-    quantize: str = field(
-        default="none", metadata=option(one_of("none", "int4", "int8", "fp8"), "quantize plain experts on load (none)")
-    )
-    dtype: str | None = field(
-        default=None, metadata=option(one_of(*DTYPES), "f32, f16 or bf16; bf16 on GPUs, f32 on CPUs")
-    )
-    allow_nonfinite: bool = field(
-        default=False, metadata=option(None, "load weights that hold NaN or infinity too, which are refused otherwise")
+    model: Path | None = option(None, checkpoint_folder, "checkpoint folder, needed", "DIR")
+    texts: Path | None = option(None, texts_file, "JSON object of lists of strings, needed", "FILE")
+    max_tokens: int = option(1024, at_least(2), "tokens of each text (1024)")
+    backend: str = option("auto", str, "dispatch backend, or auto (the default)")
+    quantize: str = option("none", one_of("none", "int4", "int8", "fp8"), "quantize plain experts on load (none)")
+    dtype: str | None = option(None, one_of(*DTYPES), "f32, f16 or bf16; bf16 on GPUs, f32 on CPUs")
+    allow_nonfinite: bool = option(
+        False, None, "load weights that hold NaN or infinity too, which are refused otherwise"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -39,36 +39,25 @@ class GangConfig:
 
     options_title: ClassVar[str] = "workers"
 
-    launcher: str | None = field(
-        default=None,
-        metadata=option(
-            one_of(*LAUNCHERS),
-            "ray, torchrun, local or slurm (default: torchrun or slurm in a process that torchrun or srun started as "
-            "one of several, or else ray)",
-        ),
+    launcher: str | None = option(
+        None,
+        one_of(*LAUNCHERS),
+        "ray, torchrun, local or slurm (default: torchrun or slurm in a process that torchrun or srun started as "
+        "one of several, or else ray)",
     )
-    address: str | None = field(
-        default=None,
-        metadata=option(
-            ray_address,
-            "Ray cluster to join, or auto for the one on this machine; without it, or for local, one is started here",
-            "HOST:PORT",
-        ),
+    address: str | None = option(
+        None,
+        ray_address,
+        "Ray cluster to join, or auto for the one on this machine; without it, or for local, one is started here",
+        "HOST:PORT",
     )
-    nnodes: int = field(
-        default=1,
-        metadata=option(at_least(1), "number of nodes, with --launcher torchrun; every node runs the same command"),
+    nnodes: int = option(1, at_least(1), "number of nodes, with --launcher torchrun; every node runs the same command")
+    rdzv_endpoint: str | None = option(None, endpoint, "where those nodes meet, with --launcher torchrun", "HOST:PORT")
+    ep_size: int | None = option(
+        None, at_least(1), "number of workers (default: one for each GPU, or 4 on a machine without)"
     )
-    rdzv_endpoint: str | None = field(
-        default=None, metadata=option(endpoint, "where those nodes meet, with --launcher torchrun", "HOST:PORT")
-    )
-    ep_size: int | None = field(
-        default=None,
-        metadata=option(at_least(1), "number of workers (default: one for each GPU, or 4 on a machine without)"),
-    )
-    device: str = field(
-        default="auto",
-        metadata=option(one_of("auto", "cpu", "cuda"), "auto, cpu or cuda; auto takes GPUs where there are any"),
+    device: str = option(
+        "auto", one_of("auto", "cpu", "cuda"), "auto, cpu or cuda; auto takes GPUs where there are any"
     )
 
 
@@ -198,31 +187,23 @@ class ModelConfig(GangConfig):
 
     options_title: ClassVar[str] = "model"
 
-    model: Path | None = field(
-        default=None,
-        metadata=option(
-            checkpoint_folder, "checkpoint folder; without it, a small Qwen3-MoE checkpoint that is made once", "DIR"
-        ),
+    model: Path | None = option(
+        None, checkpoint_folder, "checkpoint folder; without it, a small Qwen3-MoE checkpoint that is made once", "DIR"
     )
-    backend: str = field(
-        default="auto",
-        metadata=option(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), f"dispatch backend: {BACKEND_NAMES}"),
+    backend: str = option(
+        "auto", one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), f"dispatch backend: {BACKEND_NAMES}"
     )
-    dtype: str | None = field(
-        default=None,
-        metadata=option(
-            one_of(*DTYPES), "f32, f16 or bf16, for activations and plain weights (default: bf16 on GPUs, f32 on CPUs)"
-        ),
+    dtype: str | None = option(
+        None,
+        one_of(*DTYPES),
+        "f32, f16 or bf16, for activations and plain weights (default: bf16 on GPUs, f32 on CPUs)",
     )
-    quantize: str = field(
-        default="none",
-        metadata=option(
-            one_of("none", "int4", "int8", "fp8"), "quantize plain experts while they load: int4, int8 or fp8"
-        ),
+    quantize: str = option(
+        "none", one_of("none", "int4", "int8", "fp8"), "quantize plain experts while they load: int4, int8 or fp8"
     )
 
-    allow_nonfinite: bool = field(
-        default=False, metadata=option(None, "load weights that hold NaN or infinity too, which are refused otherwise")
+    allow_nonfinite: bool = option(
+        False, None, "load weights that hold NaN or infinity too, which are refused otherwise"
     )
 
     def check_quantize(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,72 +72,45 @@ def _some_text(raw: str) -> str:
 class GenerateConfig(ModelConfig):
     """The settings of one generation; the flags of `moe-ep generate` are these fields."""
 
-    prompts: Path | None = field(
-        default=None,
-        metadata=option(
-            _prompts_file,
-            "prompts, one on each line, - for stdin (this or --prompt is required); in a .jsonl file, a string or an "
-            'object with "prompt" or "messages"',
-            "FILE",
-        ),
+    prompts: Path | None = option(
+        None,
+        _prompts_file,
+        "prompts, one on each line, - for stdin (this or --prompt is required); in a .jsonl file, a string or an "
+        'object with "prompt" or "messages"',
+        "FILE",
     )
-    prompt: str | None = field(default=None, metadata=option(_some_text, "a single prompt", "TEXT"))
-    output: Path | None = field(
-        default=None,
-        metadata=option(output_file, "write the JSON lines here instead of printing them", "FILE"),
+    prompt: str | None = option(None, _some_text, "a single prompt", "TEXT")
+    output: Path | None = option(None, output_file, "write the JSON lines here instead of printing them", "FILE")
+    resume: bool = option(False, None, "go on behind the lines that --output has already, of an interrupted run")
+    max_new_tokens: int = option(64, at_least(1), "continue each prompt by at most this many tokens")
+    stop: str | None = option(None, _some_text, "end a text before this, wherever it comes up", "TEXT")
+    chat: bool = option(False, None, "take each prompt as a message to the model, by its chat template")
+    temperature: float = option(
+        0.0,
+        number("a number of at least 0", lambda value: value >= 0),
+        "draw tokens at this temperature; at 0, take the likeliest",
     )
-    resume: bool = field(
-        default=False,
-        metadata=option(None, "go on behind the lines that --output has already, of an interrupted run"),
+    top_k: int = option(0, at_least(0), "draw among this many of the likeliest tokens; at 0, among all")
+    top_p: float = option(
+        1.0,
+        number("above 0 and at most 1", lambda value: 0 < value <= 1),
+        "draw among the likeliest tokens that together have this probability",
     )
-    max_new_tokens: int = field(
-        default=64, metadata=option(at_least(1), "continue each prompt by at most this many tokens")
+    seed: int = option(0, at_least(0), "seed of the drawn tokens")
+    logprobs: int | None = option(
+        None, at_least(0), "tell the log-probability of each token, and those of this many of the likeliest", "K"
     )
-    stop: str | None = field(
-        default=None, metadata=option(_some_text, "end a text before this, wherever it comes up", "TEXT")
+    batch_size: int = option(8, at_least(1), "sequences that each worker decodes at a time")
+    prefill_tokens: int = option(
+        4096,
+        at_least(1),
+        "a worker reads at most so many tokens of prompts in a step, padding included; a longer prompt alone",
     )
-    chat: bool = field(
-        default=False, metadata=option(None, "take each prompt as a message to the model, by its chat template")
+    eplb: bool = option(False, None, "balance the experts over the workers while they decode")
+    num_redundant_experts: int = option(
+        0, at_least(0), "extra expert slots, over all workers, for replicas; with --eplb", "N"
     )
-    temperature: float = field(
-        default=0.0,
-        metadata=option(
-            number("a number of at least 0", lambda value: value >= 0),
-            "draw tokens at this temperature; at 0, take the likeliest",
-        ),
-    )
-    top_k: int = field(
-        default=0, metadata=option(at_least(0), "draw among this many of the likeliest tokens; at 0, among all")
-    )
-    top_p: float = field(
-        default=1.0,
-        metadata=option(
-            number("above 0 and at most 1", lambda value: 0 < value <= 1),
-            "draw among the likeliest tokens that together have this probability",
-        ),
-    )
-    seed: int = field(default=0, metadata=option(at_least(0), "seed of the drawn tokens"))
-    logprobs: int | None = field(
-        default=None,
-        metadata=option(
-            at_least(0), "tell the log-probability of each token, and those of this many of the likeliest", "K"
-        ),
-    )
-    batch_size: int = field(default=8, metadata=option(at_least(1), "sequences that each worker decodes at a time"))
-    prefill_tokens: int = field(
-        default=4096,
-        metadata=option(
-            at_least(1),
-            "a worker reads at most so many tokens of prompts in a step, padding included; a longer prompt alone",
-        ),
-    )
-    eplb: bool = field(default=False, metadata=option(None, "balance the experts over the workers while they decode"))
-    num_redundant_experts: int = field(
-        default=0, metadata=option(at_least(0), "extra expert slots, over all workers, for replicas; with --eplb", "N")
-    )
-    graphs: bool = field(
-        default=True, metadata=option(None, "decode in CUDA graphs, where the backend and the experts allow it")
-    )
+    graphs: bool = option(True, None, "decode in CUDA graphs, where the backend and the experts allow it")
 
     def check(self) -> None:
         """Raises OptionError for options that do not fit together."""

@@ -3,7 +3,7 @@ it reads.
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    steps: int = field(default=8, metadata=option(at_least(1), "steps to run"))  # --steps N  steps to run (default: 8)
+    steps: int = option(8, at_least(1), "steps to run")  # --steps N  steps to run (default: 8)
 
 add_flags(parser, Config)
 config = from_args(Config, parser.parse_args())                 # OptionError names flag, value and rule
@@ -22,7 +22,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -73,10 +73,10 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def option(parse: Parse | None, text: str, metavar: str = "") -> dict[str, Any]:
-    """Metadata of a field that is a flag. `parse` turns text into its value or raises ValueError with the rule ("it
-    must be ..."); None makes a yes/no flag. `text` is for help, which adds the default where there is one."""
-    return {"parse": parse, "text": text, "metavar": metavar}
+def option(default: Any, parse: Parse | None, text: str, metavar: str = "") -> Any:
+    """A field that is a flag. `parse` turns text into its value or raises ValueError with the rule ("it must be ...");
+    None makes a yes/no flag. `text` is for help, which adds the default where there is one."""
+    return field(default=default, metadata={"parse": parse, "text": text, "metavar": metavar})
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, *, config_file: bool = False) -> None:

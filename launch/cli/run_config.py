@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -54,54 +54,33 @@ class EplbOptions:
 
     options_title: ClassVar[str] = "routing and load balancing"
 
-    eplb: bool = field(
-        default=False,
-        metadata=option(None, "after --steps steps, move experts to level the load, then run as many steps again"),
+    eplb: bool = option(
+        False, None, "after --steps steps, move experts to level the load, then run as many steps again"
     )
-    num_redundant_experts: int | None = field(
-        default=None,
-        metadata=option(
-            at_least(0),
-            "extra expert slots, over all workers, for replicas (default: those of --load-placement, or one for each "
-            "worker, made even)",
-            "N",
-        ),
+    num_redundant_experts: int | None = option(
+        None,
+        at_least(0),
+        "extra expert slots, over all workers, for replicas (default: those of --load-placement, or one for each "
+        "worker, made even)",
+        "N",
     )
-    eplb_interval: int | None = field(
-        default=None, metadata=option(at_least(1), "steps between later plans; without it, there is one plan only", "N")
+    eplb_interval: int | None = option(
+        None, at_least(1), "steps between later plans; without it, there is one plan only", "N"
     )
-    eplb_policy: str = field(
-        default="incremental",
-        metadata=option(one_of_these(lambda: tuple(EPLB_POLICIES)), "incremental or deepseek"),
+    eplb_policy: str = option("incremental", one_of_these(lambda: tuple(EPLB_POLICIES)), "incremental or deepseek")
+    eplb_objective: str = option(
+        "tokens", one_of("tokens", "active_experts", "auto"), "what a plan levels: tokens, active_experts or auto"
     )
-    eplb_objective: str = field(
-        default="tokens",
-        metadata=option(
-            one_of("tokens", "active_experts", "auto"),
-            "what a plan levels: tokens, active_experts or auto",
-        ),
+    eplb_threshold: float = option(0.97, _share, "make no plan while balancedness is at least this", "SHARE")
+    eplb_synchronous: bool = option(False, None, "move experts between two steps instead of in the background")
+    load_placement: Path | None = option(
+        None, _file, "start from this placement, as --save-placement writes it", "FILE"
     )
-    eplb_threshold: float = field(
-        default=0.97, metadata=option(_share, "make no plan while balancedness is at least this", "SHARE")
+    save_placement: Path | None = option(None, output_file, "write the placement at the end of the run", "FILE")
+    routing: str | None = option(
+        None, _routing, "replace the routers: uniform, zipf:S, or recorded:FILE with a file of --record-routing", "HOW"
     )
-    eplb_synchronous: bool = field(
-        default=False, metadata=option(None, "move experts between two steps instead of in the background")
-    )
-    load_placement: Path | None = field(
-        default=None, metadata=option(_file, "start from this placement, as --save-placement writes it", "FILE")
-    )
-    save_placement: Path | None = field(
-        default=None, metadata=option(output_file, "write the placement at the end of the run", "FILE")
-    )
-    routing: str | None = field(
-        default=None,
-        metadata=option(
-            _routing, "replace the routers: uniform, zipf:S, or recorded:FILE with a file of --record-routing", "HOW"
-        ),
-    )
-    record_routing: Path | None = field(
-        default=None, metadata=option(output_file, "write the experts that every token chose (.npz)", "FILE")
-    )
+    record_routing: Path | None = option(None, output_file, "write the experts that every token chose (.npz)", "FILE")
 
     def check_eplb(self) -> None:
         """Raises OptionError for an option that means nothing without --eplb."""
@@ -159,44 +138,30 @@ def _token_counts(raw: str) -> tuple[int, ...]:
 class RunConfig(ModelConfig, EplbOptions):
     """The settings of one run; the flags of `moe-ep run` are these fields."""
 
-    tokens_per_rank: tuple[int, ...] = field(
-        default=(64,),
-        metadata=option(
-            _token_counts, "tokens of each worker in a step, or one number for each worker: 64,0,17,32", "T"
-        ),
+    tokens_per_rank: tuple[int, ...] = option(
+        (64,), _token_counts, "tokens of each worker in a step, or one number for each worker: 64,0,17,32", "T"
     )
-    steps: int = field(default=8, metadata=option(at_least(1), "steps to measure"))
-    text: Path | None = field(
-        default=None,
-        metadata=option(
-            _text_file,
-            "take the tokens from this text (plain, or JSON with strings); without it they are drawn",
-            "FILE",
-        ),
+    steps: int = option(8, at_least(1), "steps to measure")
+    text: Path | None = option(
+        None,
+        _text_file,
+        "take the tokens from this text (plain, or JSON with strings); without it they are drawn",
+        "FILE",
     )
-    graphs: bool | None = field(
-        default=None,
-        metadata=option(
-            None, "run the measured steps as a CUDA graph (default: where the backend and the experts can be captured)"
-        ),
+    graphs: bool | None = option(
+        None,
+        None,
+        "run the measured steps as a CUDA graph (default: where the backend and the experts can be captured)",
     )
-    verify: bool = field(default=True, metadata=option(None, "compare every layer with the plain reference"))
-    seed: int = field(default=0, metadata=option(at_least(0), "seed of the drawn tokens"))
-    metrics_port: int | None = field(
-        default=None,
-        metadata=option(port, "serve Prometheus metrics during the steps, each rank at PORT + its local rank", "PORT"),
+    verify: bool = option(True, None, "compare every layer with the plain reference")
+    seed: int = option(0, at_least(0), "seed of the drawn tokens")
+    metrics_port: int | None = option(
+        None, port, "serve Prometheus metrics during the steps, each rank at PORT + its local rank", "PORT"
     )
-    metrics_host: str = field(
-        default="127.0.0.1", metadata=option(host, "address to serve metrics at; 0.0.0.0 for all", "HOST")
-    )
-    trace: Path | None = field(
-        default=None, metadata=option(new_folder, "write a Perfetto trace of each rank's steps into this folder", "DIR")
-    )
-    json: Path | None = field(
-        default=None,
-        metadata=option(
-            output_file, f"write JSON lines: one for each layer and step, and a summary{ADDS_LINES}", "FILE"
-        ),
+    metrics_host: str = option("127.0.0.1", host, "address to serve metrics at; 0.0.0.0 for all", "HOST")
+    trace: Path | None = option(None, new_folder, "write a Perfetto trace of each rank's steps into this folder", "DIR")
+    json: Path | None = option(
+        None, output_file, f"write JSON lines: one for each layer and step, and a summary{ADDS_LINES}", "FILE"
     )
 
     def num_tokens(self, rank: int) -> int:

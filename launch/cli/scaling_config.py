@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ep.launch.cli.gang_options import GangConfig
@@ -47,84 +47,57 @@ def _routing(raw: str) -> str:
 class ScalingConfig(GangConfig):
     """The settings of one scaling benchmark; the flags of `moe-ep bench scaling` are these fields."""
 
-    geometry: tuple[str, ...] = field(
-        default=(),
-        metadata=option(
-            _list_of(geometry_name),
-            f"presets to measure: {GEOMETRY_NAMES} (default: deepseek-v3 on GPUs, small on CPUs)",
-        ),
+    geometry: tuple[str, ...] = option(
+        (),
+        _list_of(geometry_name),
+        f"presets to measure: {GEOMETRY_NAMES} (default: deepseek-v3 on GPUs, small on CPUs)",
     )
-    model: Path | None = field(
-        default=None,
-        metadata=option(checkpoint_folder, "take the geometry from this checkpoint's config.json instead", "DIR"),
+    model: Path | None = option(
+        None, checkpoint_folder, "take the geometry from this checkpoint's config.json instead", "DIR"
     )
-    ep_sizes: tuple[int, ...] = field(
-        default=(),
-        metadata=option(whole_numbers, "EP sizes to measure (default: all that divide the number of workers)"),
+    ep_sizes: tuple[int, ...] = option(
+        (), whole_numbers, "EP sizes to measure (default: all that divide the number of workers)"
     )
-    scaling: tuple[str, ...] = field(
-        default=("weak",),
-        metadata=option(
-            _list_of(one_of("weak", "strong")),
-            "weak: the tokens below are each rank's; strong: they are the sum over all ranks",
-        ),
+    scaling: tuple[str, ...] = option(
+        ("weak",),
+        _list_of(one_of("weak", "strong")),
+        "weak: the tokens below are each rank's; strong: they are the sum over all ranks",
     )
-    decode_tokens: tuple[int, ...] = field(
-        default=(1, 8, 32, 64, 128, 256),
-        metadata=option(_numbers_or_none, "tokens of decode steps, or none"),
+    decode_tokens: tuple[int, ...] = option(
+        (1, 8, 32, 64, 128, 256), _numbers_or_none, "tokens of decode steps, or none"
     )
-    prefill_tokens: tuple[int, ...] = field(
-        default=(1024, 4096, 8192),
-        metadata=option(_numbers_or_none, "tokens of prefill steps, or none"),
+    prefill_tokens: tuple[int, ...] = option((1024, 4096, 8192), _numbers_or_none, "tokens of prefill steps, or none")
+    backend: tuple[str, ...] = option(
+        ("auto",), _list_of(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS))), f"dispatch backends: {BACKEND_NAMES}"
     )
-    backend: tuple[str, ...] = field(
-        default=("auto",),
-        metadata=option(
-            _list_of(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS))),
-            f"dispatch backends: {BACKEND_NAMES}",
-        ),
+    wire: tuple[str, ...] = option(
+        ("activations",), _list_of(one_of("activations", "fp8")), "dtype of dispatched rows: activations, fp8"
     )
-    wire: tuple[str, ...] = field(
-        default=("activations",),
-        metadata=option(_list_of(one_of("activations", "fp8")), "dtype of dispatched rows: activations, fp8"),
+    routing: tuple[str, ...] = option(
+        ("uniform",), _list_of(_routing), "uniform, zipf:S or an .npz file of recorded choices"
     )
-    routing: tuple[str, ...] = field(
-        default=("uniform",), metadata=option(_list_of(_routing), "uniform, zipf:S or an .npz file of recorded choices")
+    eplb: tuple[str, ...] = option(
+        ("off",),
+        _list_of(one_of("off", "on")),
+        "off, or on: one spare slot on each rank, and experts placed by their load",
     )
-    eplb: tuple[str, ...] = field(
-        default=("off",),
-        metadata=option(
-            _list_of(one_of("off", "on")), "off, or on: one spare slot on each rank, and experts placed by their load"
-        ),
+    variant_tokens: tuple[int, ...] = option(
+        (),
+        whole_numbers,
+        "measure every --backend, --wire, --routing and --eplb at these tokens only, and the first of each at the "
+        "others; without it, everything is measured at all tokens",
     )
-    variant_tokens: tuple[int, ...] = field(
-        default=(),
-        metadata=option(
-            whole_numbers,
-            "measure every --backend, --wire, --routing and --eplb at these tokens only, and the first of each at the "
-            "others; without it, everything is measured at all tokens",
-        ),
+    chain: int = option(8, at_least(1), "steps in one repeat, each with other tokens")
+    repeats: int = option(30, at_least(1), "most repeats of a row")
+    repeat_seconds: float = option(0.25, _seconds, "stop repeating a row after so many seconds, and at least 5 repeats")
+    seconds: float | None = option(
+        None, _seconds, "time limit of the whole command: no row begins that may end after it; variants come last"
     )
-    chain: int = field(default=8, metadata=option(at_least(1), "steps in one repeat, each with other tokens"))
-    repeats: int = field(default=30, metadata=option(at_least(1), "most repeats of a row"))
-    repeat_seconds: float = field(
-        default=0.25, metadata=option(_seconds, "stop repeating a row after so many seconds, and at least 5 repeats")
+    seed: int = option(0, at_least(0), "seed of weights, tokens and choices")
+    commit: str | None = option(None, str, "commit to record, where this is no git checkout", "HASH")
+    json: Path | None = option(
+        None, output_file, f"write a JSON line for each row, as soon as it is measured{ADDS_LINES}", "FILE"
     )
-    seconds: float | None = field(
-        default=None,
-        metadata=option(
-            _seconds, "time limit of the whole command: no row begins that may end after it; variants come last"
-        ),
-    )
-    seed: int = field(default=0, metadata=option(at_least(0), "seed of weights, tokens and choices"))
-    commit: str | None = field(
-        default=None, metadata=option(str, "commit to record, where this is no git checkout", "HASH")
-    )
-    json: Path | None = field(
-        default=None,
-        metadata=option(output_file, f"write a JSON line for each row, as soon as it is measured{ADDS_LINES}", "FILE"),
-    )
-    resume: bool = field(
-        default=False,
-        metadata=option(None, "skip rows that --json FILE already has of this commit, these versions and machines"),
+    resume: bool = option(
+        False, None, "skip rows that --json FILE already has of this commit, these versions and machines"
     )

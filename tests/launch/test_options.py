@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -30,12 +30,12 @@ from moe_ep.launch.cli.options import (
 class Made:
     """Flags of every kind."""
 
-    count: int = field(default=1, metadata=option(at_least(1), "a count"))
-    counts: tuple[int, ...] = field(default=(1, 2), metadata=option(whole_numbers, "counts"))
-    share: float = field(default=0.5, metadata=option(number("a share", lambda share: share < 1), "a share"))
-    kind: str | None = field(default=None, metadata=option(one_of("a", "b"), "a kind"))
-    folder: Path | None = field(default=None, metadata=option(new_folder, "a folder", "DIR"))
-    quick: bool = field(default=True, metadata=option(None, "whether to hurry"))
+    count: int = option(1, at_least(1), "a count")
+    counts: tuple[int, ...] = option((1, 2), whole_numbers, "counts")
+    share: float = option(0.5, number("a share", lambda share: share < 1), "a share")
+    kind: str | None = option(None, one_of("a", "b"), "a kind")
+    folder: Path | None = option(None, new_folder, "a folder", "DIR")
+    quick: bool = option(True, None, "whether to hurry")
 
 
 def test_help_says_what_a_flag_takes_and_what_it_is_without() -> None:

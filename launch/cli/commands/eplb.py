@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,16 +41,12 @@ _share = number("a number above 0 and below 1, such as 0.5", lambda share: 0 < s
 class MachineConfig:
     """The ranks that a plan is for, and what it evens out."""
 
-    ep_size: int = field(default=8, metadata=option(at_least(1), "ranks"))
-    redundant: int = field(default=0, metadata=option(at_least(0), "redundant experts, over all ranks"))
-    groups: int = field(default=1, metadata=option(at_least(1), "groups that the experts are divided into"))
-    nodes: int = field(default=1, metadata=option(at_least(1), "hosts"))
-    objective: str = field(
-        default="tokens",
-        metadata=option(
-            one_of("tokens", "active_experts", "auto"),
-            "what a plan levels: tokens, active_experts or auto",
-        ),
+    ep_size: int = option(8, at_least(1), "ranks")
+    redundant: int = option(0, at_least(0), "redundant experts, over all ranks")
+    groups: int = option(1, at_least(1), "groups that the experts are divided into")
+    nodes: int = option(1, at_least(1), "hosts")
+    objective: str = option(
+        "tokens", one_of("tokens", "active_experts", "auto"), "what a plan levels: tokens, active_experts or auto"
     )
 
 
@@ -58,16 +54,11 @@ class MachineConfig:
 class SceneConfig(MachineConfig):
     """A machine, which part of a trace is planned on, and how files of plain choices are read."""
 
-    planned_on: float = field(
-        default=0.5, metadata=option(_share, "share of the steps to plan on; the others are measured")
+    planned_on: float = option(0.5, _share, "share of the steps to plan on; the others are measured")
+    step_tokens: int = option(
+        1024, at_least(1), "tokens of all ranks in a step, for choices that are drawn or have no steps"
     )
-    step_tokens: int = field(
-        default=1024,
-        metadata=option(at_least(1), "tokens of all ranks in a step, for choices that are drawn or have no steps"),
-    )
-    array: str = field(
-        default="", metadata=option(str, "array of a file of plain choices (default: all, one after the other)")
-    )
+    array: str = option("", str, "array of a file of plain choices (default: all, one after the other)")
 
 
 def scene_of(config: SceneConfig) -> Scene:
@@ -165,53 +156,39 @@ def _picture(raw: str) -> Path:
 class SimulateConfig(SceneConfig):
     """The settings of `moe-ep eplb simulate`."""
 
-    routing: str = field(
-        default="zipf:0.5",
-        metadata=option(
-            _routing,
-            "zipf:S, a trace of `moe-ep run --record-routing`, or an .npz file of choices [layer, token, top_k]",
-            "HOW",
-        ),
+    routing: str = option(
+        "zipf:0.5",
+        _routing,
+        "zipf:S, a trace of `moe-ep run --record-routing`, or an .npz file of choices [layer, token, top_k]",
+        "HOW",
     )
-    policies: tuple[str, ...] = field(
-        default=("linear", "deepseek", "incremental"),
-        metadata=option(_names, "policies to compare"),
-    )
-    rules: tuple[str, ...] = field(
-        default=("levelled", "hash-rank", "known-counts"),
-        metadata=option(_names, "replica rules to compare"),
-    )
-    layers: int = field(default=4, metadata=option(at_least(1), "layers of drawn choices"))
-    experts: int = field(default=256, metadata=option(at_least(1), "experts of drawn choices"))
-    top_k: int = field(default=8, metadata=option(at_least(1), "experts that each token draws"))
-    steps: int = field(default=32, metadata=option(at_least(2), "steps of drawn choices"))
-    expert_bytes: int | None = field(
-        default=None, metadata=option(at_least(1), "bytes of an expert, to tell how many GB move")
-    )
-    seed: int = field(default=0, metadata=option(at_least(0), "seed of drawn choices"))
-    json: Path | None = field(default=None, metadata=option(output_file, "write a JSON line for each row", "FILE"))
+    policies: tuple[str, ...] = option(("linear", "deepseek", "incremental"), _names, "policies to compare")
+    rules: tuple[str, ...] = option(("levelled", "hash-rank", "known-counts"), _names, "replica rules to compare")
+    layers: int = option(4, at_least(1), "layers of drawn choices")
+    experts: int = option(256, at_least(1), "experts of drawn choices")
+    top_k: int = option(8, at_least(1), "experts that each token draws")
+    steps: int = option(32, at_least(2), "steps of drawn choices")
+    expert_bytes: int | None = option(None, at_least(1), "bytes of an expert, to tell how many GB move")
+    seed: int = option(0, at_least(0), "seed of drawn choices")
+    json: Path | None = option(None, output_file, "write a JSON line for each row", "FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig(SceneConfig):
     """The settings of `moe-ep eplb report`."""
 
-    policy: str = field(default="incremental", metadata=option(str, "policy to plan with"))
-    rule: str = field(default="levelled", metadata=option(str, "replica rule"))
-    out: Path = field(
-        default=Path("eplb-load.png"), metadata=option(_picture, "PNG file to write, or .pdf or .svg", "FILE")
-    )
+    policy: str = option("incremental", str, "policy to plan with")
+    rule: str = option("levelled", str, "replica rule")
+    out: Path = option(Path("eplb-load.png"), _picture, "PNG file to write, or .pdf or .svg", "FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(MachineConfig):
     """The settings of `moe-ep eplb plan`."""
 
-    model: Path | None = field(
-        default=None, metadata=option(checkpoint_folder, "checkpoint that the trace was recorded with", "DIR")
-    )
-    policy: str = field(default="incremental", metadata=option(str, "policy to plan with"))
-    out: Path = field(default=Path("placement.json"), metadata=option(output_file, "file to write", "FILE"))
+    model: Path | None = option(None, checkpoint_folder, "checkpoint that the trace was recorded with", "DIR")
+    policy: str = option("incremental", str, "policy to plan with")
+    out: Path = option(Path("placement.json"), output_file, "file to write", "FILE")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,26 +42,19 @@ def _results(raw: str) -> Path:
 class PlanConfig:
     """The settings of `moe-ep plan`."""
 
-    geometry: str = field(default="deepseek-v3", metadata=option(geometry_name, f"a preset: {GEOMETRY_NAMES}"))
-    gpus: tuple[int, ...] = field(
-        default=(8, 16, 32, 64, 128, 256, 512),
-        metadata=option(whole_numbers, "EP sizes, one rank for each GPU", "N,N"),
+    geometry: str = option("deepseek-v3", geometry_name, f"a preset: {GEOMETRY_NAMES}")
+    gpus: tuple[int, ...] = option(
+        (8, 16, 32, 64, 128, 256, 512), whole_numbers, "EP sizes, one rank for each GPU", "N,N"
     )
-    tokens: tuple[int, ...] = field(
-        default=(1, 64, 128, 4096),
-        metadata=option(whole_numbers, "tokens of each rank in a step", "T,T"),
+    tokens: tuple[int, ...] = option((1, 64, 128, 4096), whole_numbers, "tokens of each rank in a step", "T,T")
+    gpus_per_host: int = option(8, at_least(1), "GPUs that one host's links join")
+    network_gb_per_s: float = option(50.0, _rate, "GB/s from one GPU to other hosts; 50 is a 400 Gb/s card for each")
+    wire: str = option("bf16", one_of("bf16", "fp8"), "dtype of dispatched rows: bf16 or fp8")
+    two_level: bool = option(True, None, "send a token once to each host instead of each rank")
+    measured: Path | None = option(
+        None, _results, "fit the rates to these results of `bench scaling`, and compare", "FILE"
     )
-    gpus_per_host: int = field(default=8, metadata=option(at_least(1), "GPUs that one host's links join"))
-    network_gb_per_s: float = field(
-        default=50.0, metadata=option(_rate, "GB/s from one GPU to other hosts; 50 is a 400 Gb/s card for each")
-    )
-    wire: str = field(default="bf16", metadata=option(one_of("bf16", "fp8"), "dtype of dispatched rows: bf16 or fp8"))
-    two_level: bool = field(default=True, metadata=option(None, "send a token once to each host instead of each rank"))
-    measured: Path | None = field(
-        default=None,
-        metadata=option(_results, "fit the rates to these results of `bench scaling`, and compare", "FILE"),
-    )
-    json: Path | None = field(default=None, metadata=option(output_file, "write a JSON line for each row", "FILE"))
+    json: Path | None = option(None, output_file, "write a JSON line for each row", "FILE")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args, input_file, new_folder, option, parsed
@@ -15,10 +15,7 @@ from moe_ep.launch.cli.outputs import show
 class PlotConfig:
     """The settings of `moe-ep plot`."""
 
-    out: Path = field(
-        default=Path(),
-        metadata=option(new_folder, "folder for the files, made if it is missing", "DIR"),
-    )
+    out: Path = option(Path(), new_folder, "folder for the files, made if it is missing", "DIR")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:

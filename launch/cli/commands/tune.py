@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,23 +42,14 @@ def _shape(raw: str) -> tuple[int, ...]:
 class TuneConfig:
     """The settings of `moe-ep tune`."""
 
-    geometry: str | None = field(
-        default=None, metadata=option(geometry_name, f"a preset's experts and weights: {GEOMETRY_NAMES}")
+    geometry: str | None = option(None, geometry_name, f"a preset's experts and weights: {GEOMETRY_NAMES}")
+    ep_size: int = option(8, at_least(1), "ranks that share the preset's experts")
+    shape: tuple[int, ...] | None = option(None, _shape, "local experts, K and N, instead of a preset", "E,K,N")
+    weights: str = option("uint4b8", one_of(*_GROUP_SIZES), f"number type of --shape: {', '.join(_GROUP_SIZES)}")
+    group_size: int | None = option(
+        None, at_least(1), "columns that share a scale (default: 128, or 32 for float4_e2m1f)"
     )
-    ep_size: int = field(default=8, metadata=option(at_least(1), "ranks that share the preset's experts"))
-    shape: tuple[int, ...] | None = field(
-        default=None, metadata=option(_shape, "local experts, K and N, instead of a preset", "E,K,N")
-    )
-    weights: str = field(
-        default="uint4b8",
-        metadata=option(one_of(*_GROUP_SIZES), f"number type of --shape: {', '.join(_GROUP_SIZES)}"),
-    )
-    group_size: int | None = field(
-        default=None, metadata=option(at_least(1), "columns that share a scale (default: 128, or 32 for float4_e2m1f)")
-    )
-    output: Path | None = field(
-        default=None, metadata=option(output_file, "table to write, instead of the one in MOE_EP_CACHE_DIR", "FILE")
-    )
+    output: Path | None = option(None, output_file, "table to write, instead of the one in MOE_EP_CACHE_DIR", "FILE")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
