@@ -25,7 +25,7 @@ from moe_ep.dispatch.payload import (
 )
 from moe_ep.kernels.dispatch_messages import triton_open_messages, triton_pack_messages
 from moe_ep.kernels.quantize import dequantize_rows_reference
-from moe_ep.registry import choose_form
+from moe_ep.registry import operator
 
 # Rows and headers begin at multiples of this, so that kernels may read 16 bytes at a time from any of them.
 _ALIGNMENT = 64
@@ -86,6 +86,7 @@ class MessageLayout:
         return messages[:, self.header_bytes :].unflatten(1, (self.capacity, self.row_stride))
 
 
+@operator("messages")
 def pack_messages(
     rows: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -106,31 +107,6 @@ def pack_messages(
     Returns:
         slots int32 `[T, R]`: where the combine's row for token t comes back from rank r, in `[R * C, K]`; -1 for none.
     """
-    form = choose_form(pack_messages_reference, _pack_by_kernel, messages)
-    return form(rows, topk_ids, topk_weights, owners, layout, messages)
-
-
-def _pack_by_kernel(
-    rows: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    owners: torch.Tensor,
-    layout: MessageLayout,
-    messages: torch.Tensor,
-) -> torch.Tensor:
-    views = layout.rows(messages), layout.meta(messages), layout.header(messages)
-    return triton_pack_messages(rows, topk_ids, topk_weights, owners, *views)
-
-
-def pack_messages_reference(
-    rows: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    owners: torch.Tensor,
-    layout: MessageLayout,
-    messages: torch.Tensor,
-) -> torch.Tensor:
-    """The plain form of pack_messages, on any device."""
     num_ranks, num_tokens = messages.size(0), topk_ids.size(0)
     positions, counts = expert_positions(topk_ids, layout.num_experts)
     ranks = torch.arange(num_ranks, device=owners.device)
@@ -151,6 +127,15 @@ def pack_messages_reference(
     return send_plan_reference(topk_ids, owners, num_ranks, layout.capacity).slots
 
 
+@pack_messages.on_gpu
+def _pack_by_kernel(
+    rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, owners: torch.Tensor, layout: MessageLayout,
+    messages: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    views = layout.rows(messages), layout.meta(messages), layout.header(messages)
+    return triton_pack_messages(rows, ids, weights, owners, *views)
+
+
 class OpenedMessages(NamedTuple):
     """What the receiver keeps of a dispatch.
 
@@ -165,6 +150,7 @@ class OpenedMessages(NamedTuple):
     expert_num_tokens: torch.Tensor
 
 
+@operator("messages")
 def open_messages(
     messages: torch.Tensor,
     layout: MessageLayout,
@@ -180,29 +166,6 @@ def open_messages(
         batch: `[El, R * C, K]`, written: an expert's rows by (source rank, token), nothing behind them.
         quantized: rows are e4m3 with scales and are dequantized to the batch's dtype.
     """
-    form = choose_form(open_messages_reference, _open_by_kernel, messages)
-    return form(messages, layout, expert_map, batch, quantized)
-
-
-def _open_by_kernel(
-    messages: torch.Tensor,
-    layout: MessageLayout,
-    expert_map: torch.Tensor | None,
-    batch: torch.Tensor,
-    quantized: bool,
-) -> OpenedMessages:
-    views = layout.rows(messages), layout.meta(messages), layout.header(messages)
-    return OpenedMessages(*triton_open_messages(*views, expert_map, batch, quantized))
-
-
-def open_messages_reference(
-    messages: torch.Tensor,
-    layout: MessageLayout,
-    expert_map: torch.Tensor | None,
-    batch: torch.Tensor,
-    quantized: bool,
-) -> OpenedMessages:
-    """The plain form of open_messages, on any device."""
     num_local_experts, max_rows, hidden_size = batch.shape
     meta = layout.meta(messages)
     slots, expert_num_tokens = make_batch_plan(
@@ -218,3 +181,11 @@ def open_messages_reference(
     batch.view(-1, hidden_size)[slots[row, slot].long()] = values
     weights = meta[:, :, 2].flatten(0, 1).contiguous().view(torch.float32)
     return OpenedMessages(slots, weights, expert_num_tokens)
+
+
+@open_messages.on_gpu
+def _open_by_kernel(
+    messages: torch.Tensor, layout: MessageLayout, expert_map: torch.Tensor | None, batch: torch.Tensor, quantized: bool
+) -> OpenedMessages:
+    views = layout.rows(messages), layout.meta(messages), layout.header(messages)
+    return OpenedMessages(*triton_open_messages(*views, expert_map, batch, quantized))

@@ -11,9 +11,14 @@ import functools
 import torch
 
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2, tl
-from moe_ep.registry import Form, choose_form
+from moe_ep.registry import operator
 
 
+def _has_contiguous_rows(rows: torch.Tensor) -> bool:
+    return rows.stride(1) == 1
+
+
+@operator("rows", suits=_has_contiguous_rows)
 def pack_rows(
     rows: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -37,20 +42,6 @@ def pack_rows(
         send_meta: int32 `[M, 2 * topk]`: ids, -1 where the expert is another rank's, then the bits of the weights,
             0 there.
     """
-    pack = _choose_form(pack_rows_reference, triton_pack_rows, rows)
-    pack(rows, topk_ids, topk_weights, owners, slots, send_rows, send_meta)
-
-
-def pack_rows_reference(
-    rows: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    owners: torch.Tensor,
-    slots: torch.Tensor,
-    send_rows: torch.Tensor,
-    send_meta: torch.Tensor,
-) -> None:
-    """pack_rows in plain torch, on any device."""
     token, rank = (slots >= 0).nonzero(as_tuple=True)
     target = slots[token, rank].long()
     send_rows[target] = rows[token]
@@ -61,6 +52,7 @@ def pack_rows_reference(
     send_meta[target, topk:] = torch.where(is_theirs, topk_weights[token], 0.0).view(torch.int32)
 
 
+@operator("expert_output", "send_rows", suits=_has_contiguous_rows)
 def weighted_rows(
     expert_output: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, send_rows: torch.Tensor
 ) -> None:
@@ -74,20 +66,13 @@ def weighted_rows(
         weights: f32 `[M, topk]`; None for a plain sum.
         send_rows: `[M, K]`, rounded once from f32.
     """
-    form = _choose_form(weighted_rows_reference, triton_weighted_rows, expert_output, send_rows)
-    form(expert_output, slots, weights, send_rows)
-
-
-def weighted_rows_reference(
-    expert_output: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, send_rows: torch.Tensor
-) -> None:
-    """weighted_rows in plain torch, on any device."""
     total = torch.zeros(send_rows.shape, dtype=torch.float32, device=send_rows.device)
     for slot in range(slots.size(1)):
         total += _taken(expert_output, slots[:, slot], None if weights is None else weights[:, slot])
     send_rows.copy_(total)
 
 
+@operator("output", "received", suits=_has_contiguous_rows)
 def sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) -> None:
     """output[t] = sum over ranks r, in order and in f32, of received[slots[t, r]]; zeros for a token without any.
 
@@ -96,21 +81,10 @@ def sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) 
         slots: int32 `[T, R]`.
         output: `[T, K]`, rounded once from f32.
     """
-    form = _choose_form(sum_rows_reference, triton_sum_rows, output, received)
-    form(received, slots, output)
-
-
-def sum_rows_reference(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) -> None:
-    """sum_rows in plain torch, on any device."""
     total = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
     for rank in range(slots.size(1)):
         total += _taken(received, slots[:, rank], None)
     output.copy_(total)
-
-
-def _choose_form(plain: Form, kernel: Form, *rows: torch.Tensor) -> Form:
-    """As choose_form; the Triton forms need rows whose columns lie side by side."""
-    return choose_form(plain, kernel, *rows) if all(tensor.stride(1) == 1 for tensor in rows) else plain
 
 
 def _taken(source: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -256,16 +230,8 @@ def _weighted_rows_kernel(
     tl.store(target, total.to(target_ptr.dtype.element_ty), mask=column < bound)
 
 
-def triton_pack_rows(
-    rows: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    owners: torch.Tensor,
-    slots: torch.Tensor,
-    send_rows: torch.Tensor,
-    send_meta: torch.Tensor,
-) -> None:
-    """Arguments as in `pack_rows`, not checked."""
+@pack_rows.on_gpu
+def triton_pack_rows(rows, topk_ids, topk_weights, owners, slots, send_rows, send_meta):
     rows, send_rows = as_words(rows, send_rows)
     num_tokens, num_columns = rows.shape
     topk = topk_ids.size(1)
@@ -290,15 +256,14 @@ def triton_pack_rows(
     )
 
 
-def triton_weighted_rows(
-    expert_output: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, send_rows: torch.Tensor
-) -> None:
-    """Arguments as in `weighted_rows`, not checked; rows without a slot are not written."""
+@weighted_rows.on_gpu
+def triton_weighted_rows(expert_output, slots, weights, send_rows):
+    """Does not write rows without a slot."""
     _launch_weighted_rows(expert_output, slots, weights, send_rows, always=False)
 
 
-def triton_sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) -> None:
-    """Arguments as in `sum_rows`, not checked."""
+@sum_rows.on_gpu
+def triton_sum_rows(received, slots, output):
     _launch_weighted_rows(received, slots, None, output, always=True)
 
 

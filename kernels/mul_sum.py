@@ -8,7 +8,7 @@ import torch
 
 from moe_ep.arguments import check_expert_map, check_integers, check_same_device, check_tensors
 from moe_ep.kernels.triton_kernel import TritonKernel, comes_early, take_over, tl
-from moe_ep.registry import choose_form
+from moe_ep.registry import operator
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -48,6 +48,7 @@ def moe_fused_mul_sum(
     return mul_sum(inputs, topk_weights, outputs, topk_ids, expert_map)
 
 
+@operator("outputs")
 def mul_sum(
     inputs: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -55,19 +56,7 @@ def mul_sum(
     topk_ids: torch.Tensor | None,
     expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The sum in the form for the device of `outputs`; arguments as above, not checked."""
-    form = choose_form(mul_sum_reference, triton_mul_sum, outputs)
-    return form(inputs, topk_weights, outputs, topk_ids, expert_map)
-
-
-def mul_sum_reference(
-    inputs: torch.Tensor,
-    topk_weights: torch.Tensor,
-    outputs: torch.Tensor,
-    topk_ids: torch.Tensor | None,
-    expert_map: torch.Tensor | None,
-) -> torch.Tensor:
-    """The sum in plain torch, slot by slot, on any device; arguments as above, not checked."""
+    """The sum, slot by slot; arguments as above, not checked."""
     total = torch.zeros(outputs.shape, dtype=torch.float32, device=inputs.device)
     counts = _counting_slots(topk_ids, expert_map)
     for slot in range(inputs.size(1)):
@@ -212,17 +201,9 @@ def _mul_sum_kernel(
     tl.store(target, total.to(outputs_ptr.dtype.element_ty), mask=in_row)
 
 
-def triton_mul_sum(
-    inputs: torch.Tensor,
-    topk_weights: torch.Tensor,
-    outputs: torch.Tensor,
-    topk_ids: torch.Tensor | None,
-    expert_map: torch.Tensor | None,
-) -> torch.Tensor:
-    """Writes the weighted sum into `outputs` and returns it; arguments as in `moe_fused_mul_sum`, not checked.
-
-    Products and sums are rounded one by one, not fused, so the bits are those of `mul_sum_reference`.
-    """
+@mul_sum.on_gpu
+def triton_mul_sum(inputs, topk_weights, outputs, topk_ids, expert_map):
+    """Products and sums are rounded one by one, not fused, so the bits are those of the plain form."""
     num_tokens, topk, hidden_size = inputs.shape
     block, num_warps = choose_blocks(num_tokens, hidden_size, inputs.element_size())
     early = comes_early(inputs.device)

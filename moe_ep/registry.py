@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from moe_ep.errors import one_of
 
@@ -106,6 +107,8 @@ def _find(target: str) -> Any:
     return getattr(imported, attribute)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Form = TypeVar("Form", bound=Callable[..., Any])
 
 
@@ -121,6 +124,41 @@ def choose_form(plain: Form, kernel: Form | str, *tensors: torch.Tensor, needs: 
     if not all(tensor.is_cuda and tensor.numel() for tensor in tensors) or not _is_there(needs):
         return plain
     return _kernel(kernel) if isinstance(kernel, str) else kernel
+
+
+class Operator(Generic[P, R]):
+    """A function with two forms, called as one: `plain` on any device, and the kernel for tensors on a GPU.
+
+    Args:
+        plain: the form in plain torch, which documents the arguments and is the reference.
+        chosen_by: names of the tensors that must be on a GPU and not empty for the kernel (see choose_form).
+        suits: whether the kernel takes such tensors; None if it takes all.
+    """
+
+    def __init__(
+        self, plain: Callable[P, R], chosen_by: tuple[str, ...], suits: Callable[[torch.Tensor], bool] | None
+    ) -> None:
+        self.plain = self.kernel = plain
+        self._positions = [list(inspect.signature(plain).parameters).index(name) for name in chosen_by]
+        self._suits = suits
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        tensors: list[Any] = [args[position] for position in self._positions]
+        if self._suits is not None and not all(map(self._suits, tensors)):
+            return self.plain(*args, **kwargs)
+        return choose_form(self.plain, self.kernel, *tensors)(*args, **kwargs)
+
+    def on_gpu(self, kernel: Form) -> Form:
+        """Decorates the kernel's form, whose arguments are the plain one's, not checked."""
+        self.kernel = kernel
+        return kernel
+
+
+def operator(
+    *chosen_by: str, suits: Callable[[torch.Tensor], bool] | None = None
+) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Decorates the plain form of an `Operator`."""
+    return lambda plain: Operator(plain, chosen_by, suits)
 
 
 @cache

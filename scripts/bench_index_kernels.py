@@ -21,7 +21,7 @@ from moe_ep.bench.ceilings import measure_ceilings
 from moe_ep.bench.results import append_line, facts, markdown_table, table
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size, sort_slots_by_expert
-from moe_ep.kernels.mul_sum import moe_fused_mul_sum, mul_sum_reference
+from moe_ep.kernels.mul_sum import moe_fused_mul_sum, mul_sum
 from moe_ep.kernels.quantize import dequantize_rows, quantize_rows
 from moe_ep.kernels.routing import fused_topk
 from moe_ep.routing.topk import topk_reference
@@ -96,7 +96,7 @@ def cases(T: int, E: int, top_k: int, K: int) -> Iterator[Case]:
     yield Case(
         "weighted sum",
         lambda: moe_fused_mul_sum(outputs, weights, target, ids),
-        lambda: torch.equal(target, mul_sum_reference(outputs, weights, torch.empty_like(rows), ids, None)),
+        lambda: torch.equal(target, mul_sum.plain(outputs, weights, torch.empty_like(rows), ids, None)),
         outputs.nbytes + target.nbytes + weights.nbytes + ids.nbytes,
     )
 

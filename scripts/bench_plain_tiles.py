@@ -29,8 +29,8 @@ from moe_ep.kernels.grouped.products import (
     Activation,
     Blocks,
     Tiles,
-    multiply_into_order_reference,
-    multiply_into_places_reference,
+    multiply_into_order,
+    multiply_into_places,
     rows_of_blocks,
     shared_bytes,
     tiles_for,
@@ -128,13 +128,13 @@ class Layer:
         if blocks.num_places > 1024:
             return
         hidden = [torch.zeros(blocks.most, self.N, **self.like) for _ in range(2)]
-        self._first(multiply_into_order_reference, rows, blocks, hidden[0])
+        self._first(multiply_into_order.plain, rows, blocks, hidden[0])
         found = hidden
         if product == "w13":
             self._first(triton_multiply_into_order, rows, blocks, hidden[1], tiles)
         else:
             found = [torch.zeros(blocks.num_places, self.K, **self.like) for _ in range(2)]
-            multiply_into_places_reference(hidden[0], self.w2, None, blocks, found[0])
+            multiply_into_places.plain(hidden[0], self.w2, None, blocks, found[0])
             triton_multiply_into_places(hidden[0], self.w2, None, blocks, found[1], tiles)
         error = relative_error(found[1], found[0])
         if not error < tolerance(torch.bfloat16):

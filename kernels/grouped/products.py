@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.kernels.grouped.rows import activated
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, comes_early, take_over, tl, triton_jit
-from moe_ep.registry import choose_form
+from moe_ep.registry import operator
 
 
 class Blocks(NamedTuple):
@@ -47,6 +47,7 @@ class Activation(NamedTuple):
     limit: float | None
 
 
+@operator("rows", "weights")
 def multiply_into_order(
     rows: torch.Tensor,
     row_ids: torch.Tensor | None,
@@ -59,6 +60,8 @@ def multiply_into_order(
 ) -> None:
     """output[j] = activation(weights[e] @ rows[r] + bias[e]) for position j of expert e, in f32 and rounded once.
 
+    The plain form waits for the number of blocks.
+
     Args:
         rows: `[*, K]`, each row contiguous. Place p is row r = row_ids[p], or p // places_per_row without row_ids.
         row_ids: int32 `[num_places]`, or None.
@@ -66,31 +69,19 @@ def multiply_into_order(
         bias: `[El, 2N]` or `[El, N]`, or None.
         output: `[most or more, N]`. Rows of positions without a place are not written.
     """
-    form = choose_form(multiply_into_order_reference, triton_multiply_into_order, rows, weights)
-    form(rows, row_ids, places_per_row, weights, bias, activation, blocks, output)
-
-
-def multiply_into_order_reference(
-    rows: torch.Tensor,
-    row_ids: torch.Tensor | None,
-    places_per_row: int,
-    weights: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: Activation,
-    blocks: Blocks,
-    output: torch.Tensor,
-) -> None:
-    """multiply_into_order in plain torch; waits for the count."""
     for positions, places, expert in _of_experts(blocks):
         sources = places // places_per_row if row_ids is None else row_ids[places]
         product = _product(rows[sources.long()], weights, bias, expert)
         output[positions] = apply_activation(activation.name, product, clamp_limit=activation.limit).to(output.dtype)
 
 
+@operator("rows", "weights")
 def multiply_into_places(
     rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, blocks: Blocks, output: torch.Tensor
 ) -> None:
     """output[p] = weights[e] @ rows[j] + bias[e] for position j of expert e and place p, in f32 and rounded once.
+
+    The plain form waits for the number of blocks.
 
     Args:
         rows: `[most or more, N]`, as multiply_into_order writes them; f32 beside f16 weights keeps their range.
@@ -98,14 +89,6 @@ def multiply_into_places(
         bias: `[El, K]`, or None.
         output: `[num_places, K]`; places that are not listed are not written.
     """
-    form = choose_form(multiply_into_places_reference, triton_multiply_into_places, rows, weights)
-    form(rows, weights, bias, blocks, output)
-
-
-def multiply_into_places_reference(
-    rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, blocks: Blocks, output: torch.Tensor
-) -> None:
-    """multiply_into_places in plain torch; waits for the count."""
     for positions, places, expert in _of_experts(blocks):
         output[places] = _product(rows[positions], weights, bias, expert).to(output.dtype)
 
@@ -312,30 +295,16 @@ def _into_f16(rows):
     return (rows * down[:, None]).to(tl.float16), up
 
 
+@multiply_into_order.on_gpu
 def triton_multiply_into_order(
-    rows: torch.Tensor,
-    row_ids: torch.Tensor | None,
-    places_per_row: int,
-    weights: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: Activation,
-    blocks: Blocks,
-    output: torch.Tensor,
-    tiles: Tiles | None = None,
-) -> None:
-    """Arguments as in `multiply_into_order`, not checked; tiles with as many rows as a block, or None for the usual."""
+    rows, row_ids, places_per_row, weights, bias, activation, blocks, output, tiles: Tiles | None = None
+):
+    """`tiles` with as many rows as a block, or None for the usual."""
     _multiply(rows, weights, bias, blocks, output, tiles, row_ids, places_per_row, activation)
 
 
-def triton_multiply_into_places(
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    bias: torch.Tensor | None,
-    blocks: Blocks,
-    output: torch.Tensor,
-    tiles: Tiles | None = None,
-) -> None:
-    """Arguments as in `multiply_into_places`, not checked; tiles as above."""
+@multiply_into_places.on_gpu
+def triton_multiply_into_places(rows, weights, bias, blocks, output, tiles: Tiles | None = None):
     _multiply(rows, weights, bias, blocks, output, tiles)
 
 

@@ -11,9 +11,10 @@ import torch
 from moe_ep.activation import SITU_BETA, SITU_LINEAR_BETA, SWIGLUOAI_ALPHA, MoEActivation, apply_activation, gate_limit
 from moe_ep.kernels.dispatch_rows import as_words, row_blocks
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, constant, tl, triton_jit
-from moe_ep.registry import choose_form
+from moe_ep.registry import operator
 
 
+@operator("source", "target")
 def move_rows(
     source: torch.Tensor,
     sources: torch.Tensor | None,
@@ -28,19 +29,8 @@ def move_rows(
     Args:
         source, target: `[*, K]` of one dtype, each row contiguous.
         sources, targets: int32 `[S]`, row numbers; None means 0, 1, 2, ...
-        count: int32 `[1]`, at most S.
+        count: int32 `[1]`, at most S; the plain form waits for it.
     """
-    choose_form(move_rows_reference, triton_move_rows, source, target)(source, sources, target, targets, count)
-
-
-def move_rows_reference(
-    source: torch.Tensor,
-    sources: torch.Tensor | None,
-    target: torch.Tensor,
-    targets: torch.Tensor | None,
-    count: torch.Tensor,
-) -> None:
-    """move_rows in plain torch; waits for the count."""
     used = int(count)
     origins = slice(used) if sources is None else sources[:used].long()
     places = slice(used) if targets is None else targets[:used].long()
@@ -62,15 +52,13 @@ def activate_rows(
         count: int32 `[1]`, at most S.
         clamp_limit: as in `apply_activation`.
     """
-    choose_form(activate_rows_reference, triton_activate_rows, input)(
-        MoEActivation.parse(activation), input, output, count, gate_limit(activation, clamp_limit)
-    )
+    _activate_rows(MoEActivation.parse(activation), input, output, count, gate_limit(activation, clamp_limit))
 
 
-def activate_rows_reference(
+@operator("input")
+def _activate_rows(
     activation: MoEActivation, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor, limit: float | None
 ) -> None:
-    """activate_rows in plain torch; waits for the count."""
     used = int(count)
     apply_activation(activation, input[:used], output[:used], clamp_limit=limit)
 
@@ -187,14 +175,8 @@ def _activate_kernel(
         tl.store(target, result.to(output_ptr.dtype.element_ty), mask=in_row)
 
 
-def triton_move_rows(
-    source: torch.Tensor,
-    sources: torch.Tensor | None,
-    target: torch.Tensor,
-    targets: torch.Tensor | None,
-    count: torch.Tensor,
-) -> None:
-    """Arguments as in `move_rows`, not checked."""
+@move_rows.on_gpu
+def triton_move_rows(source, sources, target, targets, count):
     given = sources if sources is not None else targets
     num_rows = target.size(0) if given is None else given.size(0)
     if num_rows == 0:
@@ -218,10 +200,8 @@ def triton_move_rows(
     )
 
 
-def triton_activate_rows(
-    activation: MoEActivation, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor, limit: float | None
-) -> None:
-    """Arguments as in `activate_rows_reference`, not checked."""
+@_activate_rows.on_gpu
+def triton_activate_rows(activation, input, output, count, limit):
     num_rows, num_columns = output.shape
     if num_rows == 0:
         return

@@ -26,7 +26,7 @@ from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.kernels.mul_sum import mul_sum
 from moe_ep.kernels.reference import to_local_ids
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, tl
-from moe_ep.registry import choose_form
+from moe_ep.registry import operator
 
 _HOPPER = (9, 0)
 _OLDEST = (8, 0)
@@ -262,6 +262,7 @@ def _finish_in_range(
     convert_rows(results, counts, output, None)
 
 
+@operator("source")
 def convert_rows(
     source: torch.Tensor, counts: torch.Tensor, target: torch.Tensor | None, flags: torch.Tensor | None
 ) -> None:
@@ -275,13 +276,6 @@ def convert_rows(
         target: `[E, max_rows, K]` of another float dtype, contiguous; None to look at the rows alone.
         flags: int32 `[E]`, or None.
     """
-    choose_form(convert_rows_reference, triton_convert_rows, source)(source, counts, target, flags)
-
-
-def convert_rows_reference(
-    source: torch.Tensor, counts: torch.Tensor, target: torch.Tensor | None, flags: torch.Tensor | None
-) -> None:
-    """convert_rows in plain torch, on any device; reads all rows."""
     counted = torch.arange(source.size(1), device=source.device) < counts[:, None]
     if target is not None:
         target.copy_(torch.where(counted[..., None], source.to(target.dtype), target))
@@ -323,10 +317,8 @@ def _convert_rows_kernel(
                 tl.store(flags_ptr + expert, 1)
 
 
-def triton_convert_rows(
-    source: torch.Tensor, counts: torch.Tensor, target: torch.Tensor | None, flags: torch.Tensor | None
-) -> None:
-    """Arguments as in `convert_rows`, not checked."""
+@convert_rows.on_gpu
+def triton_convert_rows(source, counts, target, flags):
     num_experts, max_rows, num_columns = source.shape
     block, num_warps = row_blocks(num_experts * max_rows, num_columns, source.element_size())
     _convert_rows_kernel[(num_experts * max_rows, cdiv(num_columns, block))](

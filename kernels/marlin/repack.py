@@ -41,7 +41,7 @@ from moe_ep.kernels.marlin.weights import group_size_of
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, tl
 from moe_ep.modular_kernel.contracts import ExpertWeights
 from moe_ep.quantization.canonical_weights import CanonicalWeights
-from moe_ep.registry import choose_form
+from moe_ep.registry import operator
 from moe_ep.scalar_type import ScalarType, scalar_types
 
 STRIP = 64
@@ -115,7 +115,6 @@ def pack_marlin(
     if any(place % 8 for place in (codes.storage_offset(), codes.stride(0))):
         codes = codes.clone(memory_format=torch.contiguous_format)
     per_lane = row_order(codes.size(1), gated, codes.device)[_scale_order(codes.size(1), codes.device)]
-    pack_codes = choose_form(pack_codes_reference, triton_pack_codes, codes)
     return PackedWeights(
         pack_codes(codes, kind.bits, gated, kind.is_spread).view(
             codes.size(0), codes.size(2) // 16, codes.size(1) * 16 // kind.pack
@@ -215,8 +214,13 @@ def _move_bits(words: torch.Tensor, moves: tuple[tuple[int, int], ...]) -> torch
     return out
 
 
-def pack_codes_reference(codes: torch.Tensor, bits: int, gated: bool, spread: bool = False) -> torch.Tensor:
-    """Packs contiguous uint8 `[E, out, in]` to int32 `[E, all]`: `triton_pack_codes` in plain torch, on any device."""
+@operator("codes")
+def pack_codes(codes: torch.Tensor, bits: int, gated: bool, spread: bool = False) -> torch.Tensor:
+    """uint8 `[E, out, in]`, contiguous, in natural row order -> int32 `[E, out * in * bits / 32]`.
+
+    Args:
+        spread: the codes are 4-bit floats.
+    """
     num_experts, _, num_columns = codes.shape
     rows = row_order(codes.size(1), gated, codes.device)
     # Eight codes at a time, which the columns are a multiple of.
@@ -374,12 +378,8 @@ def _pack_codes_kernel(
     tl.store(words_ptr + expert * words_per_expert + word, packed, mask=inside)
 
 
-def triton_pack_codes(codes: torch.Tensor, bits: int, gated: bool, spread: bool = False) -> torch.Tensor:
-    """uint8 `[E, out, in]`, contiguous, in natural row order -> int32 `[E, out * in * bits / 32]`.
-
-    Args:
-        spread: the codes are 4-bit floats.
-    """
+@pack_codes.on_gpu
+def triton_pack_codes(codes, bits, gated, spread=False):
     num_experts, num_rows, num_columns = codes.shape
     words_per_expert = num_rows * num_columns * bits // 32
     words = torch.empty((num_experts, words_per_expert), dtype=torch.int32, device=codes.device)

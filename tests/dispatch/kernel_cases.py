@@ -118,7 +118,7 @@ def check_pack_rows(case: Case, device: str) -> None:
     ):
         rows = (draw_rows(case.num_tokens, num_columns, torch.float32, device) * 10).to(dtype)
         made = []
-        for pack in (dispatch_rows.pack_rows_reference, dispatch_rows.triton_pack_rows):
+        for pack in (dispatch_rows.pack_rows.plain, dispatch_rows.triton_pack_rows):
             send_rows = torch.zeros((num_rows, num_columns), dtype=torch.float32, device=device).to(dtype)
             send_meta = ids.new_full((num_rows, 2 * case.topk), 7)
             pack(rows, ids, weights, owners, slots, send_rows, send_meta)
@@ -138,7 +138,7 @@ def check_weighted_and_sum(case: Case, device: str) -> None:
         named[slots[slots >= 0].long()] = True
         received[~named] = float("nan")
         made = []
-        for add in (dispatch_rows.sum_rows_reference, dispatch_rows.triton_sum_rows):
+        for add in (dispatch_rows.sum_rows.plain, dispatch_rows.triton_sum_rows):
             output = received.new_full((case.num_tokens, case.hidden_size), float("nan"))
             add(received, slots, output)
             made.append(output)
@@ -148,7 +148,7 @@ def check_weighted_and_sum(case: Case, device: str) -> None:
         source = draw_rows(case.num_experts, case.hidden_size, dtype, device)
         for factors in (weights, None):
             targets = [received.new_zeros((case.num_tokens, case.hidden_size)) for _ in range(2)]
-            dispatch_rows.weighted_rows_reference(source, ids, factors, targets[0])
+            dispatch_rows.weighted_rows.plain(source, ids, factors, targets[0])
             dispatch_rows.triton_weighted_rows(source, ids, factors, targets[1])
             assert torch.equal(targets[0], targets[1])
 
@@ -163,7 +163,7 @@ def check_messages(case: Case, device: str) -> None:
             rows = quantize.quantize_rows(rows)
         layout = MessageLayout(case.num_experts, case.capacity, case.topk, rows.size(1) * rows.element_size())
         expected, found = (layout.empty(case.num_ranks, ids.device).zero_() for _ in range(2))
-        slots = messages_module.pack_messages_reference(rows, ids, weights, owners, layout, expected)
+        slots = messages_module.pack_messages.plain(rows, ids, weights, owners, layout, expected)
         views = layout.rows(found), layout.meta(found), layout.header(found)
         assert torch.equal(triton_pack_messages(rows, ids, weights, owners, *views), slots)
         assert torch.equal(found, expected)
@@ -191,7 +191,7 @@ def _check_open(
             num_local, case.num_ranks * case.capacity, case.hidden_size, dtype=dtype, device=sent.device
         )
         if name == "plain":
-            opened = tuple(messages_module.open_messages_reference(received, layout, expert_map, batch, quantized))
+            opened = tuple(messages_module.open_messages.plain(received, layout, expert_map, batch, quantized))
         else:
             views = layout.rows(received), layout.meta(received), layout.header(received)
             opened = triton_open_messages(*views, expert_map, batch, quantized)

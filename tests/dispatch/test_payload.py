@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from moe_ep.dispatch.messages import MessageLayout, open_messages, pack_messages
 from moe_ep.dispatch.payload import expert_positions, ids_for_rank, make_batch_plan, make_send_plan
 from moe_ep.expert_map import determine_expert_map, expert_owner_table
-from moe_ep.kernels import dispatch_rows
 from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows, weighted_rows
 from moe_ep.kernels.quantize import dequantize_rows, quantize_rows, quantized_row_bytes
 
@@ -82,7 +81,7 @@ def test_rows_that_nobody_names_are_not_read() -> None:
 def test_columns_that_do_not_lie_side_by_side_are_left_to_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(
-        dispatch_rows, "choose_form", lambda plain, kernel, *rows: lambda *args: called.append(kernel.__name__)
+        "moe_ep.registry.choose_form", lambda plain, kernel, *rows: lambda *args: called.append(kernel.__name__)
     )
     received, slots = torch.randn(3, 4), torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
     sum_rows(received, slots, torch.empty(2, 4))

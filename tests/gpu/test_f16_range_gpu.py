@@ -7,7 +7,7 @@ import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.kernels.marlin import BatchedMarlinExperts, MarlinExperts, fused_marlin_moe
-from moe_ep.kernels.marlin.compute import convert_rows_reference, triton_convert_rows
+from moe_ep.kernels.marlin.compute import convert_rows, triton_convert_rows
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.layer.methods import relative_error
 from moe_ep.modular_kernel import ExpertTokensMetadata, FusedMoEModularKernel, make_experts, make_prepare_finalize
@@ -151,4 +151,4 @@ def test_kernels_of_the_range() -> None:
     from moe_ep.kernels.grouped.products import triton_multiply_into_order, triton_multiply_into_places
 
     check_f16_range("cuda", triton_multiply_into_order, triton_multiply_into_places)
-    check_convert("cuda", triton_convert_rows, convert_rows_reference)
+    check_convert("cuda", triton_convert_rows, convert_rows.plain)

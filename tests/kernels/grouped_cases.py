@@ -11,8 +11,8 @@ from moe_ep.kernels.align import moe_align_block_size
 from moe_ep.kernels.grouped.products import (
     Activation,
     Blocks,
-    multiply_into_order_reference,
-    multiply_into_places_reference,
+    multiply_into_order,
+    multiply_into_places,
 )
 from moe_ep.layer.methods import relative_error
 
@@ -59,7 +59,7 @@ def check_products(device: str, into_order: Callable[..., None], into_places: Ca
         found = []
         for first, second in (
             (into_order, into_places),
-            (multiply_into_order_reference, multiply_into_places_reference),
+            (multiply_into_order.plain, multiply_into_places.plain),
         ):
             hidden = torch.full((places.numel(), N), float("nan"), dtype=dtype, device=device)
             output = torch.full((ids.numel(), K), float("nan"), dtype=dtype, device=device)

@@ -9,7 +9,7 @@ import torch
 
 from moe_ep.kernels.marlin.repack import (
     PackedWeights,
-    pack_codes_reference,
+    pack_codes,
     pack_marlin,
     row_order,
     unpack_marlin,
@@ -128,7 +128,7 @@ def test_bits_of_floats_lie_where_the_kernels_take_them_from() -> None:
     kind = WEIGHT_TYPES[scalar_types.float4_e2m1f.id]
     codes, scales, _ = _weights(kind, 32, 1, 96, 64)
     words = pack_marlin(codes, scales, kind.scalar_type.id, 32).qweight.flatten().tolist()
-    plain = pack_codes_reference(codes, 4, False).flatten().tolist()
+    plain = pack_codes.plain(codes, 4, False).flatten().tolist()
     for word, nibbles in zip(words, plain, strict=True):
         word &= 0xFFFFFFFF
         turned = [(word << by | word >> (32 - by)) & 0xFFFFFFFF for by in (0, 10, 13)]
@@ -238,7 +238,7 @@ def check_triton(device: str) -> None:
         for rows, columns, gated in ((64, 32, True), (192, 96, True), (32, 64, False), (160, 224, False)):
             codes = torch.randint(0, 1 << bits, (2, rows, columns), dtype=torch.uint8)
             packed = fused.triton_pack_codes(codes.to(device), bits, gated, spread)
-            assert torch.equal(packed.cpu(), pack_codes_reference(codes, bits, gated, spread))
+            assert torch.equal(packed.cpu(), pack_codes.plain(codes, bits, gated, spread))
 
 
 def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
