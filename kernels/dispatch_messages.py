@@ -11,8 +11,10 @@ from moe_ep.kernels.dispatch_rows import as_words, row_blocks
 from moe_ep.kernels.quantize import GROUP_SIZE, decode_e4m3, scale_offset
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2, tl, triton_jit
 
-_BLOCK_TOKENS = 64
-_BLOCK_EXPERTS = 32
+# Tokens and experts that a program compares at a time.
+_PACK_TOKENS, _PACK_EXPERTS = 64, 32
+_OPEN_EXPERTS = 128
+_PLAN_TOKENS = 1024
 
 
 @TritonKernel
@@ -150,7 +152,7 @@ def triton_pack_messages(
     num_words = rows.size(1)
     slots = topk_ids.new_empty((num_tokens, num_ranks))
     block, num_warps = row_blocks(capacity, num_words, rows.element_size())
-    grid = (capacity + cdiv(num_experts, _BLOCK_EXPERTS), cdiv(num_words, block))
+    grid = (capacity + cdiv(num_experts, _PACK_EXPERTS), cdiv(num_words, block))
     _pack_messages_kernel[grid](
         rows,
         topk_ids,
@@ -172,15 +174,12 @@ def triton_pack_messages(
         NUM_RANKS=num_ranks,
         TOPK=topk,
         BLOCK_TOPK=next_power_of_2(topk),
-        BLOCK_TOKENS=_BLOCK_TOKENS,
-        BLOCK_EXPERTS=_BLOCK_EXPERTS,
+        BLOCK_TOKENS=_PACK_TOKENS,
+        BLOCK_EXPERTS=_PACK_EXPERTS,
         BLOCK=block,
         num_warps=num_warps,
     )
     return slots
-
-
-_BLOCK_EXPERTS = 128
 
 
 @TritonKernel
@@ -337,14 +336,11 @@ def triton_open_messages(
         HAS_MAP=expert_map is not None,
         QUANTIZED=quantized,
         GROUP=GROUP_SIZE,
-        BLOCK_EXPERTS=_BLOCK_EXPERTS,
+        BLOCK_EXPERTS=_OPEN_EXPERTS,
         BLOCK=block,
         num_warps=num_warps,
     )
     return slots, weights, totals
-
-
-_BLOCK_TOKENS = 1024
 
 
 @TritonKernel
@@ -426,6 +422,6 @@ def triton_send_plan(
         NUM_RANKS=num_ranks,
         TOPK=topk,
         EXACT=capacity is None,
-        BLOCK=min(_BLOCK_TOKENS, next_power_of_2(num_tokens)),
+        BLOCK=min(_PLAN_TOKENS, next_power_of_2(num_tokens)),
     )
     return slots, counts

@@ -20,6 +20,8 @@ Definitions:
   `if TYPE_CHECKING`; the number is the modules in such sets. An import of a name from a package is an edge to the
   package's `__init__`, so a module that imports from the facade of its own package closes a cycle; that importing
   `a.b.c` runs the `__init__` of `a.b` first is no edge. A second number adds the imports in functions.
+- A name is assigned twice if two statements at the top of a module give it values, as after a careless merge of two
+  modules with constants of one name: then functions of both use the second value.
 """
 
 from __future__ import annotations
@@ -235,6 +237,17 @@ def _text_of(path: Path) -> str:
         return ""
 
 
+def assigned_twice(modules: dict[str, Module]) -> list[str]:
+    """The names that a module gives values at its top more than once."""
+    found = []
+    for module in modules.values():
+        statements = ast.parse(module.path.read_text(encoding="utf-8")).body
+        targets = [target for each in statements if isinstance(each, ast.Assign) for target in each.targets]
+        names = [leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
+        found += [f"{module.name}: {name}" for name in sorted(set(names)) if names.count(name) > 1]
+    return found
+
+
 def words_of(path: Path) -> int:
     """The words of a file as `wc -w` counts them."""
     return len(path.read_text(encoding="utf-8").split())
@@ -248,6 +261,7 @@ def measure(root: Path) -> dict[str, tuple[int, list[str]]]:
     lists = {
         "modules_with_one_importer": single_importers(modules),
         "files_in_core_root": sorted(path.name for path in (root / "moe_ep").glob("*.py")),
+        "names_assigned_twice": assigned_twice(modules),
         "replaced_words": replaced_words(root),
     }
     measured = {key: (len(counted), counted) for key, counted in lists.items()}

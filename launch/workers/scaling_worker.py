@@ -174,8 +174,6 @@ def _measurement_of(row: Row) -> Measurement:
     return Measurement(row["geometry"], row["ep_size"], setting)
 
 
-logger = logging.getLogger(__name__)
-
 _PREFILL_CHAIN = 4
 
 

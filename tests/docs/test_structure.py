@@ -84,3 +84,8 @@ def test_replaced_words_in_any_form(tree: Path, script: ModuleType, text: str, c
 def test_words_are_those_of_the_readme_and_the_pages(tree: Path, script: ModuleType) -> None:
     measured = script.measure(tree)
     assert measured["readme_words"][0] == 2 and measured["readme_and_docs_words"][0] == 5
+
+
+def test_names_of_modules_that_are_assigned_twice(tree: Path, script: ModuleType) -> None:
+    (tree / "kernels" / "chosen.py").write_text("SIZE = 1\nLEAST, MOST = 1, 2\ndef f():\n    MOST = 3\nSIZE = 2\n")
+    assert script.assigned_twice(script.read_modules(tree)) == ["moe_ep.kernels.chosen: SIZE"]
