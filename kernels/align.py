@@ -389,19 +389,10 @@ def _fill_rest(list_ptr, used, length, value, program, num_programs, BLOCK: tl.c
 
 @TritonKernel
 def _batched_kernel(
-    counts_ptr,
-    sorted_ptr,
-    experts_ptr,
-    used_ptr,
-    num_experts,
-    max_rows,
-    length,
-    num_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    counts_ptr, sorted_ptr, experts_ptr, used_ptr,
+    num_experts, max_rows, length, num_blocks,
+    BLOCK_SIZE: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Program e writes the list of expert e of batched rows, and a strip of the unused rest.
 
     Before: counts int `[El]`. After: sorted int32 `[length]`, experts int32 `[num_blocks]`, used int32 `[1]`.
@@ -442,19 +433,9 @@ def triton_batched_align(
     used = expert_num_tokens.new_empty(1, dtype=torch.int32)
     early = comes_early(expert_num_tokens.device)
     _batched_kernel[(num_experts,)](
-        expert_num_tokens.contiguous(),
-        sorted_token_ids,
-        expert_ids,
-        used,
-        num_experts,
-        max_rows,
-        sorted_token_ids.numel(),
-        num_blocks,
-        BLOCK_SIZE=block_size,
-        BINS=next_power_of_2(num_experts),
-        BLOCK=_BLOCK,
-        EARLY=early,
-        launch_pdl=early,
-        num_warps=_NUM_WARPS,
-    )
+        expert_num_tokens.contiguous(), sorted_token_ids, expert_ids, used,
+        num_experts, max_rows, sorted_token_ids.numel(), num_blocks,
+        BLOCK_SIZE=block_size, BINS=next_power_of_2(num_experts), BLOCK=_BLOCK, EARLY=early,
+        launch_pdl=early, num_warps=_NUM_WARPS,
+    )  # fmt: skip
     return sorted_token_ids, expert_ids, used

@@ -13,21 +13,10 @@ _ALIGNMENT = 64
 
 @TritonKernel
 def _pack_kernel(
-    ids_ptr,
-    weights_ptr,
-    mask_ptr,
-    choices_ptr,
-    num_slots,
-    num_experts,
-    id_token_stride,
-    id_slot_stride,
-    weight_token_stride,
-    weight_slot_stride,
-    plane_stride,
-    TOP_K: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, weights_ptr, mask_ptr, choices_ptr,
+    num_slots, num_experts, id_token_stride, id_slot_stride, weight_token_stride, weight_slot_stride, plane_stride,
+    TOP_K: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copies each token's weights and ids, replacing those of unknown experts by 0 and -1.
 
     Before: ids and weights `[T, TOP_K]`, mask `[T]`. After: int32 bits of the f32 weights of all slots, and all ids
@@ -68,19 +57,10 @@ def triton_known_choices(
     plane = cdiv(num_slots, _ALIGNMENT) * _ALIGNMENT
     memory = torch.empty(2, plane, dtype=torch.int32, device=topk_ids.device)
     _pack_kernel[(cdiv(num_slots, _BLOCK),)](
-        topk_ids,
-        topk_weights,
-        None if row_mask is None else row_mask.contiguous(),
-        memory,
-        num_slots,
-        num_experts,
-        *topk_ids.stride(),
-        *topk_weights.stride(),
-        plane,
-        TOP_K=top_k,
-        HAS_MASK=row_mask is not None,
-        BLOCK=_BLOCK,
-    )
+        topk_ids, topk_weights, None if row_mask is None else row_mask.contiguous(), memory,
+        num_slots, num_experts, *topk_ids.stride(), *topk_weights.stride(), plane,
+        TOP_K=top_k, HAS_MASK=row_mask is not None, BLOCK=_BLOCK,
+    )  # fmt: skip
     weights, ids = memory[:, :num_slots].unbind()
     return weights.view(torch.float32).view(num_tokens, top_k), ids.view(num_tokens, top_k)
 

@@ -19,30 +19,12 @@ _PLAN_TOKENS = 1024
 
 @TritonKernel
 def _pack_messages_kernel(
-    rows_ptr,
-    ids_ptr,
-    weights_ptr,
-    owners_ptr,
-    send_rows_ptr,
-    send_meta_ptr,
-    headers_ptr,
-    slots_ptr,
-    num_tokens,
-    num_experts,
-    num_words,
-    row_stride,
-    send_row_stride,
-    send_rank_stride,
-    meta_row_stride,
-    meta_rank_stride,
-    capacity,
-    NUM_RANKS: tl.constexpr,
-    TOPK: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows_ptr, ids_ptr, weights_ptr, owners_ptr, send_rows_ptr, send_meta_ptr, headers_ptr, slots_ptr,
+    num_tokens, num_experts, num_words, row_stride, send_row_stride, send_rank_stride, meta_row_stride,
+    meta_rank_stride, capacity,
+    NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Writes the messages to all ranks.
 
     Before: rows `[T, W]` words, ids int32 and weights f32 `[T, TOPK]`, owners int32 `[E]`. After: headers int32 `[E]`,
@@ -111,18 +93,10 @@ def _chose(
 
 @triton_jit
 def _write_header(
-    ids_ptr,
-    owners_ptr,
-    headers_ptr,
-    first_expert,
-    num_tokens,
-    num_experts,
-    rank_stride,
-    NUM_RANKS: tl.constexpr,
-    TOPK: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-):
+    ids_ptr, owners_ptr, headers_ptr,
+    first_expert, num_tokens, num_experts, rank_stride,
+    NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+):  # fmt: skip
     """Counts the tokens of BLOCK_EXPERTS experts, into the message to their owner; 0 into the others."""
     expert = first_expert + tl.arange(0, BLOCK_EXPERTS)
     count = tl.zeros([BLOCK_EXPERTS], dtype=tl.int32)
@@ -154,62 +128,23 @@ def triton_pack_messages(
     block, num_warps = row_blocks(capacity, num_words, rows.element_size())
     grid = (capacity + cdiv(num_experts, _PACK_EXPERTS), cdiv(num_words, block))
     _pack_messages_kernel[grid](
-        rows,
-        topk_ids,
-        topk_weights,
-        owners,
-        message_rows,
-        message_meta,
-        headers,
-        slots,
-        num_tokens,
-        num_experts,
-        num_words,
-        rows.stride(0),
-        message_rows.stride(1),
-        message_rows.stride(0),
-        message_meta.stride(1),
-        message_meta.stride(0),
-        capacity,
-        NUM_RANKS=num_ranks,
-        TOPK=topk,
-        BLOCK_TOPK=next_power_of_2(topk),
-        BLOCK_TOKENS=_PACK_TOKENS,
-        BLOCK_EXPERTS=_PACK_EXPERTS,
-        BLOCK=block,
+        rows, topk_ids, topk_weights, owners, message_rows, message_meta, headers, slots,
+        num_tokens, num_experts, num_words, rows.stride(0), message_rows.stride(1), message_rows.stride(0),
+        message_meta.stride(1), message_meta.stride(0), capacity,
+        NUM_RANKS=num_ranks, TOPK=topk, BLOCK_TOPK=next_power_of_2(topk), BLOCK_TOKENS=_PACK_TOKENS,
+        BLOCK_EXPERTS=_PACK_EXPERTS, BLOCK=block,
         num_warps=num_warps,
-    )
+    )  # fmt: skip
     return slots
 
 
 @TritonKernel
 def _open_messages_kernel(
-    rows_ptr,
-    scales_ptr,
-    meta_ptr,
-    headers_ptr,
-    map_ptr,
-    batch_ptr,
-    slots_ptr,
-    weights_ptr,
-    totals_ptr,
-    num_experts,
-    num_columns,
-    max_rows,
-    row_stride,
-    rank_stride,
-    meta_row_stride,
-    meta_rank_stride,
-    capacity,
-    NUM_RANKS: tl.constexpr,
-    TOPK: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows_ptr, scales_ptr, meta_ptr, headers_ptr, map_ptr, batch_ptr, slots_ptr, weights_ptr, totals_ptr,
+    num_experts, num_columns, max_rows, row_stride, rank_stride, meta_row_stride, meta_rank_stride, capacity,
+    NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, HAS_MAP: tl.constexpr,
+    QUANTIZED: tl.constexpr, GROUP: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copies received rows to the experts that they are for, and dequantizes them if they are e4m3.
 
     Before: in the message of each rank a header int32 `[E]`, rows and meta int32 `[capacity, 3, TOPK]`. After: batch
@@ -265,16 +200,10 @@ def _open_messages_kernel(
 
 @triton_jit
 def _total_rows(
-    headers_ptr,
-    map_ptr,
-    totals_ptr,
-    local_expert,
-    num_experts,
-    rank_stride,
-    NUM_RANKS: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-):
+    headers_ptr, map_ptr, totals_ptr,
+    local_expert, num_experts, rank_stride,
+    NUM_RANKS: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+):  # fmt: skip
     """totals[e] = rows that all ranks send for local expert e."""
     total = 0
     for start in range(0, num_experts, BLOCK_EXPERTS):
@@ -313,50 +242,23 @@ def triton_open_messages(
     num_columns = target.size(2)
     block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
     _open_messages_kernel[(num_rows + num_local_experts, cdiv(num_columns, block))](
-        message_rows,
-        scales,
-        message_meta,
-        headers,
-        None if expert_map is None else expert_map.to(torch.int32).contiguous(),
-        target,
-        slots,
-        weights,
-        totals,
-        headers.size(1),
-        num_columns,
-        max_rows,
-        message_rows.stride(1),
-        message_rows.stride(0),
-        message_meta.stride(1),
-        message_meta.stride(0),
-        capacity,
-        NUM_RANKS=num_ranks,
-        TOPK=topk,
-        BLOCK_TOPK=next_power_of_2(topk),
-        HAS_MAP=expert_map is not None,
-        QUANTIZED=quantized,
-        GROUP=GROUP_SIZE,
-        BLOCK_EXPERTS=_OPEN_EXPERTS,
-        BLOCK=block,
+        message_rows, scales, message_meta, headers,
+        None if expert_map is None else expert_map.to(torch.int32).contiguous(), target, slots, weights, totals,
+        headers.size(1), num_columns, max_rows, message_rows.stride(1), message_rows.stride(0), message_meta.stride(1),
+        message_meta.stride(0), capacity,
+        NUM_RANKS=num_ranks, TOPK=topk, BLOCK_TOPK=next_power_of_2(topk), HAS_MAP=expert_map is not None,
+        QUANTIZED=quantized, GROUP=GROUP_SIZE, BLOCK_EXPERTS=_OPEN_EXPERTS, BLOCK=block,
         num_warps=num_warps,
-    )
+    )  # fmt: skip
     return slots, weights, totals
 
 
 @TritonKernel
 def _send_plan_kernel(
-    ids_ptr,
-    owners_ptr,
-    slots_ptr,
-    counts_ptr,
-    num_tokens,
-    num_experts,
-    capacity,
-    NUM_RANKS: tl.constexpr,
-    TOPK: tl.constexpr,
-    EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, owners_ptr, slots_ptr, counts_ptr,
+    num_tokens, num_experts, capacity,
+    NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Computes column r of the plan: each token's row among all that this rank sends, -1 if rank r does not need it.
 
     Before: ids int32 `[T, TOPK]`, owners int32 `[E]`. After: slots int32 `[T, NUM_RANKS]`, counts int32 `[NUM_RANKS]`.
@@ -412,16 +314,8 @@ def triton_send_plan(
     slots = topk_ids.new_empty((num_tokens, num_ranks))
     counts = topk_ids.new_empty(num_ranks)
     _send_plan_kernel[(num_ranks,)](
-        topk_ids,
-        owners,
-        slots,
-        counts,
-        num_tokens,
-        owners.numel(),
-        capacity or 0,
-        NUM_RANKS=num_ranks,
-        TOPK=topk,
-        EXACT=capacity is None,
-        BLOCK=min(_PLAN_TOKENS, next_power_of_2(num_tokens)),
-    )
+        topk_ids, owners, slots, counts,
+        num_tokens, owners.numel(), capacity or 0,
+        NUM_RANKS=num_ranks, TOPK=topk, EXACT=capacity is None, BLOCK=min(_PLAN_TOKENS, next_power_of_2(num_tokens)),
+    )  # fmt: skip
     return slots, counts

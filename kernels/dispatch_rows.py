@@ -143,22 +143,10 @@ def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @TritonKernel
 def _pack_rows_kernel(
-    rows_ptr,
-    ids_ptr,
-    weights_ptr,
-    owners_ptr,
-    slots_ptr,
-    send_rows_ptr,
-    send_meta_ptr,
-    num_columns,
-    num_experts,
-    row_stride,
-    send_stride,
-    NUM_RANKS: tl.constexpr,
-    TOPK: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows_ptr, ids_ptr, weights_ptr, owners_ptr, slots_ptr, send_rows_ptr, send_meta_ptr,
+    num_columns, num_experts, row_stride, send_stride,
+    NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copies one block of one token's row to every rank that needs it, reading it once.
 
     Before: rows `[T, W]` words, ids int32 and weights f32 `[T, TOPK]`, slots int32 `[T, NUM_RANKS]`. After: send_rows
@@ -192,18 +180,10 @@ def _pack_rows_kernel(
 
 @TritonKernel
 def _weighted_rows_kernel(
-    source_ptr,
-    slots_ptr,
-    weights_ptr,
-    target_ptr,
-    num_columns,
-    source_stride,
-    target_stride,
-    TOPK: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    ALWAYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source_ptr, slots_ptr, weights_ptr, target_ptr,
+    num_columns, source_stride, target_stride,
+    TOPK: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ALWAYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """target[i] = sum over j of weights[i, j] * source[slots[i, j]], in f32, for one block of columns.
 
     Before: source `[X, K]`, slots int32 and weights f32 `[M, TOPK]`. After: target `[M, K]`. Slots of -1 are masked out
@@ -237,23 +217,11 @@ def triton_pack_rows(rows, topk_ids, topk_weights, owners, slots, send_rows, sen
     topk = topk_ids.size(1)
     block, num_warps = row_blocks(num_tokens, num_columns, rows.element_size())
     _pack_rows_kernel[(num_tokens, cdiv(num_columns, block))](
-        rows,
-        topk_ids,
-        topk_weights,
-        owners,
-        slots,
-        send_rows,
-        send_meta,
-        num_columns,
-        owners.numel(),
-        rows.stride(0),
-        send_rows.stride(0),
-        NUM_RANKS=slots.size(1),
-        TOPK=topk,
-        BLOCK_TOPK=next_power_of_2(topk),
-        BLOCK=block,
+        rows, topk_ids, topk_weights, owners, slots, send_rows, send_meta,
+        num_columns, owners.numel(), rows.stride(0), send_rows.stride(0),
+        NUM_RANKS=slots.size(1), TOPK=topk, BLOCK_TOPK=next_power_of_2(topk), BLOCK=block,
         num_warps=num_warps,
-    )
+    )  # fmt: skip
 
 
 @weighted_rows.on_gpu
@@ -274,17 +242,8 @@ def _launch_weighted_rows(
     num_rows, num_columns = target.shape
     block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
     _weighted_rows_kernel[(num_rows, cdiv(num_columns, block))](
-        source,
-        slots,
-        weights,
-        target,
-        num_columns,
-        source.stride(0),
-        target.stride(0),
-        TOPK=slots.size(1),
-        HAS_WEIGHTS=weights is not None,
-        ALWAYS=always,
-        BLOCK=block,
-        num_warps=num_warps,
-        enable_fp_fusion=False,
-    )
+        source, slots, weights, target,
+        num_columns, source.stride(0), target.stride(0),
+        TOPK=slots.size(1), HAS_WEIGHTS=weights is not None, ALWAYS=always, BLOCK=block,
+        num_warps=num_warps, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -143,29 +143,12 @@ def choose_blocks(num_tokens: int, hidden_size: int, element_size: int) -> tuple
 
 @TritonKernel
 def _mul_sum_kernel(
-    inputs_ptr,
-    weights_ptr,
-    ids_ptr,
-    map_ptr,
-    outputs_ptr,
-    hidden_size,
-    map_size,
-    input_token_stride,
-    input_slot_stride,
-    input_column_stride,
-    weight_token_stride,
-    weight_slot_stride,
-    id_token_stride,
-    id_slot_stride,
-    output_token_stride,
-    output_column_stride,
-    TOPK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    FAR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    inputs_ptr, weights_ptr, ids_ptr, map_ptr, outputs_ptr,
+    hidden_size, map_size, input_token_stride, input_slot_stride, input_column_stride, weight_token_stride,
+    weight_slot_stride, id_token_stride, id_slot_stride, output_token_stride, output_column_stride,
+    TOPK: tl.constexpr, HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Sums the weighted slots of one token in one pass over memory.
 
     Before: inputs `[T, TOPK, K]`, weights and ids `[T, TOPK]`, map `[E]`. After: outputs `[T, K]`.
@@ -208,25 +191,11 @@ def triton_mul_sum(inputs, topk_weights, outputs, topk_ids, expert_map):
     block, num_warps = choose_blocks(num_tokens, hidden_size, inputs.element_size())
     early = comes_early(inputs.device)
     _mul_sum_kernel[(num_tokens, -(-hidden_size // block))](
-        inputs,
-        topk_weights,
-        topk_ids,
-        None if expert_map is None else expert_map.contiguous(),
-        outputs,
-        hidden_size,
-        0 if expert_map is None else expert_map.numel(),
-        *inputs.stride(),
-        *topk_weights.stride(),
-        *(topk_ids.stride() if topk_ids is not None else (0, 0)),
-        *outputs.stride(),
-        TOPK=topk,
-        HAS_IDS=topk_ids is not None,
-        HAS_MAP=expert_map is not None,
-        FAR=topk * inputs.stride(1) > _MOST_INT32,
-        BLOCK=block,
-        EARLY=early,
-        launch_pdl=early,
-        num_warps=num_warps,
-        enable_fp_fusion=False,
-    )
+        inputs, topk_weights, topk_ids, None if expert_map is None else expert_map.contiguous(), outputs,
+        hidden_size, 0 if expert_map is None else expert_map.numel(), *inputs.stride(), *topk_weights.stride(),
+        *(topk_ids.stride() if topk_ids is not None else (0, 0)), *outputs.stride(),
+        TOPK=topk, HAS_IDS=topk_ids is not None, HAS_MAP=expert_map is not None,
+        FAR=topk * inputs.stride(1) > _MOST_INT32, BLOCK=block, EARLY=early,
+        launch_pdl=early, num_warps=num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
     return outputs

@@ -17,17 +17,11 @@ def _product(x, y):
 
 @triton_jit
 def _rotate(
-    source_ptr,
-    target_ptr,
-    cos_ptr,
-    sin_ptr,
+    source_ptr, target_ptr, cos_ptr, sin_ptr,
     first_head,
-    NUM_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-):
+):  # fmt: skip
     """Turns heads first_head ... of one token, `[NUM_HEADS, 2 * HALF]`."""
     head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
@@ -46,20 +40,11 @@ def _rotate(
 
 @TritonKernel
 def _rotary_kernel(
-    query_ptr,
-    key_ptr,
-    cos_ptr,
-    sin_ptr,
-    query_target_ptr,
-    key_target_ptr,
+    query_ptr, key_ptr, cos_ptr, sin_ptr, query_target_ptr, key_target_ptr,
     num_angles,
-    QUERY_HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     """Program (token, group) turns BLOCK_HEADS heads of one token: those of queries, then those of keys.
 
     Row r of cos and sin is that of tokens r, r + num_angles, ...; WIDE where it has a column for each of a head.
@@ -93,18 +78,10 @@ def triton_rotary(
     key_heads = key.size(2)
     targets = torch.empty_like(query), torch.empty_like(key)
     _rotary_kernel[(batch * num_tokens, cdiv(query_heads, _BLOCK_HEADS) + cdiv(key_heads, _BLOCK_HEADS))](
-        query,
-        key,
-        cos,
-        sin,
-        *targets,
+        query, key, cos, sin, *targets,
         cos.size(0) * num_tokens,
-        QUERY_HEADS=query_heads,
-        KEY_HEADS=key_heads,
-        HALF=head_dim // 2,
-        WIDE=cos.size(-1) == head_dim,
-        BLOCK_HEADS=_BLOCK_HEADS,
-        BLOCK_HALF=next_power_of_2(head_dim // 2),
+        QUERY_HEADS=query_heads, KEY_HEADS=key_heads, HALF=head_dim // 2, WIDE=cos.size(-1) == head_dim,
+        BLOCK_HEADS=_BLOCK_HEADS, BLOCK_HALF=next_power_of_2(head_dim // 2),
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return targets

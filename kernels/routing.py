@@ -46,26 +46,12 @@ def _first_best(keys, positions):
 
 @TritonKernel
 def _topk_kernel(
-    router_ptr,
-    bias_ptr,
-    weights_ptr,
-    ids_ptr,
-    row_stride,
-    column_stride,
-    routed_scaling_factor,
-    KIND: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TOPK_GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    BLOCK_MEMBERS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    router_ptr, bias_ptr, weights_ptr, ids_ptr,
+    row_stride, column_stride, routed_scaling_factor,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr, BLOCK_K: tl.constexpr, PRECISE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Chooses the experts of one token.
 
     Before: logits, or for KIND scores those, `[T, E]`, bias `[E]`. After: weights f32 and ids `[T, TOP_K]`.
@@ -183,28 +169,13 @@ def fused_topk(
     block_groups, block_members = _power_of_2(num_expert_group), _power_of_2(group_size)
     early = comes_early(router_logits.device)
     _topk_kernel[(num_tokens,)](
-        source,
-        e_score_correction_bias.contiguous() if e_score_correction_bias is not None else None,
-        weights,
-        ids,
-        *source.stride(),
-        float(routed_scaling_factor),
-        KIND=kind,
-        HAS_BIAS=has_bias,
-        RENORMALIZE=renormalize,
-        TOP_K=top_k,
-        NUM_GROUPS=num_expert_group,
-        GROUP_SIZE=group_size,
-        TOPK_GROUP=topk_group,
-        BLOCK_GROUPS=block_groups,
-        BLOCK_MEMBERS=block_members,
-        BLOCK_K=_power_of_2(top_k),
-        PRECISE=not is_interpreted(),
-        EARLY=early,
-        launch_pdl=early,
-        num_warps=1 if block_groups * block_members <= 512 else 4,
-        enable_fp_fusion=False,
-    )
+        source, e_score_correction_bias.contiguous() if e_score_correction_bias is not None else None, weights, ids,
+        *source.stride(), float(routed_scaling_factor),
+        KIND=kind, HAS_BIAS=has_bias, RENORMALIZE=renormalize, TOP_K=top_k, NUM_GROUPS=num_expert_group,
+        GROUP_SIZE=group_size, TOPK_GROUP=topk_group, BLOCK_GROUPS=block_groups, BLOCK_MEMBERS=block_members,
+        BLOCK_K=_power_of_2(top_k), PRECISE=not is_interpreted(), EARLY=early,
+        launch_pdl=early, num_warps=1 if block_groups * block_members <= 512 else 4, enable_fp_fusion=False,
+    )  # fmt: skip
     return weights, ids
 
 

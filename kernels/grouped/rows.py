@@ -112,18 +112,10 @@ def activated(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl
 
 @TritonKernel
 def _move_rows_kernel(
-    source_ptr,
-    sources_ptr,
-    target_ptr,
-    targets_ptr,
-    count_ptr,
-    num_columns,
-    source_stride,
-    target_stride,
-    HAS_SOURCES: tl.constexpr,
-    HAS_TARGETS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source_ptr, sources_ptr, target_ptr, targets_ptr, count_ptr,
+    num_columns, source_stride, target_stride,
+    HAS_SOURCES: tl.constexpr, HAS_TARGETS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (j, b) copies words b * BLOCK ... of the j-th row, and ends at once if there is no such row.
 
     Before: source `[*, W]` words, lists int32 `[S]`, count int32 `[1]`. After: target `[*, W]`.
@@ -145,15 +137,10 @@ def _move_rows_kernel(
 
 @TritonKernel
 def _activate_kernel(
-    input_ptr,
-    output_ptr,
-    count_ptr,
+    input_ptr, output_ptr, count_ptr,
     num_columns,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (j, b) computes columns b * BLOCK ... of row j in f32, and ends at once if there is no such row.
 
     Before: input `[S, 2N]` (gate, then up) or `[S, N]`, count int32 `[1]`. After: output `[S, N]`. Gate and up end at
@@ -185,19 +172,11 @@ def triton_move_rows(source, sources, target, targets, count):
     num_columns = source.size(1)
     block, num_warps = row_blocks(num_rows, num_columns, source.element_size())
     _move_rows_kernel[(num_rows, cdiv(num_columns, block))](
-        source,
-        sources,
-        target,
-        targets,
-        count,
-        num_columns,
-        source.stride(0),
-        target.stride(0),
-        HAS_SOURCES=sources is not None,
-        HAS_TARGETS=targets is not None,
-        BLOCK=block,
+        source, sources, target, targets, count,
+        num_columns, source.stride(0), target.stride(0),
+        HAS_SOURCES=sources is not None, HAS_TARGETS=targets is not None, BLOCK=block,
         num_warps=num_warps,
-    )
+    )  # fmt: skip
 
 
 @_activate_rows.on_gpu
@@ -207,13 +186,8 @@ def triton_activate_rows(activation, input, output, count, limit):
         return
     block, num_warps = row_blocks(num_rows, num_columns, output.element_size())
     _activate_kernel[(num_rows, cdiv(num_columns, block))](
-        input,
-        output,
-        count,
+        input, output, count,
         num_columns,
-        ACTIVATION=str(activation),
-        GATED=activation.is_gated,
-        LIMIT=limit,
-        BLOCK=block,
+        ACTIVATION=str(activation), GATED=activation.is_gated, LIMIT=limit, BLOCK=block,
         num_warps=num_warps,
-    )
+    )  # fmt: skip

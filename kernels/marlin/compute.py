@@ -286,16 +286,10 @@ def convert_rows(
 
 @TritonKernel
 def _convert_rows_kernel(
-    source_ptr,
-    counts_ptr,
-    target_ptr,
-    flags_ptr,
-    max_rows,
-    num_columns,
-    HAS_TARGET: tl.constexpr,
-    HAS_FLAGS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source_ptr, counts_ptr, target_ptr, flags_ptr,
+    max_rows, num_columns,
+    HAS_TARGET: tl.constexpr, HAS_FLAGS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (r, b) converts columns b * BLOCK ... of row r % max_rows of expert r // max_rows, if the row counts.
 
     Before: source `[E, max_rows, K]`, counts int32 `[E]`. After: target of the same shape, flags int32 `[E]`.
@@ -322,17 +316,11 @@ def triton_convert_rows(source, counts, target, flags):
     num_experts, max_rows, num_columns = source.shape
     block, num_warps = row_blocks(num_experts * max_rows, num_columns, source.element_size())
     _convert_rows_kernel[(num_experts * max_rows, cdiv(num_columns, block))](
-        source,
-        counts,
-        target,
-        flags,
-        max_rows,
-        num_columns,
-        HAS_TARGET=target is not None,
-        HAS_FLAGS=flags is not None,
-        BLOCK=block,
+        source, counts, target, flags,
+        max_rows, num_columns,
+        HAS_TARGET=target is not None, HAS_FLAGS=flags is not None, BLOCK=block,
         num_warps=num_warps,
-    )
+    )  # fmt: skip
 
 
 def sort_by_expert(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None) -> Rows:

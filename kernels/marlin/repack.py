@@ -314,16 +314,10 @@ _BLOCK = 1024
 
 @TritonKernel
 def _pack_codes_kernel(
-    pairs_ptr,
-    words_ptr,
-    num_rows,
-    num_columns,
-    words_per_expert,
-    BITS: tl.constexpr,
-    GATED: tl.constexpr,
-    SPREAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    pairs_ptr, words_ptr,
+    num_rows, num_columns, words_per_expert,
+    BITS: tl.constexpr, GATED: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Gathers each packed word from two rows of the plain form; program (b, e) makes words b * BLOCK ... of expert e.
 
     Before: codes uint8 `[E, out, in]` in natural row order, read as pairs of columns, int16 `[E, out, in / 2]`.
