@@ -1,4 +1,5 @@
-"""The choices of a model's router: `moe_ep.routing.router` cleans them, `moe_ep.hf.routed_experts` counts them."""
+"""The choices of a model's router: `moe_ep.routing.router` cleans them, `moe_ep.hf.routed_experts` counts them,
+`moe_ep.rollouts.recording` records them."""
 
 from __future__ import annotations
 
@@ -69,3 +70,65 @@ def triton_count_choices(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:
     """`count_choices` of at least one slot."""
     ids = topk_ids.contiguous()
     _count_kernel[(cdiv(ids.numel(), _BLOCK),)](ids, counts, ids.numel(), BLOCK=_BLOCK)
+
+
+@TritonKernel
+def _record_kernel(
+    ids_ptr,
+    weights_ptr,
+    rows_ptr,
+    ids_log_ptr,
+    weights_log_ptr,
+    num_slots,
+    num_columns,
+    id_token_stride,
+    id_slot_stride,
+    weight_token_stride,
+    weight_slot_stride,
+    TOP_K: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies choices `[T, TOP_K]` to rows int64 `[T]` of logs: ids as int16, -1 outside of [0, num_columns), and f32
+    weights, 0 there. Program b copies slots b * BLOCK ... of all T * TOP_K.
+
+    Example: ids [[5, 2]], rows [7], 4 columns: row 7 of the log becomes [-1, 2].
+    """
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < num_slots
+    token, column = slot // TOP_K, slot % TOP_K
+    expert = tl.load(ids_ptr + token * id_token_stride + column * id_slot_stride, mask=inside, other=-1)
+    place = tl.load(rows_ptr + token, mask=inside, other=0) * TOP_K + column
+    known = (expert >= 0) & (expert < num_columns)
+    tl.store(ids_log_ptr + place, tl.where(known, expert, -1).to(tl.int16), mask=inside)
+    if HAS_WEIGHTS:
+        weight = tl.load(
+            weights_ptr + token * weight_token_stride + column * weight_slot_stride, mask=inside, other=0.0
+        )
+        tl.store(weights_log_ptr + place, tl.where(known, weight.to(tl.float32), 0.0), mask=inside)
+
+
+def triton_record_choices(
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    rows: torch.Tensor,
+    num_columns: int,
+    ids_log: torch.Tensor,
+    weights_log: torch.Tensor | None,
+) -> None:
+    """`moe_ep.rollouts.recording.record_choices` of at least one slot; the logs are contiguous."""
+    num_slots = topk_ids.numel()
+    _record_kernel[(cdiv(num_slots, _BLOCK),)](
+        topk_ids,
+        topk_weights,
+        rows.contiguous(),
+        ids_log,
+        weights_log,
+        num_slots,
+        num_columns,
+        *topk_ids.stride(),
+        *topk_weights.stride(),
+        TOP_K=topk_ids.size(1),
+        HAS_WEIGHTS=weights_log is not None,
+        BLOCK=_BLOCK,
+    )

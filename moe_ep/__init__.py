@@ -46,6 +46,8 @@ if TYPE_CHECKING:
         make_experts,
         make_prepare_finalize,
     )
+    from moe_ep.rollouts.recording import recording
+    from moe_ep.rollouts.routing_file import read_routed_experts
     from moe_ep.routing import select_experts
 
 # The module of each name, by name.
@@ -66,6 +68,8 @@ _MODULES = {
         "layer.stack": "MoEStack",
         "modular_kernel": "ExpertTokensMetadata FusedMoEActivationFormat FusedMoEModularKernel "
         "FusedMoEPermuteExpertsUnpermute FusedMoEPrepareAndFinalize make_experts make_prepare_finalize",
+        "rollouts.recording": "recording",
+        "rollouts.routing_file": "read_routed_experts",
         "routing": "select_experts",
     }.items()
     for name in names.split()
@@ -95,6 +99,8 @@ __all__ = [
     "model_spec",
     "one_pass",
     "parallelize",
+    "read_routed_experts",
+    "recording",
     "select_experts",
     "serve",
     "serving",

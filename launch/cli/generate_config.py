@@ -100,6 +100,13 @@ class GenerateConfig(ModelConfig):
     logprobs: int | None = option(
         None, at_least(0), "tell the log-probability of each token, and those of this many of the likeliest", "K"
     )
+    return_routed_experts: Path | None = option(
+        None,
+        output_file,
+        "write the experts that every token chose in every layer (moe_ep.read_routed_experts)",
+        "FILE",
+    )
+    return_routed_weights: bool = option(False, None, "write the router's weights too; with --return-routed-experts")
     batch_size: int = option(8, at_least(1), "sequences that each worker decodes at a time")
     prefill_tokens: int = option(
         4096,
@@ -119,6 +126,13 @@ class GenerateConfig(ModelConfig):
             raise OptionError(f"--prompts {problem}; give a file with a prompt a line, or --prompt TEXT")
         if self.resume and self.output is None:
             raise OptionError("--resume is given without --output; name the file that the interrupted run wrote")
+        if self.return_routed_weights and self.return_routed_experts is None:
+            raise OptionError("--return-routed-weights is given without --return-routed-experts; name the file")
+        if self.return_routed_experts is not None and self.resume:
+            raise OptionError(
+                "--return-routed-experts is given with --resume, and the file would lack the prompts of the "
+                "interrupted run; leave one out"
+            )
         if self.num_redundant_experts and not self.eplb:
             raise OptionError(f"--num-redundant-experts is {self.num_redundant_experts} without --eplb; add it")
         self.check_quantize()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_ep.bench.checkout import checkout_commit
 from moe_ep.launch.cli.generate_config import GenerateConfig
 from moe_ep.launch.cli.report import percentile
 from moe_ep.launch.gangs.progress import workers
+from moe_ep.rollouts.routing_file import RoutingFile
 
 
 @dataclass
@@ -26,6 +27,7 @@ class RankGeneration:
         elapsed_s: from the first step to the last, the same steps on every rank.
         balancedness: of all steps, layers and ranks together.
         memory_bytes: on a GPU the most that was allocated, else the most the process ever held.
+        routing: what is recorded of its prompts' routing; None where nothing is.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class RankGeneration:
     elapsed_s: float
     balancedness: float
     memory_bytes: int
+    routing: RoutingFile | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +65,15 @@ class GenerationReport:
         self.elapsed_s = max(rank.elapsed_s for rank in ranks)
         self.refused = [told for rank in ranks for told in rank.refused]
         self.failed = [told for rank in ranks for told in rank.completions if told["finish"] == "failed"]
+
+    def routing(self) -> RoutingFile:
+        """What was recorded on all ranks."""
+        files = [rank.routing for rank in self.ranks if rank.routing is not None]
+        ids, weights = (
+            {index: each for part in parts for index, each in part.items()}
+            for parts in ([file.ids for file in files], [file.weights for file in files])
+        )
+        return replace(files[0], ids=dict(sorted(ids.items())), weights=dict(sorted(weights.items())))
 
     def step_ms(self, kind: str) -> dict[str, float] | None:
         """Median and p99 over ranks and steps; None where there were none."""

@@ -80,7 +80,9 @@ class EplbOptions:
     routing: str | None = option(
         None, _routing, "replace the routers: uniform, zipf:S, or recorded:FILE with a file of --record-routing", "HOW"
     )
-    record_routing: Path | None = option(None, output_file, "write the experts that every token chose (.npz)", "FILE")
+    record_routing: Path | None = option(
+        None, output_file, "write the experts that every token chose (moe_ep.read_routed_experts)", "FILE"
+    )
 
     def check_eplb(self) -> None:
         """Raises OptionError for an option that means nothing without --eplb."""

@@ -17,11 +17,15 @@ import transformers
 
 import moe_ep
 from moe_ep.bench.results import peak_memory
+from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.distributed.exchange import gather_texts
 from moe_ep.eplb.metrics import balancedness
+from moe_ep.eplb.placement_file import model_checksum
+from moe_ep.eplb.trace import model_name
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
+from moe_ep.generation.decoder import Records
 from moe_ep.generation.engine import Completion, Generation, Request
 from moe_ep.generation.sampling import Sampling
 from moe_ep.generation.tokenizer import ModelTokenizer
@@ -35,6 +39,8 @@ from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.rollouts.recording import num_columns
+from moe_ep.rollouts.routing_file import RoutingFile
 
 # Settings of generation_config.json that are not applied though they change the likeliest text, each with its neutral
 # value.
@@ -91,6 +97,7 @@ def run_generate(
         prefill_tokens=config.prefill_tokens,
         graphs=config.graphs,
         logprobs=config.logprobs,
+        records=_records(config),
         on_progress=relay.collect,
         on_completion=lambda completion: relay.leave(_told(tokenizer, completion, rank_env.rank, config.stop)),
     )
@@ -122,6 +129,7 @@ def run_generate(
         elapsed_s=elapsed_s,
         balancedness=_balancedness(steps),
         memory_bytes=peak_memory(device),
+        routing=None if config.return_routed_experts is None else _routing(folder, steps, completions),
     )
 
 
@@ -206,6 +214,25 @@ def _told(tokenizer: ModelTokenizer, completion: Completion, rank: int, stop: st
             for index, found in zip(completion.token_ids, completion.logprobs, strict=True)
         ]
     return told
+
+
+def _records(config: GenerateConfig) -> Records:
+    if config.return_routed_experts is None:
+        return "nothing"
+    return "weights" if config.return_routed_weights else "ids"
+
+
+def _routing(folder: Path, steps: StepCoordinator, completions: Sequence[Completion]) -> RoutingFile:
+    """The routing of this rank's completions."""
+    found = {done.index: done.routing for done in completions if done.routing is not None}
+    with CheckpointReader(folder, allow_nonfinite=True) as reader:
+        model = model_name(model_spec(reader.config, reader).family, model_checksum(reader))
+    return RoutingFile(
+        ids={index: routing.ids.numpy() for index, routing in found.items()},
+        weights={index: routing.weights.numpy() for index, routing in found.items() if routing.weights is not None},
+        num_experts=max(map(num_columns, steps.layers)),
+        model=model,
+    )
 
 
 def _token(tokenizer: ModelTokenizer, index: int, logprob: float) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Routing traces: which experts the tokens of a run chose, in one .npz file.
+"""Routing traces: which experts the tokens of a run chose.
 
-The file holds the arrays ids `[N, top_k]`, layer, step and rank `[N]`, and the scalars num_experts and model; a row is
-one token in one layer. Ids are logical, so a trace says nothing about placement and serves to try any.
+A trace is written as a file of recorded routing (`moe_ep.rollouts.routing_file`), or, where its name ends in .npz, as
+the arrays ids `[N, top_k]`, layer, step and rank `[N]`, and the scalars num_experts and model; a row is one token in
+one layer. Ids are logical, so a trace says nothing about placement and serves to try any.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from moe_ep.eplb.policy.maps import Array
 from moe_ep.errors import check_at_least
 from moe_ep.files import replacing
+from moe_ep.rollouts.routing_file import RoutingFile, is_routing_file
 
 _ROWS = ("layer", "step", "rank")
 _NAMES = ("ids", *_ROWS, "num_experts", "model")
@@ -93,7 +95,10 @@ class RoutingTrace:
         return np.bincount(flat, minlength=shape[0] * shape[1] * shape[2]).reshape(shape)
 
     def save(self, path: Path | str) -> None:
-        """Writes the .npz file; one that is there is replaced whole or not at all."""
+        """Writes the file; one that is there is replaced whole or not at all."""
+        if Path(path).suffix != ".npz":
+            self._as_routing_file().save(path)
+            return
         kind = np.int16 if self.num_experts <= np.iinfo(np.int16).max else np.int32
         with replacing(path) as partial, partial.open("wb") as file:
             np.savez_compressed(
@@ -104,14 +109,33 @@ class RoutingTrace:
                 **{name: getattr(self, name).astype(np.int32) for name in _ROWS},
             )
 
+    def _as_routing_file(self) -> RoutingFile:
+        """One prompt for each step and rank; a rank without tokens in a step has one without rows."""
+        num_ranks = int(self.rank.max(initial=0)) + 1
+        prompt = self.step.astype(np.int64) * num_ranks + self.rank
+        # The rows of a prompt and layer keep their order.
+        order = np.lexsort((self.layer, prompt))
+        ids, sizes = self.ids[order], np.bincount(prompt, minlength=self.num_steps * num_ranks)
+        parts = np.split(ids, np.cumsum(sizes)[:-1])
+        by_layer = [part.reshape(self.num_layers, -1, ids.shape[1]).transpose(1, 0, 2) for part in parts]
+        return RoutingFile(
+            ids=dict(enumerate(by_layer)),
+            weights={},
+            num_experts=self.num_experts,
+            model=self.model,
+            num_ranks=num_ranks,
+        )
+
     @classmethod
     def load(cls, path: Path | str) -> RoutingTrace:
-        """Reads a file of `save`.
+        """Reads a file of `save`, or one of recorded prompts, each of which is a step of rank 0.
 
         Raises:
             ValueError: it is not one, or its arrays do not fit together.
             FileNotFoundError: there is none.
         """
+        if is_routing_file(path):
+            return cls._of(RoutingFile.load(path))
         arrays = read_arrays(path)
         missing = [name for name in _NAMES if name not in arrays]
         if missing:
@@ -126,6 +150,28 @@ class RoutingTrace:
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a routing trace: {error}") from None
+
+    @classmethod
+    def _of(cls, file: RoutingFile) -> RoutingTrace:
+        num_ranks = file.num_ranks or 1
+        shapes = [ids.shape for ids in file.ids.values()]
+        sizes = [tokens * layers for tokens, layers, _ in shapes]
+        prompts = np.repeat(np.array(list(file.ids), dtype=np.int32), sizes)
+        return cls(
+            ids=np.concatenate([ids.reshape(-1, ids.shape[-1]) for ids in file.ids.values()]).astype(np.int32),
+            layer=np.concatenate([np.tile(np.arange(layers, dtype=np.int32), tokens) for tokens, layers, _ in shapes]),
+            step=prompts // num_ranks,
+            rank=prompts % num_ranks,
+            num_experts=file.num_experts,
+            model=file.model,
+        )
+
+
+def is_trace(path: Path | str) -> bool:
+    """Whether a file says of each token in which step and on which rank it was, as those of `moe-ep run` do."""
+    if is_routing_file(path):
+        return RoutingFile.load(path).num_ranks is not None
+    return "ids" in read_arrays(path)
 
 
 def model_name(family: str, checksum: str) -> str:
@@ -192,7 +238,10 @@ def plain_choices(arrays: dict[str, Array], path: Path) -> Array:
 
 
 def read_arrays(path: Path | str) -> dict[str, Array]:
-    """All arrays of an .npz file, nothing unpickled; ValueError where it is none."""
+    """All arrays of an .npz file, nothing unpickled, or the choices `[layer, token, top_k]` of each prompt of a file of
+    recorded routing; ValueError where it is neither."""
+    if is_routing_file(path):
+        return {str(index): ids.swapaxes(0, 1) for index, ids in RoutingFile.load(path).ids.items() if ids.size}
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}

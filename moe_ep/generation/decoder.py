@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,6 +19,10 @@ from moe_ep.errors import ConfigError
 from moe_ep.generation.fused_modules import FusedModules
 from moe_ep.generation.slot_cache import SequenceTable, SlotCache, as_models_take, can_attend, slot_attention
 from moe_ep.hf.parallelized import steps_of
+from moe_ep.rollouts.recording import Choices, RoutingLog
+
+# What is recorded of the routing.
+Records = Literal["nothing", "ids", "weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +43,15 @@ class SlotDecoder:
         num_slots: sequences that decode together.
         max_length: of a sequence, prompt and continuation.
         graphs: whether decoding may be captured in CUDA graphs; it is where backend and experts allow it.
+        records: what is recorded of each sequence's routing: nothing, "ids", or "weights" too.
 
     Raises:
         ConfigError: a model with a cache class of its own.
     """
 
-    def __init__(self, model: Any, num_slots: int, max_length: int, *, graphs: bool) -> None:
+    def __init__(
+        self, model: Any, num_slots: int, max_length: int, *, graphs: bool, records: Records = "nothing"
+    ) -> None:
         if not model._supports_default_dynamic_cache():
             raise ConfigError(
                 f"a {type(model).__name__} keeps its past in a cache of its own, which sequences cannot share a batch "
@@ -57,6 +64,7 @@ class SlotDecoder:
         self._max_length = max_length
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._slots = torch.arange(num_slots, device=device)
         self._active = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._cache: SlotCache | None = None
         self._by_table = can_attend(model)
@@ -69,6 +77,12 @@ class SlotDecoder:
         self._kinds = getattr(model.config.get_text_config(), "layer_types", None)
         self._fused = FusedModules(model)
         graphs = graphs and self._can_capture()
+        # A row for each slot and position, written as the cache is.
+        self._log: RoutingLog | None = None
+        self._recording = contextlib.ExitStack()
+        if records != "nothing":
+            self._log = RoutingLog(self.steps.layers, num_slots * max_length, weights=records == "weights")
+            self._recording.enter_context(self._log.recording(self.steps.layers))
         self._decode = _Captured(self._decode_pass, self.steps, num_slots, graphs)
         self._serve = _Captured(self.steps.pass_without_tokens, self.steps, num_slots, graphs)
 
@@ -99,7 +113,8 @@ class SlotDecoder:
             batch = padded_prompts(prompts, device)
             mask = batch.mask
             prefilled = DynamicCache(config=self.model.config)
-        with self._rows(batch.rows), self._quickly(by_table=self._packs):
+        into = torch.tensor(slots, device=device)
+        with self._rows(batch.rows, into[batch.prompts], batch.positions), self._quickly(by_table=self._packs):
             output = self.model(
                 input_ids=batch.tokens,
                 attention_mask=mask,
@@ -108,7 +123,6 @@ class SlotDecoder:
                 use_cache=True,
                 logits_to_keep=batch.last,
             )
-        into = torch.tensor(slots, device=device)
         self._cache_like(prefilled).put(into[batch.prompts], prefilled, batch.positions)
         self._positions[into] = batch.lengths
         self._active[into] = True
@@ -133,6 +147,11 @@ class SlotDecoder:
         self._active[slot] = False
         self._positions[slot] = 0
 
+    def routing(self, slot: int, num_tokens: int) -> Choices | None:
+        """What the first tokens of a slot's sequence chose, where it is recorded; waits for the device."""
+        first = slot * self._max_length
+        return None if self._log is None else self._log.read(slice(first, first + num_tokens))
+
     def clear(self, slot: int) -> None:
         """Forgets what a slot's sequence has left in the cache."""
         if self._cache is not None:
@@ -140,6 +159,7 @@ class SlotDecoder:
 
     def close(self) -> None:
         """Frees the CUDA graphs. NCCL cannot leave a process group while graphs with its collectives exist."""
+        self._recording.close()
         self._decode.close()
         self._serve.close()
 
@@ -147,7 +167,7 @@ class SlotDecoder:
         cache = self._cache
         if cache is None:
             raise RuntimeError("decode was called before any prefill; prefill a slot first")
-        with self._rows(self._active), self._quickly(by_table=self._by_table):
+        with self._rows(self._active, self._slots, self._positions), self._quickly(by_table=self._by_table):
             output = self.model(
                 input_ids=self._tokens[:, None],
                 position_ids=self._positions[:, None],
@@ -158,12 +178,18 @@ class SlotDecoder:
         return output.logits[:, -1]
 
     @contextlib.contextmanager
-    def _rows(self, that_count: torch.Tensor | None) -> Iterator[None]:
-        """A block in which only these rows of a pass go to experts; None for all."""
+    def _rows(self, that_count: torch.Tensor | None, slots: torch.Tensor, positions: torch.Tensor) -> Iterator[None]:
+        """A block of one pass in which only the rows that count go to experts; None for all. Each row's slot and
+        position say where its choices are recorded; a negative position is that of no token."""
         for layer in self.steps.layers:
             layer.row_mask = that_count
         try:
-            yield
+            if self._log is None:
+                yield
+                return
+            places = slots * self._max_length + positions
+            with self._log.at(places.where(positions >= 0, self._log.max_tokens).flatten()):
+                yield
         finally:
             for layer in self.steps.layers:
                 layer.row_mask = None

@@ -8,17 +8,18 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from moe_ep.arguments import INTEGER_NAMES, INTEGERS
-from moe_ep.errors import ConfigError, check_at_least
-from moe_ep.generation.decoder import SlotDecoder
+from moe_ep.errors import ConfigError, check_at_least, one_of
+from moe_ep.generation.decoder import Records, SlotDecoder
 from moe_ep.generation.sampling import Sampling, SequenceRandom, next_tokens
 from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS
 from moe_ep.hf.steps import Step
+from moe_ep.rollouts.recording import Choices
 
 # A step in which any rank reads prompts delays the decoding of all, so ranks wait until this share of slots is free.
 FREE_SHARE = 1 / 4
@@ -147,6 +148,8 @@ class Completion:
         finish: "stop" where the model ended it, "length" where the limit did, "failed" as `error` says.
         error: why it failed; empty where it did not.
         logprobs: of each of token_ids, where they are asked for.
+        routing: of every token that was fed to the model, the prompt's and all that follow but one that ended it, where
+            it is recorded.
     """
 
     index: int
@@ -155,6 +158,7 @@ class Completion:
     finish: str = ""
     error: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    routing: Choices | None = None
 
 
 @dataclass
@@ -191,14 +195,15 @@ class Generation:
         graphs: whether decoding may be captured in CUDA graphs.
         logprobs: so many of the likeliest tokens are told with the log-probabilities of each position; 0 for those of
             the chosen token alone, None for none.
+        records: what is recorded of the routing of each completion: nothing, "ids" of experts, or "weights" too.
         on_progress: called before each step.
         on_completion: called with each of this rank's as it is finished, before on_progress counts it on any rank.
 
     Raises:
         ConfigError: more logprobs than the model has tokens.
-        ValueError: a number below 1, a prompt without tokens, of others than the model has or of no tensor, or one that
-            leaves no room below max_length; two of one number; a model that `parallelize` did not make; from `run`,
-            ranks with different requests.
+        ValueError: a number below 1, another word for records, a prompt without tokens, of others than the model has or
+            of no tensor, or one that leaves no room below max_length; two of one number; a model that `parallelize` did
+            not make; from `run`, ranks with different requests.
     """
 
     def __init__(
@@ -215,6 +220,7 @@ class Generation:
         prefill_tokens: int = PREFILL_MAX_NUM_TOKENS,
         graphs: bool = True,
         logprobs: int | None = None,
+        records: Records = "nothing",
         on_progress: OnProgress | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> None:
@@ -229,7 +235,9 @@ class Generation:
         self._num_logprobs = logprobs
         longest = max((request.length for request in requests), default=0) + max_new_tokens
         self._max_length = longest if max_length is None else min(longest, max_length)
-        self._decoder = SlotDecoder(model, num_slots, self._max_length, graphs=graphs)
+        if records not in get_args(Records):
+            raise ValueError(one_of("records", records, get_args(Records)))
+        self._decoder = SlotDecoder(model, num_slots, self._max_length, graphs=graphs, records=records)
         self._requests = requests
         self._prompts = PromptQueue(requests, num_slots, prefill_tokens, self._decoder.num_rows)
         self._running: list[Completion | None] = [None] * num_slots
@@ -346,6 +354,7 @@ class Generation:
         sequence = self._running[slot]
         if sequence is None:
             return
+        num_fed = sequence.num_prompt_tokens + len(sequence.token_ids)
         sequence.finish = self._finish(sequence, token)
         if logprobs is not None and len(sequence.logprobs) < len(sequence.token_ids):
             sequence.logprobs.append(logprobs)
@@ -358,6 +367,7 @@ class Generation:
             )
             # What a later sequence does not overwrite, it multiplies by 0, which NaN stays NaN under.
             self._decoder.clear(slot)
+        sequence.routing = self._decoder.routing(slot, num_fed)
         self._on_completion(sequence)
         self.completions.append(sequence)
         self._running[slot] = None

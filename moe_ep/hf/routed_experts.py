@@ -23,6 +23,7 @@ from moe_ep.layer.fused_moe import FusedMoE
 from moe_ep.modular_kernel import FusedMoEPrepareAndFinalize, make_prepare_finalize
 from moe_ep.observability import stages
 from moe_ep.registry import choose_form
+from moe_ep.routing.router import PrecomputedRouter
 
 
 def count_choices(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:
@@ -125,7 +126,7 @@ class RoutedExperts(FusedMoE):
             check_at_least(1, decode_max_num_tokens=decode_max_num_tokens)
         super().__init__(**layer)
         self.dispatcher = StepDispatcher(self.dispatcher, coordinator, decode_max_num_tokens, decode_backend)
-        self._num_identities = num_identities
+        self.precomputed = PrecomputedRouter(self.num_experts, self.top_k, num_identities)
         self._graphs, self._replay_tokens = CallGraphs(), env.REPLAY_MAX_TOKENS.get()
         self.counts_load = False
         self.register_buffer("load", torch.zeros(self.moe_config.num_experts, dtype=torch.int64), persistent=False)
@@ -157,13 +158,7 @@ class RoutedExperts(FusedMoE):
         check_tensors(hidden_states=hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
         if not hidden_states.is_floating_point():
             raise ValueError(f"hidden_states is {hidden_states.dtype}; it must be of a float dtype")
-        output = self._call(hidden_states.to(self.moe_config.in_dtype), topk_weights, topk_ids).to(hidden_states.dtype)
-        if self._num_identities:
-            is_identity = topk_ids >= self.num_experts
-            kept = hidden_states * topk_weights.masked_fill(~is_identity, 0.0).sum(-1, keepdim=True)
-            # Rows of other tokens need not be finite.
-            output += torch.where(is_identity.any(-1, keepdim=True), kept, 0.0)
-        return output
+        return self._call(hidden_states.to(self.moe_config.in_dtype), topk_weights, topk_ids).to(hidden_states.dtype)
 
     def _call(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The graph node; a replay of its body where that has run so before."""
@@ -177,7 +172,7 @@ class RoutedExperts(FusedMoE):
     def forward_routed(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """The body of the graph node: the routed output, without identity experts."""
+        """The body of the graph node."""
         inputs = hidden_states, topk_weights, topk_ids
         with self._called():
             # Of a compiled model, which runs the node between its CUDA graphs if there are other ranks.
@@ -214,6 +209,7 @@ class RoutedExperts(FusedMoE):
             and least <= rows.size(0) <= self._replay_tokens
             and not (self.counts_load or stages.are_listened_to())
             and self.row_mask is None
+            and not self.router_wrappers
             and self.shared_experts is None
             and self.parts_support_cuda_graph()
         )

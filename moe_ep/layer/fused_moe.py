@@ -249,6 +249,8 @@ class FusedMoE(MoELayer):
         self._make_experts(experts_config, routing.top_k, dispatch.max_num_tokens, expert_mapping)
         self.router = TopKRouter(routing, num_experts, e_score_correction_bias) if router is None else router
         self.precomputed = router if isinstance(router, PrecomputedRouter) else PrecomputedRouter(num_experts, top_k)
+        # Each makes a router around the one of a pass, such as one that records what that chooses.
+        self.router_wrappers: tuple[Callable[[Router], Router], ...] = ()
         self.shared_experts = shared_experts
         self.dispatch_config = dispatch
         self.apply_router_weight_on_input = apply_router_weight_on_input
@@ -472,6 +474,8 @@ class FusedMoE(MoELayer):
     def _in_chunks(
         self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        for wrapped in self.router_wrappers:
+            router = wrapped(router)
         num_tokens = hidden_states.size(0)
         num_chunks = self.dispatcher.num_chunks(num_tokens, hidden_states.device)
         if num_chunks == 1:
@@ -480,7 +484,8 @@ class FusedMoE(MoELayer):
         chunks = []
         for start in range(0, num_chunks * capacity, capacity):
             part = slice(min(start, num_tokens), min(start + capacity, num_tokens))
-            chunks.append(self._forward_tokens(router, hidden_states[part], *(tensor[part] for tensor in inputs)))
+            of_part = [tensor[part] for tensor in inputs]
+            chunks.append(self._forward_tokens(router.of_rows(part), hidden_states[part], *of_part))
         shared = [shared for shared, _ in chunks if shared is not None]
         return torch.cat(shared) if shared else None, torch.cat([routed for _, routed in chunks])
 

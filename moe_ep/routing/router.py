@@ -7,6 +7,7 @@ three in one function. None of them synchronizes with the host, so a CUDA graph 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +18,7 @@ from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_integers, check_same
 from moe_ep.config import RoutingConfig
 from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.registry import choose_form
-from moe_ep.routing.topk import topk_reference
+from moe_ep.routing.topk import SCORING_FUNCS, topk_reference, weights_of
 
 
 class Routed(NamedTuple):
@@ -35,7 +36,11 @@ class Routed(NamedTuple):
 
 
 class Router(ABC):
-    """Chooses experts from hidden states and whatever the layer is called with beside them."""
+    """Chooses experts from hidden states and whatever the layer is called with beside them.
+
+    Routers that are made around another one (`moe_ep.rollouts`) call `choose`, `weigh` and `complete` of it, the parts
+    of `route`. A router needs them only where it has identity experts.
+    """
 
     @abstractmethod
     def check(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> None:
@@ -44,6 +49,31 @@ class Router(ABC):
     @abstractmethod
     def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
         """Chooses the experts of tokens `[T, K]`; the inputs `[T, ...]` have been checked."""
+
+    def of_rows(self, rows: slice) -> Router:
+        """The router of a part of a pass's tokens, where the pass is cut into chunks."""
+        return self
+
+    def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The choice as (weights, ids) `[T, top_k]`; identity experts have ids from E on."""
+        weights, ids, identities = self.route(hidden_states, *inputs)
+        if identities is not None:
+            raise RuntimeError(
+                f"a {type(self).__name__} has identity experts and no choose and complete of its own; give it both"
+            )
+        return weights, ids
+
+    def weigh(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        """The weights f32 `[T, top_k]` that it gives to chosen experts, from this call's inputs; 0 for ids of -1.
+
+        Raises:
+            ValueError: it gives weights to nothing but its own choice.
+        """
+        raise ValueError(f"a {type(self).__name__} weighs nothing but its own choice; replay the recorded weights too")
+
+    def complete(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
+        """What follows from a choice."""
+        return Routed(topk_weights, topk_ids)
 
 
 class TopKRouter(FixedTensors, Router):
@@ -107,6 +137,9 @@ class TopKRouter(FixedTensors, Router):
         check_same_device("hidden_states", hidden_states.device, router_logits=router_logits)
 
     def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
+        return self.complete(hidden_states, *self.choose(hidden_states, *inputs))
+
+    def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (router_logits,) = inputs
         bias = self.e_score_correction_bias
         if bias is not None:
@@ -119,19 +152,42 @@ class TopKRouter(FixedTensors, Router):
             bias = bias.to(hidden_states.device)
         return choose(self.config, hidden_states, router_logits.contiguous(), bias)
 
+    def weigh(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        if config.custom_routing_function is not None:
+            raise ValueError(
+                "a custom_routing_function weighs nothing but its own choice; replay the recorded weights too"
+            )
+        (router_logits,) = inputs
+        own_weights, own_ids = self.choose(hidden_states, router_logits)
+        scores = SCORING_FUNCS[config.scoring_func](router_logits.float())
+        weights = weights_of(scores, topk_ids, config.renormalize, config.routed_scaling_factor)
+        # Another kernel may round the scores differently: the router's own choice keeps its own weights, bit for bit.
+        return torch.where((own_ids == topk_ids).all(dim=-1, keepdim=True), own_weights, weights)
+
+    def complete(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
+        if not self.config.zero_expert_num:
+            return Routed(topk_weights, topk_ids)
+        num_experts = self.num_columns - self.config.zero_expert_num
+        return apply_identity_experts(hidden_states, topk_weights, topk_ids, num_experts)
+
 
 class PrecomputedRouter(Router):
     """Hands over weights and ids that the model's own router chose.
 
     Its inputs are topk_weights `[T, top_k]`, of any float dtype, and topk_ids `[T, top_k]`, integer and logical. Ids
-    outside of [0, num_experts) mean no expert: they become -1 with weight 0.
+    outside of [0, num_columns) mean no expert: they become -1 with weight 0.
+
+    Args:
+        num_identities: experts that return what they read, whose ids follow the others'.
 
     Attributes:
+        num_columns: experts, identity experts included.
         row_mask: bool `[T]`, tokens that count; the others get no expert. None where all do.
     """
 
-    def __init__(self, num_experts: int, top_k: int) -> None:
-        self.num_experts, self.top_k = num_experts, top_k
+    def __init__(self, num_experts: int, top_k: int, num_identities: int = 0) -> None:
+        self.num_experts, self.top_k, self.num_columns = num_experts, top_k, num_experts + num_identities
         self.row_mask: torch.Tensor | None = None
 
     def check(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> None:
@@ -150,32 +206,43 @@ class PrecomputedRouter(Router):
         check_same_device("hidden_states", hidden_states.device, topk_weights=topk_weights, topk_ids=topk_ids)
 
     def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
+        return self.complete(hidden_states, *inputs)
+
+    def of_rows(self, rows: slice) -> Router:
+        part = copy.copy(self)
+        part.row_mask = None if self.row_mask is None else self.row_mask[rows]
+        return part
+
+    def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_weights, topk_ids = inputs
-        return Routed(*known_choices(topk_weights, topk_ids, self.num_experts, self.row_mask))
+        return topk_weights, topk_ids
+
+    def complete(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
+        known = known_choices(topk_weights, topk_ids, self.num_columns, self.row_mask)
+        if self.num_columns == self.num_experts:
+            return Routed(*known)
+        return apply_identity_experts(hidden_states, *known, self.num_experts)
 
 
 def choose(
     config: RoutingConfig, hidden_states: torch.Tensor, router_logits: torch.Tensor, bias: torch.Tensor | None
-) -> Routed:
-    """The choice of `config` for logits `[T, E + zero_expert_num]`, without checks; ids are logical."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, ids) by `config` of logits `[T, E + zero_expert_num]`, without checks; ids are logical, and those of
+    identity experts follow the others'."""
     if config.custom_routing_function is not None:
-        weights, ids = _custom_topk(config, hidden_states, router_logits)
-    else:
-        topk = choose_form(topk_reference, "routing:fused_topk", router_logits)
-        num_groups, kept_groups = config.groups
-        weights, ids = topk(
-            router_logits,
-            config.top_k,
-            scoring_func=config.scoring_func,
-            renormalize=config.renormalize,
-            num_expert_group=num_groups,
-            topk_group=kept_groups,
-            e_score_correction_bias=bias,
-            routed_scaling_factor=config.routed_scaling_factor,
-        )
-    if not config.zero_expert_num:
-        return Routed(weights, ids)
-    return _apply_zero_experts(hidden_states, weights, ids, router_logits.size(1) - config.zero_expert_num)
+        return _custom_topk(config, hidden_states, router_logits)
+    topk = choose_form(topk_reference, "routing:fused_topk", router_logits)
+    num_groups, kept_groups = config.groups
+    return topk(
+        router_logits,
+        config.top_k,
+        scoring_func=config.scoring_func,
+        renormalize=config.renormalize,
+        num_expert_group=num_groups,
+        topk_group=kept_groups,
+        e_score_correction_bias=bias,
+        routed_scaling_factor=config.routed_scaling_factor,
+    )
 
 
 def _custom_topk(
@@ -200,7 +267,7 @@ def _custom_topk(
     return torch.where(exists, weights.float() * config.routed_scaling_factor, 0.0), torch.where(exists, ids.long(), -1)
 
 
-def _apply_zero_experts(
+def apply_identity_experts(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int
 ) -> Routed:
     """Clears the slots of identity experts and computes their part of the output.

@@ -13,7 +13,7 @@ from moe_ep.arguments import check_id_range, check_same_device, check_tensors
 from moe_ep.config import RoutingConfig, RoutingFunction
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.errors import check_at_least, check_whole, one_of
-from moe_ep.routing.router import append_shared_experts, choose
+from moe_ep.routing.router import append_shared_experts, apply_identity_experts, choose
 
 INDICES_TYPES = (torch.int16, torch.int32, torch.int64)
 
@@ -105,7 +105,11 @@ def select_experts(
         maps = logical_to_physical_map, logical_replica_count
         eplb_state = _check_eplb_state(num_experts, expert_load_view, *maps)
 
-    topk_weights, topk_ids, zero_expert_result = choose(config, hidden_states, router_logits, e_score_correction_bias)
+    topk_weights, topk_ids = choose(config, hidden_states, router_logits, e_score_correction_bias)
+    zero_expert_result = None
+    if zero_expert_num:
+        chosen = apply_identity_experts(hidden_states, topk_weights, topk_ids, num_experts)
+        topk_weights, topk_ids, zero_expert_result = chosen
     if eplb_state is not None:
         topk_ids = eplb_map_to_physical_and_record(topk_ids, *eplb_state, ep_rank=ep_rank, ep_size=ep_size)
     if num_fused_shared_experts:

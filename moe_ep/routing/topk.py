@@ -58,10 +58,17 @@ def topk_reference(
     if topk_group < num_expert_group:
         choice = _keep_best_groups(choice, num_expert_group, topk_group, sum_of_two=e_score_correction_bias is not None)
     ids = _topk_lowest_id(choice, top_k)
-    weights = scores.gather(1, ids)
+    return weights_of(scores, ids, renormalize, routed_scaling_factor), ids.to(torch.int32)
+
+
+def weights_of(
+    scores: torch.Tensor, ids: torch.Tensor, renormalize: bool, routed_scaling_factor: float
+) -> torch.Tensor:
+    """The weights f32 `[T, top_k]` of chosen experts by their scores f32 `[T, E]`; 0 for ids of -1."""
+    weights = scores.gather(1, ids.long().clamp(min=0)).masked_fill(ids < 0, 0.0)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=_F32.tiny)
-    return weights * routed_scaling_factor, ids.to(torch.int32)
+    return weights * routed_scaling_factor
 
 
 def choice_values(logits: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -34,8 +34,8 @@ SCRIPT = re.compile(r"(?:^|[\s`])scripts/(\w+\.py)([^`|]*)")
 HERE = {
     "completion bash",
     "convert IN OUT --quantize int4",
-    "eplb report trace.npz --ep-size 16 --redundant 16 --out load.png",
-    "eplb simulate --routing trace.npz --ep-size 16 --redundant 16 --policies linear,deepseek,incremental",
+    "eplb report trace.safetensors --ep-size 16 --redundant 16 --out load.png",
+    "eplb simulate --routing trace.safetensors --ep-size 16 --redundant 16 --policies linear,deepseek,incremental",
     "plan --geometry deepseek-v3 --measured results.jsonl",
     "plan --geometry deepseek-v3 --tokens 64,4096 --gpus 8,32,128,512 --wire fp8",
     "plan --measured scaling_4xh200.jsonl --tokens 128",
@@ -46,11 +46,13 @@ ELSEWHERE = {
     "bench scaling --geometry qwen3-30b --routing uniform,zipf:0.5 --eplb off,on --json results.jsonl":
         "test_scaling.py::test_the_same_rows_from_every_launcher_and_their_pictures",
     "bench scaling --json /tmp/r.jsonl": "test_ray_job.py::test_jobs_of_a_bare_checkout",
-    "eplb plan trace.npz --model DIR --ep-size 16 --redundant 16 --out placement.json":
+    "eplb plan trace.safetensors --model DIR --ep-size 16 --redundant 16 --out placement.json":
         "test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "eplb simulate --routing zipf:0.5 --ep-size 32 --redundant 32 --step-tokens 1024":
         "test_eplb_command.py::test_simulate_prints_a_row_for_each_policy_and_rule",
     "generate --model DIR --prompts FILE": "test_generate_command.py::test_the_command",
+    "generate --model DIR --prompts FILE --return-routed-experts routing.safetensors":
+        "test_generate_command.py::test_the_command",
     'run "$@"': "test_torchrun_gang.py::test_ranks_that_srun_started",
     "run --address auto --ep-size 16 --model /models/checkpoint --tokens-per-rank 128 --steps 50":
         "test_ray_job.py::test_jobs_of_a_bare_checkout",
@@ -68,6 +70,8 @@ ELSEWHERE = {
     "run --model DIR --metrics-port 9100": "test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
     "run --model DIR --metrics-port 9100 --trace traces/":
         "test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
+    "run --model DIR --record-routing routing.safetensors":
+        "test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "run --model DIR --steps 4 --trace traces/":
         "test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
 }  # fmt: skip
@@ -119,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(SCALING / "scaling_4xh200.jsonl", made)
     zipf_trace(
         num_layers=1, num_experts=32, top_k=2, exponent=0.5, num_steps=32, num_tokens=64, seed=0
-    ).save(made / "trace.npz")  # fmt: skip
+    ).save(made / "trace.safetensors")  # fmt: skip
     return made
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+import moe_ep
 from moe_ep.checkpoint.demo import make_demo_checkpoint
 from moe_ep.errors import ConfigError
 from moe_ep.generation.conversation import Conversation
@@ -70,6 +71,7 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         + json.dumps({"messages": [{"role": "user", "content": prompts[-1]}], "id": "p4"})
     )
     flags = ["--launcher", "local", "--ep-size", "2", "--device", "cpu", "--batch-size", "2", "--max-new-tokens", "10"]
+    flags += ["--return-routed-experts", str(tmp_path / "routing"), "--return-routed-weights"]
     assert main(["generate", "--model", str(folder), "--prompts", str(file), "--output", str(output), *flags]) == 1
     captured = capsys.readouterr()
     assert not captured.out and not trace.exists()
@@ -82,6 +84,11 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert line["finish"] == "refused" and "line 4" in line["error"]
         else:
             assert line["text"] == continue_alone(alone, tokenizer, prompt, 10)
+    routing = moe_ep.read_routed_experts(tmp_path / "routing", with_weights=True)
+    assert list(routing) == [0, 1, 2, 4]  # the model does not take prompt 3
+    for index, (ids, weights) in routing.items():
+        num_fed = lines[index]["num_prompt_tokens"] + lines[index]["num_tokens"] - (lines[index]["finish"] == "length")
+        assert ids.shape == weights.shape and len(ids) == num_fed and ids.min() >= 0
     assert summary["kind"] == "summary"
     assert summary["tokens_per_rank"] == [
         sum(line.get("num_tokens", 0) for line in lines if line["rank"] == rank) for rank in range(2)

@@ -10,6 +10,7 @@ import torch
 
 from moe_ep.hf import routed_experts
 from moe_ep.hf.routed_experts import count_choices
+from moe_ep.rollouts.recording import record_choices
 from moe_ep.routing.router import known_choices
 
 E, TOP_K = 5, 3
@@ -114,13 +115,22 @@ def check_triton(device: str) -> None:
             fused.triton_count_choices(found[1], counts)
             count_choices(expected[1], expected_counts)
             assert torch.equal(counts.cpu(), expected_counts)
+        # The last row takes what is not kept.
+        rows = torch.randperm(num_tokens + 3)[:num_tokens].to(device)
+        for with_weights in (False, True):
+            logs = [torch.full((num_tokens + 3, TOP_K), -1, dtype=torch.int16, device=at) for at in ("cpu", device)]
+            kept = [torch.zeros(log.shape, device=log.device) if with_weights else None for log in logs]
+            record_choices(plain[1], plain[0], rows.cpu(), E, logs[0], kept[0])
+            fused.triton_record_choices(strided, ids, rows, E, logs[1], kept[1])
+            assert torch.equal(logs[0], logs[1].cpu())
+            assert not with_weights or torch.equal(kept[0], kept[1].cpu())
 
 
 def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     from moe_ep.kernels import choices as fused
 
-    for kernel in (fused._pack_kernel, fused._count_kernel):
+    for kernel in (fused._pack_kernel, fused._count_kernel, fused._record_kernel):
         monkeypatch.setattr(kernel, "function", interpreter.InterpretedFunction(kernel.function.fn))
     check_triton("cpu")
 

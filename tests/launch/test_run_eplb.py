@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import moe_ep
 from moe_ep.eplb.placement_file import PlacementFile, _checksum
 from moe_ep.eplb.trace import RoutingTrace
 from moe_ep.errors import EplbError
@@ -40,7 +41,7 @@ def run(capsys: pytest.CaptureFixture[str], model: Path, file: Path, *more: str)
 def test_experts_move_and_everything_is_verified(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace_file, placement_file = tmp_path / "trace.npz", tmp_path / "placement.json"
+    trace_file, placement_file = tmp_path / "trace.safetensors", tmp_path / "placement.json"
     outputs = ["--record-routing", str(trace_file), "--save-placement", str(placement_file)]
     outputs += ["--trace", str(tmp_path / "ranges")]
     text, lines = run(capsys, model, tmp_path / "a.jsonl", "--eplb", "--routing", "zipf:1.5", *outputs)
@@ -65,6 +66,11 @@ def test_experts_move_and_everything_is_verified(
 
     trace = RoutingTrace.load(trace_file)
     num_steps = sum(found["steps"] for found in phases.values())
+    routing = moe_ep.read_routed_experts(trace_file)
+    assert {ids.shape for ids in routing.values()} == {(T, L, 2)} and list(routing) == list(range(2 * num_steps))
+    of_one = (trace.step == 3) & (trace.rank == 1)
+    for layer in range(L):
+        assert np.array_equal(routing[2 * 3 + 1][:, layer], trace.ids[of_one & (trace.layer == layer)])
     assert trace.ids.shape == (num_steps * L * 2 * T, 2) and trace.num_experts == E
     counts = trace.counts()
     assert counts.shape == (num_steps, L, E)

@@ -77,7 +77,11 @@ def scene_of(config: SceneConfig) -> Scene:
 
 def trace_file(raw: str) -> Path:
     """The file that TRACE names; OptionError where there is none."""
-    return parsed("TRACE", raw, lambda raw: input_file(raw, "it must be an .npz file of recorded choices"))
+    return parsed(
+        "TRACE",
+        raw,
+        lambda raw: input_file(raw, "it must be an .npz file of recorded choices, or a file of recorded routing"),
+    )
 
 
 def read_trace(raw: str, config: SceneConfig) -> RoutingTrace:
@@ -87,11 +91,11 @@ def read_trace(raw: str, config: SceneConfig) -> RoutingTrace:
         OptionError: no such file, or choices that the options do not fit.
         ValueError: it is neither.
     """
-    from moe_ep.eplb.trace import RoutingTrace, from_choices, plain_choices, read_arrays
+    from moe_ep.eplb.trace import RoutingTrace, from_choices, is_trace, plain_choices, read_arrays
 
     path = trace_file(raw)
     arrays = read_arrays(path)
-    if "ids" in arrays:
+    if is_trace(path):
         if config.array:
             raise OptionError(f"--array is {config.array!r}; {path.name} is a recorded trace, leave the option out")
         return RoutingTrace.load(path)
@@ -142,7 +146,10 @@ def _routing(raw: str) -> str:
     if re.fullmatch(r"zipf:\d+(\.\d+)?", raw) or user_path(path).is_file():
         return path
     absent = "" if raw.startswith("zipf") else ", and there is no such file"
-    raise ValueError(f"it must be zipf:S with a number such as zipf:0.5, or an .npz file of recorded choices{absent}")
+    raise ValueError(
+        f"it must be zipf:S with a number such as zipf:0.5, a file of recorded routing or an .npz file of recorded "
+        f"choices{absent}"
+    )
 
 
 def _picture(raw: str) -> Path:
@@ -159,7 +166,7 @@ class SimulateConfig(SceneConfig):
     routing: str = option(
         "zipf:0.5",
         _routing,
-        "zipf:S, a trace of `moe-ep run --record-routing`, or an .npz file of choices [layer, token, top_k]",
+        "zipf:S, a file of recorded routing, or an .npz file of choices [layer, token, top_k]",
         "HOW",
     )
     policies: tuple[str, ...] = option(("linear", "deepseek", "incremental"), _names, "policies to compare")
@@ -208,9 +215,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
             "Plans on the first steps of a trace, draws the load of the others before and after it, and prints a table."
         ),
     )
-    report.add_argument(
-        "trace", metavar="TRACE", help="a trace of `moe-ep run --record-routing`, or an .npz file of choices"
-    )
+    report.add_argument("trace", metavar="TRACE", help="a file of recorded routing, or an .npz file of choices")
     add_flags(report, ReportConfig, config_file=True)
     report.set_defaults(main=main_report)
     plan = commands.add_parser(

@@ -38,7 +38,8 @@ def main(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("transformers") is None:
         raise missing_extra("transformers", "hf", "generating text")
     config.check()
-    check_apart({"--output": config.output}, {"--prompts": config.prompts})
+    written = {"--output": config.output, "--return-routed-experts": config.return_routed_experts}
+    check_apart(written, {"--prompts": config.prompts})
     prompts, fields = _prompts(config)
     finished = _finished(config, fields)
     if finished.lines == len(prompts):  # on the node that has the output
@@ -67,6 +68,8 @@ def main(args: argparse.Namespace) -> int:
     if not gang.is_driver:
         return 0
     report = GenerationReport(config, args.shown, results)
+    if config.return_routed_experts is not None:
+        report.routing().save(config.return_routed_experts)
     _tell(lines, report)
     return 1 if report.refused or report.failed or finished.failures else 0
 

@@ -1,0 +1,1 @@
+"""What reinforcement learning asks of a runtime: routing recorded and replayed, and weights updated in place."""

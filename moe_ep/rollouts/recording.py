@@ -1,0 +1,254 @@
+"""Records which experts the tokens of a model's passes choose, on the device and without waiting for it.
+
+    with moe_ep.recording(model) as log:
+        model(input_ids)
+    ids = log.choices().ids                   # int16 [tokens, layers, top_k]
+
+Ids are logical, also where experts have replicas: they are taken between the router and the mapping to physical
+experts. A row is written by one kernel per layer, to a place that the device computes, so CUDA graphs can hold it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from moe_ep.errors import ConfigError, check_at_least
+from moe_ep.layer.fused_moe import FusedMoE
+from moe_ep.registry import choose_form
+from moe_ep.routing.router import Routed, Router
+
+# Rows that a log has room for unless it is told otherwise.
+MAX_TOKENS = 65536
+
+
+class Choices(NamedTuple):
+    """What tokens chose, on the CPU.
+
+    Attributes:
+        ids: int16 `[tokens, layers, top_k]`, -1 for none; identity experts have ids from E on.
+        weights: f32, the router's for each of them; None where they are not recorded.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+
+
+def layers_of(model: Any) -> list[FusedMoE]:
+    """The MoE layers of a model, a stack, a layer or a list of layers, in order; ValueError where there are none."""
+    parts = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
+    found = [layer for part in parts for layer in part.modules() if isinstance(layer, FusedMoE)]
+    if not found:
+        raise ValueError(
+            f"model is a {type(model).__name__} without layers of moe_ep; pass a FusedMoE, a MoEStack or what "
+            f"moe_ep.parallelize returns"
+        )
+    return found
+
+
+def num_columns(layer: FusedMoE) -> int:
+    """The ids that the layer's router can choose, identity experts included."""
+    return max(layer.num_router_columns, layer.precomputed.num_columns)
+
+
+class RoutingLog:
+    """Rows of choices in buffers on the device.
+
+    A pass writes behind the passes before it, or, inside `at`, where the caller says.
+
+    Args:
+        layers: with one top_k.
+        max_tokens: rows that there is room for, `2 * layers * top_k` bytes each.
+        weights: record the router's weights too, which takes 4 bytes more for each choice.
+
+    Raises:
+        ValueError: layers of different top_k or on several devices, or of more experts than int16 can count.
+    """
+
+    @torch.inference_mode(False)  # passes write in any mode
+    def __init__(self, layers: Sequence[FusedMoE], max_tokens: int = MAX_TOKENS, *, weights: bool = False) -> None:
+        check_at_least(1, max_tokens=max_tokens)
+        forms = {(layer.top_k, layer.expert_weights()[0].device) for layer in layers}
+        self.num_columns = [num_columns(layer) for layer in layers]
+        if len(forms) > 1 or max(self.num_columns) > torch.iinfo(torch.int16).max:
+            raise ValueError(
+                f"layers have {max(self.num_columns)} experts and (top_k, device) {sorted(map(str, forms))}; routing "
+                f"is recorded of layers with one top_k on one device, of up to 32767 experts; record them apart"
+            )
+        ((top_k, self._device),) = forms
+        # The last row takes what is not to be kept.
+        shape = (len(layers), max_tokens + 1, top_k)
+        self._ids = torch.full(shape, -1, dtype=torch.int16, device=self._device)
+        self._weights = torch.zeros(shape, dtype=torch.float32, device=self._device) if weights else None
+        self._ends = torch.zeros(len(layers), dtype=torch.int64, device=self._device)
+        self._rows: torch.Tensor | None = None
+        self._num_taken = [0] * len(layers)
+        self.max_tokens = max_tokens
+
+    @contextlib.contextmanager
+    def recording(self, layers: Sequence[FusedMoE]) -> Iterator[None]:
+        """A block in which passes of these layers are recorded."""
+        wrappers = [partial(RecordingRouter, log=self, layer=number) for number in range(len(layers))]
+        with wrapped_routers(layers, wrappers):
+            yield
+
+    @contextlib.contextmanager
+    def at(self, rows: torch.Tensor) -> Iterator[None]:
+        """A block of one pass whose tokens have these rows, int64 `[T]`; `max_tokens` for a row that is not kept."""
+        self._rows, self._num_taken = rows, [0] * len(self._num_taken)
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    def write(self, layer: int, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        """Takes the choices `[T, top_k]` of one layer's next tokens; queued on the device."""
+        num_tokens = ids.size(0)
+        if not num_tokens:
+            return
+        if self._rows is None:
+            rows = (self._ends[layer] + torch.arange(num_tokens, device=self._device)).clamp(max=self.max_tokens)
+            self._ends[layer] += num_tokens
+        else:
+            # A backend of fixed capacity takes a pass in several parts.
+            first = self._num_taken[layer]
+            rows = self._rows[first : first + num_tokens]
+            self._num_taken[layer] = first + num_tokens
+        weights_log = None if self._weights is None else self._weights[layer]
+        record_choices(weights, ids, rows, self.num_columns[layer], self._ids[layer], weights_log)
+
+    def read(self, rows: slice) -> Choices:
+        """Some rows; waits for the device."""
+        return Choices(_copied(self._ids, rows), None if self._weights is None else _copied(self._weights, rows))
+
+    def choices(self) -> Choices:
+        """All rows that passes have written, in their order; a pass of B sequences has those of the first one first.
+
+        Raises:
+            ConfigError: more than there was room for.
+            RuntimeError: passes that did not call each layer with the same tokens.
+        """
+        ends = self._ends.tolist()
+        if max(ends) > self.max_tokens:
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens} and {max(ends)} tokens were routed; record with as much room"
+            )
+        if min(ends) < max(ends):
+            raise RuntimeError(f"the layers were given {ends} tokens; record passes that run each layer")
+        return self.read(slice(0, ends[0]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RoutingLog:
+        raise ConfigError("a model cannot be copied while its routing is recorded; copy it before")
+
+
+def _copied(log: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Some rows as `[rows, layers, top_k]` on the CPU."""
+    part = log[:, rows].transpose(0, 1)
+    return torch.empty(part.shape, dtype=part.dtype, device="cpu").copy_(part)
+
+
+def record_choices(
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    rows: torch.Tensor,
+    num_columns: int,
+    ids_log: torch.Tensor,
+    weights_log: torch.Tensor | None,
+) -> None:
+    """Writes choices `[T, top_k]` to rows int64 `[T]` of logs `[rows, top_k]`: ids as int16, -1 outside of
+    [0, num_columns), and f32 weights, 0 there; on CUDA tensors in one kernel.
+
+    Example: ids [[5, 2]], rows [7], 4 columns: row 7 of ids_log becomes [-1, 2].
+    """
+    form = choose_form(_record_reference, "choices:triton_record_choices", topk_ids)
+    form(topk_weights, topk_ids, rows, num_columns, ids_log, weights_log)
+
+
+def _record_reference(
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    rows: torch.Tensor,
+    num_columns: int,
+    ids_log: torch.Tensor,
+    weights_log: torch.Tensor | None,
+) -> None:
+    known = (topk_ids >= 0) & (topk_ids < num_columns)
+    ids_log.index_copy_(0, rows, torch.where(known, topk_ids, -1).to(torch.int16))
+    if weights_log is not None:
+        weights_log.index_copy_(0, rows, torch.where(known, topk_weights.float(), 0.0))
+
+
+class WrappingRouter(Router):
+    """A router around another one, which does what it does not replace."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+
+    def check(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> None:
+        self.router.check(hidden_states, *inputs)
+
+    def of_rows(self, rows: slice) -> Router:
+        part = copy.copy(self)
+        part.router = self.router.of_rows(rows)
+        return part
+
+    def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
+        return self.complete(hidden_states, *self.choose(hidden_states, *inputs))
+
+    def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.router.choose(hidden_states, *inputs)
+
+    def complete(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
+        return self.router.complete(hidden_states, topk_weights, topk_ids)
+
+
+class RecordingRouter(WrappingRouter):
+    """Writes what another router chooses to a log."""
+
+    def __init__(self, router: Router, log: RoutingLog, layer: int) -> None:
+        super().__init__(router)
+        self._log, self._layer = log, layer
+
+    def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = self.router.choose(hidden_states, *inputs)
+        self._log.write(self._layer, weights, ids)
+        return weights, ids
+
+
+@contextlib.contextmanager
+def wrapped_routers(layers: Sequence[FusedMoE], wrappers: Sequence[Any]) -> Iterator[None]:
+    """A block in which each layer's router is inside of what its wrapper makes of it."""
+    for layer, wrapper in zip(layers, wrappers, strict=True):
+        layer.router_wrappers = (*layer.router_wrappers, wrapper)
+    try:
+        yield
+    finally:
+        for layer, wrapper in zip(layers, wrappers, strict=True):
+            layer.router_wrappers = tuple(each for each in layer.router_wrappers if each is not wrapper)
+
+
+@contextlib.contextmanager
+def recording(model: Any, max_tokens: int = MAX_TOKENS, *, weights: bool = False) -> Iterator[RoutingLog]:
+    """A block in which the routing of every pass is recorded.
+
+    Args:
+        model: a layer, several in order, a `MoEStack`, or a model that `parallelize` made.
+        max_tokens: rows that there is room for on the device.
+        weights: record the router's weights too.
+
+    Yields:
+        The log; `choices` gives its rows, also after the block.
+
+    Raises:
+        ValueError: nothing that has layers, or layers that cannot be recorded together.
+    """
+    layers = layers_of(model)
+    log = RoutingLog(layers, max_tokens, weights=weights)
+    with log.recording(layers):
+        yield log

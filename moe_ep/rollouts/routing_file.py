@@ -1,0 +1,150 @@
+"""Files of recorded routing: safetensors with one tensor a prompt, of `moe-ep generate` and of `moe-ep run` alike.
+
+Tensor "7" holds the choices of prompt 7, `[tokens, layers, top_k]`: a row for every token that was fed to the model,
+logical ids in the order of the router. It is uint8 with 255 for "no expert" where all ids are below 255, and otherwise
+int16 with -1. Tensor "7.weights", where there is one, holds the router's weights f32 of the same shape. The header's
+metadata says:
+
+    format       "moe_ep routed experts 1"
+    num_experts  ids that a router can choose, identity experts included
+    model        what the model is called
+    num_ranks    in a file of `moe-ep run` only: prompt step * num_ranks + rank holds the tokens of a rank in a step
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ep.files import replacing
+
+Array = npt.NDArray[Any]
+_FORMAT = "moe_ep routed experts 1"
+_NONE = 255
+_WEIGHTS = ".weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingFile:
+    """What a file of recorded routing holds.
+
+    Attributes:
+        ids: int16 `[tokens, layers, top_k]` by prompt, -1 for no expert.
+        weights: f32 of the same shapes; empty where they were not recorded.
+        num_experts: ids that a router can choose, identity experts included.
+        model: what the model is called.
+        num_ranks: of a run, whose prompt step * num_ranks + rank holds a rank's tokens of a step; None for prompts.
+    """
+
+    ids: Mapping[int, Array]
+    weights: Mapping[int, Array]
+    num_experts: int
+    model: str
+    num_ranks: int | None = None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file; one that is there is replaced whole or not at all."""
+        from safetensors.numpy import save
+
+        tensors = {str(index): _stored(ids, self.num_experts) for index, ids in self.ids.items()}
+        tensors |= {
+            f"{index}{_WEIGHTS}": np.ascontiguousarray(weights, np.float32) for index, weights in self.weights.items()
+        }
+        metadata = {"format": _FORMAT, "num_experts": str(self.num_experts), "model": self.model}
+        if self.num_ranks is not None:
+            metadata["num_ranks"] = str(self.num_ranks)
+        content = save(tensors, metadata)
+        with replacing(path) as partial:
+            partial.write_bytes(content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RoutingFile:
+        """Reads a file of `save`.
+
+        Raises:
+            ValueError: it is none, or damaged.
+            FileNotFoundError: there is none.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"{path} is no file; give one of recorded routing")
+        try:
+            with safe_open(path, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')!r} and must be {_FORMAT!r}")
+            ids = {int(name): _loaded(name, each) for name, each in tensors.items() if not name.endswith(_WEIGHTS)}
+            weights = {
+                int(name.removesuffix(_WEIGHTS)): each for name, each in tensors.items() if name.endswith(_WEIGHTS)
+            }
+            if any(index not in ids or ids[index].shape != each.shape for index, each in weights.items()):
+                raise ValueError("it has weights of other shapes than the choices")
+            if len({each.shape[1:] for each in ids.values()}) > 1:
+                raise ValueError("its prompts differ in layers or top_k")
+            num_ranks = metadata.get("num_ranks")
+            return cls(
+                ids=dict(sorted(ids.items())),
+                weights=dict(sorted(weights.items())),
+                num_experts=int(metadata["num_experts"]),
+                model=metadata["model"],
+                num_ranks=None if num_ranks is None else int(num_ranks),
+            )
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no file of recorded routing: {error}; record one with moe-ep") from None
+
+
+def _stored(ids: Array, num_experts: int) -> Array:
+    if num_experts <= _NONE:
+        return np.ascontiguousarray(np.where(ids < 0, _NONE, ids), np.uint8)
+    return np.ascontiguousarray(ids, np.int16)
+
+
+def _loaded(name: str, stored: Array) -> Array:
+    if stored.ndim != 3 or stored.dtype not in (np.uint8, np.int16):
+        raise ValueError(f"tensor {name} is {stored.dtype} {list(stored.shape)} and no choices")
+    ids = stored.astype(np.int16)
+    return np.where(ids == _NONE, np.int16(-1), ids) if stored.dtype == np.uint8 else ids
+
+
+@overload
+def read_routed_experts(path: str | os.PathLike[str], with_weights: Literal[False] = False) -> dict[int, Array]: ...
+@overload
+def read_routed_experts(
+    path: str | os.PathLike[str], with_weights: Literal[True]
+) -> dict[int, tuple[Array, Array]]: ...
+def read_routed_experts(path: str | os.PathLike[str], with_weights: bool = False) -> dict[int, Any]:
+    """The routing that `moe-ep generate --return-routed-experts` or `moe-ep run --record-routing` wrote.
+
+    Args:
+        path: of the file.
+        with_weights: read the router's weights too.
+
+    Returns:
+        By prompt index int16 `[tokens, layers, top_k]` in numpy, -1 for no expert, with a row for every token that was
+        fed to the model; with_weights gives (ids, f32 weights of the same shape). A run's prompt step * ranks + rank
+        holds the tokens of a rank in a step.
+
+    Raises:
+        ValueError: another file, a damaged one, or one without the weights that are asked for.
+        FileNotFoundError: there is none.
+    """
+    file = RoutingFile.load(path)
+    if not with_weights:
+        return dict(file.ids)
+    if missing := [index for index in file.ids if index not in file.weights]:
+        raise ValueError(f"{path} has no weights of prompt {missing[0]}; record them too (--return-routed-weights)")
+    return {index: (ids, file.weights[index]) for index, ids in file.ids.items()}
+
+
+def is_routing_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as safetensors do: the length of the header, and a JSON object."""
+    with Path(path).open("rb") as file:
+        return file.read(9)[8:] == b"{"
