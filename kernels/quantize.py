@@ -8,6 +8,7 @@ column of a group is exact up to the rounding of the scale.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from moe_ep.kernels.dispatch_rows import row_blocks
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, comes_early, is_interpreted, take_over, tl, triton_jit
@@ -70,6 +71,41 @@ def check_code_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"dtype is {dtype}; rows are quantized to torch.float8_e4m3fn or torch.int8")
 
 
+def split_rows(quantized: torch.Tensor, hidden_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes `[..., K]` of `dtype` and f32 scales `[..., ceil(K / 128)]` of quantized rows; both are views."""
+    return quantized[..., :hidden_size].view(dtype), quantized[..., scale_offset(hidden_size) :].view(torch.float32)
+
+
+def row_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What codes `[..., K]` and scales as of `split_rows` stand for: f32."""
+    return codes.float() * scales.repeat_interleave(GROUP_SIZE, dim=-1)[..., : codes.size(-1)]
+
+
+# The least scale of rows that experts round themselves, of which products with weights' scales stay normal numbers.
+_LEAST_SCALE = 2.0**-60
+
+
+def round_rows(rows: torch.Tensor, dtype: torch.dtype, group_columns: int = GROUP_SIZE) -> torch.Tensor:
+    """Rows `[n, K]` as experts read them where they round them to int8 or e4m3 (`input_dtype`): f32.
+
+    value = code * scale, with scale = max|x| / 127 (int8) or / 448 (e4m3), at least 2^-60, of group_columns columns;
+    the last group has those that remain. Codes are rounded to nearest, ties to even.
+
+    Example: int8, row [1, -0.5, 0.25]: scale 1 / 127, codes 127, -64, 32.
+    """
+    rows = rows.float()
+    num_rows, num_columns = rows.shape
+    num_groups = -(-num_columns // group_columns)
+    groups = F.pad(rows, (0, -num_columns % group_columns)).view(num_rows, num_groups, group_columns)
+    largest = groups.abs().amax(dim=2, keepdim=True)
+    # A tensor as the divisor: torch on CUDA multiplies by the reciprocal of a number.
+    most = torch.full_like(largest, INT8_MAX if dtype == torch.int8 else E4M3_MAX)
+    scales = (largest / most).clamp(min=_LEAST_SCALE)
+    codes = groups / scales
+    codes = codes.round() if dtype == torch.int8 else codes.to(dtype).float()
+    return (codes * scales).view(num_rows, num_groups * group_columns)[:, :num_columns]
+
+
 def quantize_rows_reference(
     rows: torch.Tensor, quantized: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> torch.Tensor:
@@ -103,10 +139,8 @@ def dequantize_rows_reference(
     quantized: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> torch.Tensor:
     """dequantize_rows in plain torch, on any device; writes `rows` and returns it."""
-    hidden_size = rows.size(1)
-    codes = quantized[:, :hidden_size].contiguous().view(dtype).float()
-    scales = quantized[:, scale_offset(hidden_size) :].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return rows.copy_(codes * scales.repeat_interleave(GROUP_SIZE, dim=1)[:, :hidden_size])
+    packed = quantized.clone(memory_format=torch.contiguous_format)  # scales are read as f32, wherever rows begin
+    return rows.copy_(row_values(*split_rows(packed, rows.size(1), dtype)))
 
 
 # As measured: 16 columns per thread, and blocks that extend little beyond the end of a row.

@@ -6,9 +6,14 @@ the result is rounded once. It runs on CPUs and GPUs, for plain and quantized we
 Weights are plain, w1 `[El, 2N, K]` (gate rows, then up rows; `[El, N, K]` if ungated) and w2 `[El, K, N]`, or in the
 canonical quantized form: uint8 codes of the same shapes, with scales and zero points `[El, out, in / group_size]` in
 the quant_config, and g_idx int32 `[El, in]` if the columns of a group are scattered (act-order).
+
+With an `input_dtype` the rows and the activation's output are rounded to it, on every device.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +21,7 @@ import torch.nn.functional as F
 from moe_ep.activation import apply_activation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step, check_weights
+from moe_ep.kernels.quantize import round_rows, row_values
 from moe_ep.layer.custom_ops import without_autocast
 from moe_ep.modular_kernel.contracts import FusedMoEPermuteExpertsUnpermute
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
@@ -69,14 +75,58 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
             )
         )
 
-    def _compute(self, rows: torch.Tensor, step: Step, expert: int) -> torch.Tensor:
+    @classmethod
+    def refuses_input_dtype(
+        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device, **kwargs: Any
+    ) -> str | None:
+        return None
+
+    def may_round_rows(self) -> bool:
+        return self.quant_config.input_dtype is not None
+
+    def takes_quantized_rows(self) -> bool:
+        return self.may_round_rows()
+
+    def _compute(self, rows: torch.Tensor, scales: torch.Tensor | None, step: Step, expert: int) -> torch.Tensor:
         """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`."""
-        bias1, bias2 = self.quant_config.w1_bias, self.quant_config.w2_bias
-        w1, w2 = self._weight(step.w1, 0, expert), self._weight(step.w2, 1, expert)
-        with without_autocast():
-            hidden = F.linear(rows.float(), w1, None if bias1 is None else bias1[expert].float())
-            hidden = apply_activation(step.activation, hidden, clamp_limit=self.moe_config.swiglu_limit)
-            return F.linear(hidden, w2, None if bias2 is None else bias2[expert].float())
+        quant = self.quant_config
+        bias1, bias2 = (None if bias is None else bias[expert].float() for bias in (quant.w1_bias, quant.w2_bias))
+        return compute_rows(
+            rows,
+            scales,
+            lambda which: self._weight((step.w1, step.w2)[which], which, expert),
+            (bias1, bias2),
+            lambda hidden: apply_activation(step.activation, hidden, clamp_limit=self.moe_config.swiglu_limit),
+            quant.input_dtype,
+        )
+
+
+def compute_rows(
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+    weight: Callable[[int], torch.Tensor],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    activate: Callable[[torch.Tensor], torch.Tensor],
+    input_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """Runs rows `[n, K]` through one expert in f32; returns f32 `[n, K]`.
+
+    With an input_dtype, int8 or e4m3, rows and the activation's output are rounded to it (`round_rows`): rows with one
+    scale each, the activation's output with one for every 128 columns, as the kernels quantize them.
+
+    Args:
+        scales: f32 `[n, ceil(K / 128)]` of rows that came quantized, which are computed as they came; None of others.
+        weight: returns f32 `[out, in]` of w13 (0) and w2 (1).
+        activate: the activation, of `[n, 2N]`, or `[n, N]` if it is ungated.
+    """
+    with without_autocast():
+        if scales is not None:
+            rows = row_values(rows, scales)
+        else:
+            rows = rows.float() if input_dtype is None else round_rows(rows, input_dtype, rows.size(1))
+        hidden = activate(F.linear(rows, weight(0), biases[0]))
+        hidden = hidden if input_dtype is None else round_rows(hidden, input_dtype)
+        return F.linear(hidden, weight(1), biases[1])
 
 
 class ReferenceExperts(StandardFormat, _ReferenceExpertsBase, unchecked=True):
@@ -89,12 +139,14 @@ class ReferenceExperts(StandardFormat, _ReferenceExpertsBase, unchecked=True):
         check_weights(step)
         local_ids = to_local_ids(step.topk_ids, step.expert_map)
         total = torch.zeros(step.output.shape, dtype=torch.float32, device=step.output.device)
+        scales = step.row_scales
         for expert in range(step.w1.size(0)):
             chosen = local_ids == expert
             rows = chosen.any(dim=1).nonzero().flatten()
             if rows.numel():
                 weight = torch.where(chosen, step.topk_weights, 0.0).sum(dim=1)[rows, None]
-                total[rows] += weight * self._compute(step.hidden_states[rows], step, expert)
+                found = step.hidden_states[rows], None if scales is None else scales[rows]
+                total[rows] += weight * self._compute(*found, step, expert)
         step.output.copy_(total)
 
 
@@ -107,12 +159,12 @@ class BatchedReferenceExperts(BatchedFormat, _ReferenceExpertsBase, unchecked=Tr
         on_host = step.batch.expert_num_tokens_cpu if num_rows.is_cuda else num_rows
         for expert in range(step.w1.size(0)):
             bound = step.output.size(1) if on_host is None else int(on_host[expert])
-            if row_ids is None:
-                rows = step.hidden_states[expert, :bound]
-            else:
+            where: Any = (expert, slice(bound))
+            if row_ids is not None:
                 # Entries beyond the count are not row numbers.
-                rows = step.hidden_states[row_ids[expert, :bound].long().clamp(0, step.hidden_states.size(0) - 1)]
-            result = self._compute(rows, step, expert)
+                where = row_ids[expert, :bound].long().clamp(0, step.hidden_states.size(0) - 1)
+            scales = None if step.row_scales is None else step.row_scales[where]
+            result = self._compute(step.hidden_states[where], scales, step, expert)
             belongs = torch.arange(bound, device=num_rows.device) < num_rows[expert]
             target = step.output[expert, :bound]
             target.copy_(torch.where(belongs[:, None], result, target.float()))

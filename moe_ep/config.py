@@ -16,6 +16,7 @@ import torch
 from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.arguments import check_tensors
 from moe_ep.errors import ConfigError, check_at_least, check_below, check_flags, check_whole, one_of
+from moe_ep.quantization.input_rows import INPUT_DTYPES, dtype_name, pair_refusal, resolve_input_dtype
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.scalar_type import ScalarType
 
@@ -284,7 +285,7 @@ class ExpertsConfig:
     enable_eplb: bool = False
     num_fused_shared_experts: int = 0
     implementation: str = "auto"
-    input_dtype: torch.dtype | None = None
+    input_dtype: torch.dtype | str | None = None
 
     def __post_init__(self) -> None:
         check_at_least(1, num_experts=self.num_experts, hidden_size=self.hidden_size)
@@ -298,7 +299,7 @@ class ExpertsConfig:
                 f"or leave the redundant experts out"
             )
         EXPERTS.check(self.implementation, also=("auto",))
-        check_input_dtype(self.input_dtype)
+        object.__setattr__(self, "input_dtype", resolve_input_dtype(self.input_dtype, self.params_dtype))
         object.__setattr__(self, "activation", MoEActivation.parse(self.activation))
 
 
@@ -409,15 +410,10 @@ def check_wire_dtype(**dtypes: torch.dtype | None) -> None:
 
 def check_input_dtype(dtype: torch.dtype | None) -> None:
     """Raises ValueError for a dtype that experts do not round rows to."""
-    if dtype not in (None, torch.float8_e4m3fn, torch.int8):
+    if dtype is not None and dtype not in INPUT_DTYPES:
         raise ValueError(
             f"input_dtype is {dtype}; it must be None (rows are not rounded), torch.int8 or torch.float8_e4m3fn"
         )
-
-
-def input_dtype_of(name: str) -> torch.dtype | None:
-    """The dtype that experts may round rows to, of MOE_EP_INPUT_DTYPE's value: none, fp8 or int8."""
-    return {"none": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,8 +430,8 @@ class FusedMoEQuantConfig:
         a1_scale, a2_scale: static activation scales.
         dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn (with one
             f32 scale per 128 columns).
-        input_dtype: torch.int8 or torch.float8_e4m3fn lets packed experts round rows to it where that is faster; None:
-            rows are not rounded.
+        input_dtype: torch.int8 or torch.float8_e4m3fn if experts round rows to it: always on CPUs, on GPUs where that
+            is faster. None: rows are not rounded.
     """
 
     quant_type_id: int | None = None
@@ -475,10 +471,20 @@ class FusedMoEQuantConfig:
     def is_quantized(self) -> bool:
         return self.quant_type_id is not None
 
+    def refuses_rows_of(self, dtype: torch.dtype) -> str | None:
+        """Why rows of int8 or e4m3 do not go with these weights, in one clause; None if they do."""
+        w2_type = self.quant_type_id if self.w2_quant_type_id is None else self.w2_quant_type_id
+        for type_id, scales in ((self.quant_type_id, self.w1_scale), (w2_type, self.w2_scale)):
+            if type_id is None or scales is None:
+                return f"weights are plain; {dtype_name(dtype)} rows go with quantized ones"
+            if (refusal := pair_refusal(dtype, ScalarType.from_id(type_id), scales.dtype)) is not None:
+                return refusal
+        return None
+
     def with_dispatch_dtype(self, dtype: torch.dtype | None) -> FusedMoEQuantConfig:
         """The same configuration with rows of another dtype on the wire."""
         return replace(self, dispatch_dtype=dtype)
 
     def with_input_dtype(self, dtype: torch.dtype | None) -> FusedMoEQuantConfig:
-        """The same configuration with rows that experts may round to another dtype, or not."""
+        """The same configuration with rows that experts round to another dtype, or not."""
         return replace(self, input_dtype=dtype)

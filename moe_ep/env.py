@@ -115,9 +115,13 @@ def _backend_name(raw: str) -> str:
     return raw
 
 
+# The values of MOE_EP_INPUT_DTYPE and --input-dtype.
+INPUT_DTYPE_NAMES = ("none", "int8", "fp8", "checkpoint")
+
+
 def _input_dtype(raw: str) -> str:
-    if raw not in ("none", "fp8", "int8"):
-        raise ValueError("it must be none, fp8 or int8")
+    if raw not in INPUT_DTYPE_NAMES:
+        raise ValueError(f"it must be {', '.join(INPUT_DTYPE_NAMES[:-1])} or {INPUT_DTYPE_NAMES[-1]}")
     return raw
 
 
@@ -148,9 +152,10 @@ DISPATCH_TIMEOUT_S = EnvVar(
 INPUT_DTYPE = EnvVar(
     name="MOE_EP_INPUT_DTYPE",
     parse=_input_dtype,
-    default="none",
-    meaning="int8 or fp8: packed experts round rows to it where that is faster (Hopper, many rows an expert), which "
-    "changes results by some 1.8 or 4.4 % of their size; none: they never do",
+    default="checkpoint",
+    meaning="rows that quantized experts compute with. int8 or fp8: rounded to it, on GPUs where that is faster, which "
+    "changes results by some 1.8 or 4.4 % of their size; checkpoint: on GPUs to what the checkpoint was made for; "
+    "none: as they are",
 )
 LOG_LEVEL = EnvVar(
     name="MOE_EP_LOG_LEVEL",

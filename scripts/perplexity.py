@@ -16,7 +16,14 @@ from typing import Any
 
 from moe_ep.errors import ConfigError, MoeEpError
 from moe_ep.files import parse_json
-from moe_ep.launch.cli.gang_options import DTYPES, GangConfig, start_gang, torch_dtype
+from moe_ep.launch.cli.gang_options import (
+    DTYPES,
+    GangConfig,
+    input_dtype_option,
+    layer_input_dtype,
+    start_gang,
+    torch_dtype,
+)
 from moe_ep.launch.cli.options import (
     OptionError,
     Parser,
@@ -45,6 +52,7 @@ class PerplexityConfig(GangConfig):
     max_tokens: int = option(1024, at_least(2), "tokens of each text (1024)")
     backend: str = option("auto", str, "dispatch backend, or auto (the default)")
     quantize: str = option("none", one_of("none", "int4", "int8", "fp8"), "quantize plain experts on load (none)")
+    input_dtype: str | None = input_dtype_option()
     dtype: str | None = option(None, one_of(*DTYPES), "f32, f16 or bf16; bf16 on GPUs, f32 on CPUs")
     allow_nonfinite: bool = option(
         False, None, "load weights that hold NaN or infinity too, which are refused otherwise"
@@ -75,6 +83,7 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
         dtype=dtype,
         device=device,
         allow_nonfinite=config.allow_nonfinite,
+        input_dtype=layer_input_dtype(config.input_dtype),
     )
     layer = steps_of(model).layers[0]
     return {
@@ -83,6 +92,7 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
         "ep_size": rank_env.world_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "backend": type(layer.prepare_finalize).__name__,
+        "rows": str(layer.input_rows),
         "experts": type(layer.modular_kernel.fused_experts).__name__,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }

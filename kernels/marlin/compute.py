@@ -104,7 +104,7 @@ def _hopper_serves(pair: WeightPair) -> bool:
         )
     if capability != _HOPPER or w2.sort_indices is not None or pair.num_experts > hopper.MOST_EXPERTS:
         return False
-    return w13.has_regular_groups and w2.has_regular_groups and hopper.have_one_spacing(w13, w2)
+    return w13.has_regular_groups and w2.has_regular_groups and hopper.have_one_spacing(pair.columns, pair.groups)
 
 
 SumFunction = Callable[[torch.Tensor, torch.Tensor], None]

@@ -1,8 +1,8 @@
 """Launches the kernels for rows of 8 bits: int8 beside integer weights, e4m3 beside e4m3 weights, on Hopper.
 
 The tensor cores multiply 8-bit numbers at twice the rate of bf16, which pays where an expert has many rows. Rows are
-quantized as plain.round_rows says: those of the input by cuda/eight_bit_rows.cu, the activation's output by the kernel
-that multiplies, cuda/eight_bit_sm90.cu. vLLM calls the choice input_dtype, too.
+quantized as quantize.round_rows says: those of the input by cuda/eight_bit_rows.cu, the activation's output by the
+kernel that multiplies, cuda/eight_bit_sm90.cu. vLLM calls the choice input_dtype, too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from moe_ep.kernels.marlin.hopper import (
     tensor_map,
 )
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, experts_params, type_number
-from moe_ep.kernels.marlin.plain import GROUP_COLUMNS
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import WeightPair
+from moe_ep.kernels.quantize import GROUP_SIZE
+from moe_ep.quantization.input_rows import dtype_name
 from moe_ep.scalar_type import scalar_types
 
 # Constants of cuda/eight_bit_layout.cuh, eight_bit_rows.cu and eight_bit_sm90.cu.
@@ -88,7 +89,7 @@ def scratch_layout(num_experts: int, num_rows: int, hidden_size: int, intermedia
     """The scratch that up to num_rows rows of all experts together need."""
     capacity = -(-(num_rows + num_experts * (_START_MULTIPLE - 1)) // _START_MULTIPLE) * _START_MULTIPLE
     ends = [0]
-    for row_bytes in (hidden_size, 4, intermediate_size, 4 * -(-intermediate_size // GROUP_COLUMNS)):
+    for row_bytes in (hidden_size, 4, intermediate_size, 4 * -(-intermediate_size // GROUP_SIZE)):
         ends.append(-(-(ends[-1] + capacity * row_bytes) // _ALIGNMENT) * _ALIGNMENT)
     codes, row_scales, hidden, hidden_scales, num_bytes = ends
     return ScratchLayout(capacity, codes, row_scales, hidden, hidden_scales, num_bytes)
@@ -99,21 +100,32 @@ def has_kernel(kind: WeightType, input_dtype: torch.dtype) -> bool:
     return input_dtype == torch.int8 or kind.scalar_type == scalar_types.float8_e4m3fn
 
 
-def unfit_reason(pair: WeightPair) -> str | None:
-    """Why the kernels cannot multiply these experts with 8-bit rows; None if they can."""
-    w13, w2 = pair.w13, pair.w2
-    if not has_kernel(pair.kind, pair.input_dtype):
-        return f"there is no kernel for {pair.input_dtype} rows and {pair.kind.scalar_type} weights"
-    if not pair.activation.is_gated:
-        return f"the activation is {pair.activation.value}, and must be a gated one"
-    if w13.num_columns % 32 or w2.num_columns % 64 or w2.num_rows % 64:
-        return f"K is {w2.num_rows} and N {w2.num_columns}; both must be multiples of 64"
-    if w13.num_columns > _COLUMNS_OF_THREAD * _MAX_ROW_THREADS:
-        return f"K is {w13.num_columns}, and must be at most {_COLUMNS_OF_THREAD * _MAX_ROW_THREADS}"
-    if any(part is not None for w in (w13, w2) for part in (w.g_idx, w.sort_indices)):
-        return "the weights have act-order"
-    if not have_one_spacing(w13, w2):
-        return "w13 and w2 have scales of different group sizes"
+def unfit_reason(
+    kind: WeightType,
+    input_dtype: torch.dtype,
+    activation: MoEActivation,
+    columns: tuple[int, int],
+    groups: tuple[int, int],
+    has_act_order: bool,
+) -> str | None:
+    """Why the kernels cannot multiply experts with 8-bit rows, in one clause; None if they can.
+
+    Args:
+        columns, groups: of `WeightPair`.
+    """
+    K, N = columns
+    if not has_kernel(kind, input_dtype):
+        return f"there is no kernel for {dtype_name(input_dtype)} rows and {kind.scalar_type} weights yet"
+    if not activation.is_gated:
+        return f"the activation is {activation.value}, and the kernels for 8-bit rows take a gated one"
+    if K % 64 or N % 64:
+        return f"K is {K} and N {N}; for the kernels for 8-bit rows both must be multiples of 64"
+    if K > _COLUMNS_OF_THREAD * _MAX_ROW_THREADS:
+        return f"K is {K}; for the kernels for 8-bit rows it must be at most {_COLUMNS_OF_THREAD * _MAX_ROW_THREADS}"
+    if has_act_order:
+        return "the weights have act-order, which the kernels for 8-bit rows do not"
+    if not have_one_spacing(columns, groups):
+        return "w13 and w2 have scales of different group sizes, and the kernels for 8-bit rows take one"
     return None
 
 
@@ -215,4 +227,7 @@ def kernel_sources(
 
 def _has_kernels(pair: WeightPair) -> bool:
     is_hopper = jit.capability(pair.device.index or 0) == _HOPPER
-    return is_hopper and pair.num_experts <= MOST_EXPERTS and unfit_reason(pair) is None
+    has_act_order = any(part is not None for w in (pair.w13, pair.w2) for part in (w.g_idx, w.sort_indices))
+    about = (pair.kind, pair.input_dtype, pair.activation, pair.columns, pair.groups)
+    reason = unfit_reason(*about, has_act_order)
+    return is_hopper and pair.num_experts <= MOST_EXPERTS and reason is None

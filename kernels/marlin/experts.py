@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from moe_ep.kernels.marlin.checks import (
 )
 from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens, partials_numel
 from moe_ep.kernels.marlin.repack import has_all_groups, not_packed_reason, pack_experts
-from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, fits_input_dtype, weight_type
+from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, check_input_dtype, weight_type
 from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.modular_kernel.contracts import Compilation, ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.quantization.canonical_weights import CanonicalWeights
@@ -75,10 +76,8 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             (quant.w1_scale, quant.w1_zp, quant.w1_bias, quant.g1_alphas, w13_g_idx, w13_g_idx_sort_indices),
             (quant.w2_scale, quant.w2_zp, quant.w2_bias, quant.g2_alphas, w2_g_idx, w2_g_idx_sort_indices),
         )
-        # None if rows are not rounded: not asked for, or not supported beside these weights.
-        asked = quant.input_dtype
-        fits = asked is not None and fits_input_dtype(self._kind, quant.w1_scale.dtype, asked)
-        self._input_dtype = asked if fits else None
+        for scales in (quant.w1_scale, quant.w2_scale):
+            check_input_dtype(self._kind, scales.dtype, moe_config.in_dtype, quant.input_dtype)
         self._pair: WeightPair | None = None
         self._device = quant.w1_scale.device
 
@@ -106,6 +105,27 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             if (reason := not_packed_reason(part, row_multiple)) is not None:
                 return reason
         return cls.unusable_reason()
+
+    @classmethod
+    def refuses_input_dtype(
+        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device, **kwargs: Any
+    ) -> str | None:
+        quant, dtype = quant_config, quant_config.input_dtype
+        if device.type != "cuda" or dtype is None or quant.quant_type_id is None:
+            return None
+        if not hopper.runs_on(device):
+            major, minor = torch.cuda.get_device_capability(device)
+            return f"this GPU has compute capability {major}.{minor}; the kernels for 8-bit rows run on 9.0 (Hopper)"
+        if moe_config.num_local_experts > hopper.MOST_EXPERTS:
+            return f"there are {moe_config.num_local_experts} experts on a rank; 8-bit rows take {hopper.MOST_EXPERTS}"
+        return eight_bit.unfit_reason(
+            weight_type(quant.quant_type_id),
+            dtype,
+            MoEActivation.parse(moe_config.activation),
+            (moe_config.hidden_dim, moe_config.intermediate_size_per_partition),
+            (quant.w1_scale.size(1), quant.w2_scale.size(1)),  # type: ignore[union-attr]
+            any(value is not None for name, value in kwargs.items() if "g_idx" in name),
+        )
 
     @classmethod
     def compilations(
@@ -154,8 +174,9 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             first, second = self._companions
             parts = ((w1, *first), (w2, *second))
             limit = self.moe_config.swiglu_limit
-            pair = self._pair = check_weight_pair(self._kind, act, act_dtype, self._is_k_full, *parts, limit)
-            pair.input_dtype = self._input_dtype or act_dtype
+            pair = self._pair = check_weight_pair(
+                self._kind, act, act_dtype, self._is_k_full, *parts, limit, self.quant_config.input_dtype
+            )
         return pair
 
     def _output_dtype(self, step: Step) -> torch.dtype:
@@ -208,7 +229,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
         )
 
     def may_round_rows(self) -> bool:
-        return self._input_dtype is not None and self._device.type != "cuda"
+        return self.quant_config.input_dtype is not None and self._device.type != "cuda"
 
     def scratch_shapes(self, num_experts: int, max_rows: int, N: int) -> tuple[Shape, Shape]:
         numel = self._partials(max_rows)
@@ -244,14 +265,12 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
     """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order.
 
     Arguments and errors are those of BatchedMarlinExperts without max_num_tokens and num_dispatchers. Rows are rounded
-    to `quant_config.input_dtype` where functional.fused_marlin_moe rounds them, and not beside weights that do not go
-    with it.
+    to `quant_config.input_dtype` where functional.fused_marlin_moe rounds them.
     """
 
     def may_round_rows(self) -> bool:
-        if self._input_dtype is None or self._device.type != "cuda":
-            return self._input_dtype is not None
-        return eight_bit.has_kernel(self._kind, self._input_dtype)
+        dtype = self.quant_config.input_dtype
+        return dtype is not None and (self._device.type != "cuda" or eight_bit.has_kernel(self._kind, dtype))
 
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
         slots = -(-num_slots * K // 128) * 128

@@ -22,7 +22,7 @@ from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, type_number
 from moe_ep.kernels.marlin.types import WeightType
-from moe_ep.kernels.marlin.weights import WeightPair, Weights
+from moe_ep.kernels.marlin.weights import WeightPair
 
 _HOPPER = (9, 0)
 _DECODE_THREADS, _PREFILL_THREADS = 640, 384
@@ -124,13 +124,12 @@ def groups_per_step(num_columns: int, num_groups: int) -> int:
     return 1 if num_groups == 1 else max(1, _STEP_COLUMNS * num_groups // num_columns)
 
 
-def have_one_spacing(w13: Weights, w2: Weights) -> bool:
-    """Whether the scales of both lie equally far apart, or one has a single group that one step covers."""
-    spacings = [groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2)]
+def have_one_spacing(columns: tuple[int, int], groups: tuple[int, int]) -> bool:
+    """Whether the scales of w13 and w2, with these columns and groups of them, lie equally far apart, or one has a
+    single group that one step covers."""
+    spacings = list(map(groups_per_step, columns, groups))
     most = max(spacings)
-    return all(
-        spacing == most or w.num_columns * most <= _STEP_COLUMNS for spacing, w in zip(spacings, (w13, w2), strict=True)
-    )
+    return all(spacing == most or size * most <= _STEP_COLUMNS for spacing, size in zip(spacings, columns, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,20 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.kernels.marlin.repack import PackedWeights, unpack_marlin
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import WeightPair, Weights, group_size_of
-from moe_ep.layer.custom_ops import without_autocast
+from moe_ep.kernels.reference import compute_rows
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
+from moe_ep.quantization.input_rows import INPUT_DTYPES
 
 # mean |d| / mean |ref| of results with rows of 8 bits, against those of rows that are not rounded.
 TOLERANCES = {torch.int8: 0.022, torch.float8_e4m3fn: 0.05}
-GROUP_COLUMNS = 128  # kGroupColumns of cuda/eight_bit_layout.cuh
-_LEAST_SCALE = 2.0**-60
-_LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 
 ActivationFunction = Callable[[MoEActivation, torch.Tensor, torch.Tensor], None]
 
@@ -52,26 +49,35 @@ def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.
 
 
 def compute_expert(
-    rows: torch.Tensor, pair: WeightPair, expert: int, activation_func: ActivationFunction | None = None
+    rows: torch.Tensor,
+    pair: WeightPair,
+    expert: int,
+    activation_func: ActivationFunction | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`.
 
-    If pair.input_dtype is int8 or e4m3, the rows and the activation's output are rounded to it (`round_rows`): rows
-    with one scale each, the activation's output with one for every 128 columns, as the kernels quantize them.
+    Args:
+        scales: as in reference.compute_rows, which rounds rows to pair.input_dtype where that is int8 or e4m3.
     """
-    kind, w13, w2, activation, dtype = pair.kind, pair.w13, pair.w2, pair.activation, pair.input_dtype
-    rounds = dtype in _LARGEST_CODE
-    bias1, bias2 = (None if w.bias is None else w.bias[expert].float() for w in (w13, w2))
-    with without_autocast():
-        rows = round_rows(rows, dtype, rows.size(1)) if rounds else rows.float()
-        gate_up = F.linear(rows, dequantize_packed(w13, kind, expert), bias1)
+    both = (pair.w13, pair.w2)
+    bias1, bias2 = (None if w.bias is None else w.bias[expert].float() for w in both)
+
+    def activate(gate_up: torch.Tensor) -> torch.Tensor:
         if activation_func is None:
-            hidden = apply_activation(activation, gate_up, clamp_limit=pair.clamp_limit)
-        else:
-            hidden = gate_up.new_empty(gate_up.size(0), w2.num_columns)
-            activation_func(activation, hidden, gate_up)
-        hidden = round_rows(hidden, dtype) if rounds else hidden
-        return F.linear(hidden, dequantize_packed(w2, kind, expert), bias2)
+            return apply_activation(pair.activation, gate_up, clamp_limit=pair.clamp_limit)
+        hidden = gate_up.new_empty(gate_up.size(0), pair.w2.num_columns)
+        activation_func(pair.activation, hidden, gate_up)
+        return hidden
+
+    return compute_rows(
+        rows,
+        scales,
+        lambda which: dequantize_packed(both[which], pair.kind, expert),
+        (bias1, bias2),
+        activate,
+        pair.input_dtype if pair.input_dtype in INPUT_DTYPES else None,
+    )
 
 
 def _group_of_columns(weights: Weights, expert: int) -> torch.Tensor:
@@ -84,22 +90,3 @@ def _group_of_columns(weights: Weights, expert: int) -> torch.Tensor:
     if weights.sort_indices is None:
         return packed
     return torch.empty_like(packed).scatter_(0, weights.sort_indices[expert].long(), packed)
-
-
-def round_rows(rows: torch.Tensor, dtype: torch.dtype, group_columns: int = GROUP_COLUMNS) -> torch.Tensor:
-    """Rows `[n, K]` as they are after quantizing to int8 or e4m3: f32.
-
-    value = code * scale, with scale = max|x| / 127 (int8) or / 448 (e4m3), at least 2^-60, of group_columns columns;
-    the last group has those that remain. Codes are rounded to nearest, ties to even.
-
-    Example: int8, row [1, -0.5, 0.25]: scale 1 / 127, codes 127, -64, 32.
-    """
-    rows = rows.float()
-    num_rows, num_columns = rows.shape
-    groups = F.pad(rows, (0, -num_columns % group_columns)).view(num_rows, -1, group_columns)
-    largest = groups.abs().amax(dim=2, keepdim=True)
-    # A tensor as the divisor: torch on CUDA multiplies by the reciprocal of a number.
-    scales = (largest / torch.full_like(largest, _LARGEST_CODE[dtype])).clamp(min=_LEAST_SCALE)
-    codes = groups / scales
-    codes = codes.round() if dtype == torch.int8 else codes.to(dtype).float()
-    return (codes * scales).view(num_rows, -1)[:, :num_columns]

@@ -163,6 +163,7 @@ class WeightPair:
         act_dtype: dtype of the activations that they were checked for.
         clamp_limit: as in gate_limit.
         input_dtype: int8 or float8_e4m3fn if rows may be rounded to it, otherwise act_dtype.
+        columns, groups: (K, N), and how many groups of scales those are in w13 and w2.
         device: the device of all their tensors.
     """
 
@@ -180,6 +181,8 @@ class WeightPair:
         self.clamp_limit = clamp_limit
         self.input_dtype = input_dtype or act_dtype
         self.w13, self.w2 = w13, w2
+        self.columns = (w13.num_columns, w2.num_columns)
+        self.groups = (w13.scales.size(1), w2.scales.size(1))
         self.num_experts = w13.qweight.size(0)
         self.device = w13.qweight.device
         self._known: dict[Callable[[WeightPair], Any], Any] = {}

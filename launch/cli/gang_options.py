@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from moe_ep.env import INPUT_DTYPE_NAMES
 from moe_ep.launch.cli.options import (
     BACKEND_NAMES,
     OptionError,
@@ -181,6 +182,25 @@ def torch_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return getattr(torch, DTYPES[name or ("bf16" if device.type == "cuda" else "f32")])
 
 
+def input_dtype_option() -> Any:
+    """The field of `--input-dtype`."""
+    return option(
+        None,
+        one_of(*INPUT_DTYPE_NAMES),
+        "rows that quantized experts compute with: int8 or fp8 (rounded to it, on GPUs where that is faster), "
+        "checkpoint (to what it was made for, on GPUs where that is faster) or none (as they are) (default: "
+        "MOE_EP_INPUT_DTYPE)",
+        "DTYPE",
+    )
+
+
+def layer_input_dtype(name: str | None) -> torch.dtype | str | None:
+    """What layers are given as input_dtype for the value of `--input-dtype`."""
+    from moe_ep.quantization.input_rows import input_dtype_of
+
+    return None if name is None else input_dtype_of(name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(GangConfig):
     """The model of a gang's workers, its number types, and how tokens travel."""
@@ -202,6 +222,7 @@ class ModelConfig(GangConfig):
         "none", one_of("none", "int4", "int8", "fp8"), "quantize plain experts while they load: int4, int8 or fp8"
     )
 
+    input_dtype: str | None = input_dtype_option()
     allow_nonfinite: bool = option(
         False, None, "load weights that hold NaN or infinity too, which are refused otherwise"
     )

@@ -32,6 +32,7 @@ class RankReport:
 
     Attributes:
         experts: for each layer, ids of the routed experts that this rank holds, at the end of a run that has one.
+        rows: what experts compute with and why, each answer of the layers once.
         graphs: whether the measured steps are replays of a CUDA graph; why_eager says why not where that was not asked.
         balancedness: of all steps and layers together.
         eplb: what balancing did, None without it.
@@ -54,6 +55,7 @@ class RankReport:
     model: dict[str, Any]
     dtype: str
     tolerance: float
+    rows: list[str]
     memory_bytes: int = 0
     experts: list[list[int]] = field(default_factory=list)
     graphs: bool = False
@@ -263,6 +265,7 @@ class RunReport:
             "backend": first.backend,
             "experts": first.experts_name,
             "dtype": first.dtype,
+            "rows": first.rows,
             "placement": [
                 {
                     "rank": rank.rank,
@@ -372,6 +375,8 @@ def _head(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
         f"gang    {workers(len(report.ranks))}, launcher {report.config.launcher}, on {', '.join(summary['devices'])}"
     )
     yield f"layers  backend {summary['backend']}, experts {summary['experts']}, {summary['dtype']}"
+    for rows in summary["rows"]:
+        yield f"        {rows}"
     why = "" if summary["why_eager"] is None else f" ({summary['why_eager']})"
     yield f"steps   {'replays of a CUDA graph' if summary['graphs'] else f'eager{why}'}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ep.launch.cli.gang_options import GangConfig
+from moe_ep.launch.cli.gang_options import GangConfig, input_dtype_option
 from moe_ep.launch.cli.options import (
     BACKEND_NAMES,
     GEOMETRY_NAMES,
@@ -73,6 +73,7 @@ class ScalingConfig(GangConfig):
     wire: tuple[str, ...] = option(
         ("activations",), _list_of(one_of("activations", "fp8")), "dtype of dispatched rows: activations, fp8"
     )
+    input_dtype: str | None = input_dtype_option()
     routing: tuple[str, ...] = option(
         ("uniform",), _list_of(_routing), "uniform, zipf:S or an .npz file of recorded choices"
     )

@@ -31,7 +31,7 @@ from moe_ep.generation.sampling import Sampling
 from moe_ep.generation.tokenizer import ModelTokenizer
 from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.steps import StepCoordinator
-from moe_ep.launch.cli.gang_options import torch_dtype
+from moe_ep.launch.cli.gang_options import layer_input_dtype, torch_dtype
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
 from moe_ep.launch.cli.generate_lines import CompletionRelay
 from moe_ep.launch.cli.generate_report import RankGeneration
@@ -173,6 +173,7 @@ def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: tor
         folder,
         backend=config.backend,
         quantize=config.quantize,
+        input_dtype=layer_input_dtype(config.input_dtype),
         eplb=config.eplb,
         num_redundant_experts=config.num_redundant_experts,
         dtype=dtype,

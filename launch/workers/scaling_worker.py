@@ -26,6 +26,7 @@ from moe_ep.bench.timing import slowest_rank
 from moe_ep.bench.workload import parse_routing, recorded_ids
 from moe_ep.distributed.exchange import gather_values
 from moe_ep.errors import ConfigError
+from moe_ep.launch.cli.gang_options import layer_input_dtype
 from moe_ep.launch.cli.scaling_config import ScalingConfig
 from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.interrupts import ending_after
@@ -306,6 +307,7 @@ class _Bench:
             dispatch_dtype=_dtype_of(setting.wire),
             eplb=setting.eplb == "on",
             weights=weights,
+            input_dtype=layer_input_dtype(config.input_dtype),
         )
         prefill = setting.phase == "prefill"
         row = measure_row(
@@ -413,6 +415,7 @@ def _about(rank_env: RankEnv, config: ScalingConfig, command: str, ceilings: Cei
         "workers": rank_env.world_size,
         "hosts": rank_env.world_size // rank_env.local_world_size,
         "launcher": rank_env.source,
+        "input_dtype": config.input_dtype or env.INPUT_DTYPE.get(),
         "memory_tb_per_s": round(ceilings.memory_bytes_per_s / 1e12, 3),
         "tflop_per_s": round(ceilings.flops_per_s / 1e12, 2),
         "link_gb_per_s": None if link is None else round(link / 1e9, 1),

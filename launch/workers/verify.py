@@ -23,13 +23,13 @@ from moe_ep.errors import ConfigError
 # The max |difference| / max |reference| of a layer that rounding and the order of sums can cause, by the dtype of the
 # activations.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-_FP8_INPUT_TOLERANCE = 0.1
+_INPUT_TOLERANCES = {None: 0.0, torch.int8: 0.05, torch.float8_e4m3fn: 0.1}
 
 
 def tolerance(dtype: torch.dtype, input_dtype: torch.dtype | None = None) -> float:
     """The largest `max_relative_error` that a correct layer computing in `dtype` can have, where experts may round rows
     to `input_dtype`."""
-    return _TOLERANCES[dtype] if input_dtype is None else max(_TOLERANCES[dtype], _FP8_INPUT_TOLERANCE)
+    return max(_TOLERANCES[dtype], _INPUT_TOLERANCES[input_dtype])
 
 
 def max_relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:

@@ -25,7 +25,7 @@ from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.eplb.trace import model_name
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
-from moe_ep.launch.cli.gang_options import torch_dtype
+from moe_ep.launch.cli.gang_options import layer_input_dtype, torch_dtype
 from moe_ep.launch.cli.report import RankReport, StepReport
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs import progress
@@ -149,6 +149,7 @@ def _load(
         dtype=dtype,
         device=device,
         quantize=config.quantize,
+        input_dtype=layer_input_dtype(config.input_dtype),
         # "auto" chooses by the capacity; a backend with a fixed one takes larger batches in several passes.
         num_redundant_experts=config.redundant_experts(spec.num_experts, rank_env.world_size),
         max_num_tokens=most_tokens if config.backend == "auto" else min(most_tokens, DECODE_MAX_NUM_TOKENS),
@@ -268,6 +269,7 @@ def _new_report(
         },
         dtype=str(dtype).removeprefix("torch."),
         tolerance=max(verify.tolerance(dtype, block.moe.rounds_rows_to) for block in stack.layers()),
+        rows=list(dict.fromkeys(str(block.moe.input_rows) for block in stack.layers())),
     )
 
 

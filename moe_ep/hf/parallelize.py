@@ -73,6 +73,7 @@ def parallelize(
     process_group: dist.ProcessGroup | None = None,
     max_num_tokens: int | None = None,
     decode_max_num_tokens: int | None = None,
+    input_dtype: torch.dtype | str | None = None,
     on_layer: OnLayer | None = None,
 ) -> Any:
     """Shards the experts of a transformers model over the ranks; a collective call.
@@ -97,6 +98,7 @@ def parallelize(
             None lets "auto" choose one without, and is 256 for one that is named.
         decode_max_num_tokens: with it, steps of at most as many tokens on every rank use a backend of that capacity
             (`RoutedExperts`).
+        input_dtype: the rows that quantized experts compute with, as `FusedMoE` takes it.
         on_layer: called with (layers loaded, layers) as loading goes on.
 
     Returns:
@@ -129,6 +131,7 @@ def parallelize(
         "coordinator": steps,
         "decode_max_num_tokens": decode_max_num_tokens,
         "decode_backend": backend,
+        "input_dtype": input_dtype,
         "enable_eplb": bool(eplb),
         "num_redundant_experts": num_redundant_experts,
     }

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ep import env
 from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_id_range, check_no_gradients, check_tensors
 from moe_ep.config import (
@@ -29,7 +28,6 @@ from moe_ep.config import (
     FusedMoEParallelConfig,
     RoutingConfig,
     RoutingFunction,
-    input_dtype_of,
 )
 from moe_ep.distributed.process_groups import LayerGroups, resolve_parallel_config
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
@@ -50,6 +48,7 @@ from moe_ep.layer.weight_loading import (
 )
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.observability.stages import stage, tell_routing
+from moe_ep.quantization.input_rows import InputRows, resolve_input_dtype
 from moe_ep.routing.router import PrecomputedRouter, Router, TopKRouter, append_shared_experts
 
 if TYPE_CHECKING:
@@ -137,8 +136,10 @@ class FusedMoE(MoELayer):
         router: replaces the router that the routing arguments describe, which must then be left out; a model that
             routes by itself needs none (`forward`).
         experts: a name from the experts registry that fits the backend's format; "auto" chooses.
-        input_dtype: torch.int8 or torch.float8_e4m3fn lets packed experts round rows to it where that is faster
-            (Hopper, many rows an expert); None takes it from MOE_EP_INPUT_DTYPE, which does not by default.
+        input_dtype: the rows that quantized experts compute with. torch.int8 or torch.float8_e4m3fn: rounded to it, on
+            CPUs always, on GPUs where that is faster (many rows an expert). "checkpoint": rounded on GPUs, where that
+            is faster, to what the checkpoint was made for. "none", or the activations' dtype: as they are. None takes
+            it from MOE_EP_INPUT_DTYPE, which is checkpoint by default.
 
     Raises:
         ValueError: sizes, names or options that do not fit together.
@@ -186,7 +187,7 @@ class FusedMoE(MoELayer):
         dispatch_dtype: torch.dtype | None = None,
         experts: str = "auto",
         swiglu_limit: float | None = None,
-        input_dtype: torch.dtype | None = None,
+        input_dtype: torch.dtype | str | None = None,
         router: Router | None = None,
     ) -> None:
         routing = RoutingConfig(
@@ -303,7 +304,7 @@ class FusedMoE(MoELayer):
         self.num_fused_shared_experts = num_shared
         self.activation = MoEActivation.parse(config.activation)
         self.experts = config.implementation
-        self.input_dtype = config.input_dtype or input_dtype_of(env.INPUT_DTYPE.get())
+        self.input_dtype = resolve_input_dtype(config.input_dtype, config.params_dtype)
         self.expert_mapping = expert_mapping
         _check_redundancy(config, parallel)
         self.eplb_state = LayerEplbState(config.num_experts, redundant) if config.enable_eplb else None
@@ -687,9 +688,15 @@ class FusedMoE(MoELayer):
             backend.check()
 
     @property
+    def input_rows(self) -> InputRows:
+        """The rows that the experts compute with, and why."""
+        return self.quant_method.input_rows(self)
+
+    @property
     def rounds_rows_to(self) -> torch.dtype | None:
-        """What the layer's experts may round rows to; None if they do not."""
-        return self.input_dtype if self.modular_kernel.fused_experts.may_round_rows() else None
+        """What the experts that the layer's backend needs may round rows to; None if they do not."""
+        experts = self.modular_kernel.fused_experts
+        return experts.quant_config.input_dtype if experts.may_round_rows() else None
 
     def must_reduce_shared_expert_outputs(self) -> bool:
         """Whether the combine step returns complete sums. No all-reduce follows it then, so partial sums of shared
@@ -797,6 +804,7 @@ class FusedMoE(MoELayer):
                 # Ordinary tensors of the checkpoint's dtypes, whatever mode the first pass runs in.
                 with torch.inference_mode(False), torch.no_grad(), without_autocast():
                     self.quant_method.process_weights_after_loading(self)
+                self.quant_method.input_rows(self)  # refuses what these weights do not go with
                 self._processed, self._reloading = True, False
 
     def begin_reload(self) -> None:

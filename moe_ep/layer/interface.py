@@ -27,6 +27,7 @@ class MoELayer(FixedTensors):
         expert_map: int32 `[physical + shared]`, global -> local, -1 if not local; None if every expert is local.
         eplb_state: maps and loads of EPLB; None without EPLB.
         experts: the registry name of the implementation that computes the experts, or "auto".
+        input_dtype: the rows that were asked for: torch.int8, torch.float8_e4m3fn, "checkpoint" or "none".
     """
 
     layer_name: str
@@ -40,7 +41,7 @@ class MoELayer(FixedTensors):
     eplb_state: LayerEplbState | None
     experts: str
     dispatch_dtype: torch.dtype | None
-    input_dtype: torch.dtype | None
+    input_dtype: torch.dtype | str
     apply_router_weight_on_input: bool
 
     @property

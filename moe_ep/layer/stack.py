@@ -150,6 +150,7 @@ class MoEBlock(FixedTensors):
         max_num_tokens: int,
         process_group: dist.ProcessGroup | None,
         num_redundant_experts: int | None = None,
+        input_dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
         self.layer_index = layer_index
@@ -184,6 +185,7 @@ class MoEBlock(FixedTensors):
                 max_num_tokens=max_num_tokens,
                 enable_eplb=num_redundant_experts is not None,
                 num_redundant_experts=num_redundant_experts or 0,
+                input_dtype=input_dtype,
             )
         load_moe_layer(reader, spec, layer_index, self.moe)
 
@@ -249,6 +251,7 @@ class MoEStack(nn.Module):
         max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
         process_group: the EP ranks; None for the default group.
         num_redundant_experts: if given, even as 0, enables EPLB with that many physical experts beyond E.
+        input_dtype: the rows that quantized experts compute with, as `FusedMoE` takes it.
         on_layer: called with (layers loaded, all layers) while loading progresses.
 
     Raises:
@@ -269,6 +272,7 @@ class MoEStack(nn.Module):
         max_num_tokens: int = 256,
         process_group: dist.ProcessGroup | None = None,
         num_redundant_experts: int | None = None,
+        input_dtype: torch.dtype | str | None = None,
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__()
@@ -291,6 +295,7 @@ class MoEStack(nn.Module):
                     max_num_tokens=max_num_tokens,
                     process_group=process_group,
                     num_redundant_experts=num_redundant_experts,
+                    input_dtype=input_dtype,
                 )
             )
         if on_layer is not None:

@@ -560,8 +560,25 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
         """Whether a pass can be captured: static shapes, no host synchronisation."""
         return True
 
+    @classmethod
+    def refuses_input_dtype(
+        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device, **kwargs: Any
+    ) -> str | None:
+        """Why these experts cannot round rows to `quant_config.input_dtype` on this device, in one clause; None if they
+        can. The dtype goes with the weights (`moe_ep.quantization.input_rows`).
+
+        Args:
+            kwargs: further arguments of the constructor.
+        """
+        return f"{cls.__name__} computes rows as they are"
+
     def may_round_rows(self) -> bool:
         """Whether rows may be rounded to `quant_config.input_dtype` before they are multiplied."""
+        return False
+
+    def takes_quantized_rows(self) -> bool:
+        """Whether rows that were sent in `quant_config.input_dtype` may come as they were sent: int8 or e4m3 codes with
+        one f32 scale for every 128 columns (`row_scales`)."""
         return False
 
     @abstractmethod

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from moe_ep.checkpoint.formats import GPTQConfig, quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
@@ -17,7 +18,11 @@ from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
-BLOCKS = Float8Config(scale=ScaleShape(Kind.BLOCK, rows=128, columns=128), scale_name="weight_scale_inv")
+BLOCKS = Float8Config(
+    scale=ScaleShape(Kind.BLOCK, rows=128, columns=128),
+    scale_name="weight_scale_inv",
+    input_dtype=torch.float8_e4m3fn,
+)
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 KIMI_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 KIMI = {

@@ -25,6 +25,7 @@ from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 from moe_ep.quantization.canonical_weights import dequantize
 from tests.checkpoint.format_cases import write_case
 
+E4M3 = torch.float8_e4m3fn
 GATE_PROJ = "model.layers.3.mlp.experts.7.gate_proj"
 
 
@@ -194,7 +195,7 @@ def test_modules_that_model_optimizer_lists() -> None:
 def test_four_bits_of_experts_beside_eight_of_others(settings: dict[str, Any]) -> None:
     found = quantization_config({"quantization_config": settings})
     blocks = Float8Config.from_dict({"weight_block_size": [128, 128]})
-    assert found.of_module(GATE_PROJ) == W4AFP8Config(group_size=128)
+    assert found.of_module(GATE_PROJ) == W4AFP8Config(group_size=128, input_dtype=E4M3)
     assert found.of_module("model.layers.3.mlp.shared_experts.gate_proj") == blocks
     assert found.of_module("model.layers.3.self_attn.o_proj") == blocks
     assert found.of_module("model.layers.3.self_attn.b_proj") is None
@@ -207,7 +208,7 @@ def test_four_bits_of_experts_beside_eight_of_others(settings: dict[str, Any]) -
     ("algorithm", "scheme"),
     [
         ("mxfp4", MXFP4Config()),
-        ("W4A8_MXFP4_FP8", MXFP4Config()),
+        ("W4A8_MXFP4_FP8", MXFP4Config(input_dtype=E4M3)),
         ("W8A16", IntQuantizedConfig(scale=ScaleShape(Kind.CHANNEL))),
     ],
 )
@@ -217,7 +218,8 @@ def test_algorithms_of_model_optimizer_in_other_formats(algorithm: str, scheme: 
 
 
 def test_algorithms_of_model_optimizer_in_fp8() -> None:
-    for method, scheme in (("modelopt_fp8", Float8Config(scale=ScaleShape(Kind.TENSOR))), ("modelopt_mxfp8", MXFP8)):
+    tensors = Float8Config(scale=ScaleShape(Kind.TENSOR), input_dtype=E4M3)
+    for method, scheme in (("modelopt_fp8", tensors), ("modelopt_mxfp8", MXFP8)):
         settings = {"quant_method": method, "quant_algo": method.removeprefix("modelopt_").upper()}
         assert quantization_config({"quantization_config": settings}).of_module(GATE_PROJ) == scheme
     for algorithm, kind in (("FP8_PER_CHANNEL_PER_TOKEN", "channel"), ("FP8_PB_WO", "block"), ("fp8_pb_wo", "block")):
@@ -326,5 +328,5 @@ def test_fp8_scales_of_other_kinds_are_refused(key: str) -> None:
 def test_fp8_of_fbgemm_has_a_scale_a_row() -> None:
     settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
     found = quantization_config({"quantization_config": settings})
-    assert found.of_module(GATE_PROJ) == Float8Config(scale=ScaleShape(Kind.CHANNEL))
+    assert found.of_module(GATE_PROJ) == Float8Config(scale=ScaleShape(Kind.CHANNEL), input_dtype=E4M3)
     assert found.of_module("lm_head") is None

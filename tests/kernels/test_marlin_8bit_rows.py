@@ -9,9 +9,10 @@ import torch
 
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.kernels.marlin import batched_fused_marlin_moe, fused_marlin_moe
-from moe_ep.kernels.marlin.plain import round_rows
-from moe_ep.kernels.marlin.types import INPUT_DTYPES, WEIGHT_TYPES, WeightType
+from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
+from moe_ep.kernels.quantize import round_rows
 from moe_ep.layer.methods import relative_error
+from moe_ep.quantization.input_rows import INPUT_DTYPES
 from moe_ep.scalar_type import scalar_types
 from tests.kernels.marlin_cases import E, Made, arguments, make
 

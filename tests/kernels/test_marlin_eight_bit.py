@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +17,13 @@ from moe_ep.kernels.marlin import compute, eight_bit
 from moe_ep.kernels.marlin.experts import MarlinExperts
 from moe_ep.kernels.marlin.functional import fused_marlin_moe
 from moe_ep.kernels.marlin.params import Rows
-from moe_ep.kernels.marlin.plain import TOLERANCES, round_rows
+from moe_ep.kernels.marlin.plain import TOLERANCES
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.kernels.marlin.weights import WeightPair
-from moe_ep.layer import FusedMoE
+from moe_ep.kernels.quantize import round_rows
 from moe_ep.layer.methods.base import relative_error
 from moe_ep.scalar_type import scalar_types
 from tests.kernels.marlin_cases import E, arguments, make
-from tests.layer.moe_oracle import load, make_weights
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 E4M3, UINT4, UINT4B8, UINT8B128 = (
@@ -31,6 +32,7 @@ E4M3, UINT4, UINT4B8, UINT8B128 = (
 )
 SILU, RELU2 = MoEActivation.SILU, MoEActivation.RELU2_NO_MUL
 K, N = 256, 128
+MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "eight_bit_rows_h200.jsonl"
 
 
 def given_of(
@@ -121,43 +123,44 @@ def test_rows_are_rounded_where_that_is_faster() -> None:
     assert not compute.takes_eight_bit(deepseek, Rows(counts, 4096, expected_m=512))
 
 
+@pytest.mark.usefixtures("on_hopper")
+def test_the_rule_takes_8_bit_rows_where_the_measured_table_has_them_faster() -> None:
+    """Every row of the table that its documentation shows; the rule names no shape."""
+    sizes = {"deepseek-v3": (32, 7168, 2048), "qwen3-235b": (16, 4096, 1536)}
+    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    assert rows
+    for row in rows:
+        pair = experts(*sizes[row["shape"]], getattr(torch, row["input_dtype"]))
+        assert eight_bit.pays(pair, row["rows"]) == (row["ratio"] > 1), row
+
+
 def test_older_gpus_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "capability", lambda index: (8, 0))
     assert not eight_bit.pays(experts(32, 7168, 2048), 1024)
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [(E4M3, True), (UINT8B128, False)], ids=["fp8", "int8"])
-def test_experts_round_where_their_weights_allow_it(kind: WeightType, rounds: bool) -> None:
-    given = given_of(kind)
+def test_experts_round_to_the_dtype_of_their_configuration() -> None:
+    given = given_of()
     parallel = FusedMoEParallelConfig.make(1, 1, 1)
     config = FusedMoEConfig(
         num_experts=E, experts_per_token=2, hidden_dim=K, intermediate_size_per_partition=N, num_local_experts=E,
         moe_parallel_config=parallel, in_dtype=torch.bfloat16, max_num_tokens=64,
     )  # fmt: skip
     quant = FusedMoEQuantConfig(
-        quant_type_id=kind.scalar_type.id, w1_scale=given["w1_scale"], w2_scale=given["w2_scale"], input_dtype=FP8
+        quant_type_id=E4M3.scalar_type.id, w1_scale=given["w1_scale"], w2_scale=given["w2_scale"]
     )
-    layer = MarlinExperts(config, quant)
-    pair = layer._weights(given["w1"], given["w2"], SILU, torch.bfloat16)
-    assert pair.input_dtype == (FP8 if rounds else torch.bfloat16)
-    assert layer.may_round_rows() is rounds
-    plain = MarlinExperts(config, quant.with_input_dtype(None))
-    assert plain._weights(given["w1"], given["w2"], SILU, torch.bfloat16).input_dtype == torch.bfloat16
-
-
-def test_a_layer_takes_it_from_its_argument_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": K, "intermediate_size": N}
-    assert FusedMoE(**sizes).input_dtype is None
-    layer = load(FusedMoE(**sizes, input_dtype=FP8), make_weights(4, K, N))
-    assert (layer.input_dtype, layer.rounds_rows_to) == (FP8, None)  # by experts of plain weights
-    monkeypatch.setenv("MOE_EP_INPUT_DTYPE", "fp8")
-    assert FusedMoE(**sizes).input_dtype == FP8
-    monkeypatch.setenv("MOE_EP_INPUT_DTYPE", "int4")
-    with pytest.raises(ValueError, match="MOE_EP_INPUT_DTYPE is 'int4'"):
-        FusedMoE(**sizes)
-    monkeypatch.delenv("MOE_EP_INPUT_DTYPE")
-    with pytest.raises(ValueError, match="input_dtype is torch.float16"):
-        FusedMoE(**sizes, input_dtype=torch.float16)
+    for asked, rounds in ((FP8, True), (None, False)):
+        experts = MarlinExperts(config, quant.with_input_dtype(asked))
+        assert experts.may_round_rows() is rounds
+        output = torch.empty_like(given["hidden_states"])
+        scratch = [torch.empty(0, dtype=torch.bfloat16)] * 2
+        experts.apply(
+            output, given["hidden_states"], given["w1"], given["w2"], given["topk_weights"], given["topk_ids"], SILU,
+            E, None, None, None, *scratch, None, False,
+        )  # fmt: skip
+        assert torch.equal(output, fused_marlin_moe(**given, input_dtype=asked))
+    with pytest.raises(ValueError, match="torch.int8 and weights are float8_e4m3fn"):
+        MarlinExperts(config, quant.with_input_dtype(INT8))
 
 
 @pytest.mark.parametrize(("input_dtype", "kind"), [(FP8, E4M3), (INT8, UINT4B8), (INT8, UINT4)], ids=str)

@@ -43,6 +43,7 @@ def account(rank: int, errors: dict[int, float], **changes: Any) -> RankReport:
         },
         "dtype": "float32",
         "tolerance": 1e-4,
+        "rows": ["rows not rounded: asked for by name"],
         "memory_bytes": 2**20,
         "errors": errors,
     }

@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moe_ep.checkpoint.config_values import LANGUAGE_PARTS
 from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt, quark, w4afp8
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
-from moe_ep.checkpoint.formats.fp8 import MXFP8_GROUP, Float8Config
+from moe_ep.checkpoint.formats.fp8 import MXFP8_GROUP, Float8Config, input_dtype_of_scheme
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
@@ -94,27 +96,28 @@ def _fp8(values: Mapping[str, Any]) -> ModelQuantization:
     if values.get("moe_quant_algo"):  # DeepSeek-V4 by Model Optimizer
         schemes.insert(0, (("experts",), modelopt.scheme_of(values, key="moe_quant_algo")))
     elif of_experts == "fp4" or values.get("store_dtype") == "mxfp4":  # DeepSeek-V4, MiMo-V2
-        schemes.insert(0, (("experts",), MXFP4Config()))
+        schemes.insert(0, (("experts",), MXFP4Config(input_dtype=input_dtype_of_scheme(values))))
     return ModuleSchemes("fp8", schemes, ignored)
 
 
 def _mxfp8(values: Mapping[str, Any]) -> ModelQuantization:
-    return _fp8({"weight_block_size": [1, MXFP8_GROUP], **values})
+    return _fp8({"weight_block_size": [1, MXFP8_GROUP], "activation_scheme": "dynamic", **values})
 
 
 def _fbgemm_fp8(values: Mapping[str, Any]) -> ModelQuantization:
-    rows = Float8Config(scale=ScaleShape(Kind.CHANNEL))
+    rows = Float8Config(scale=ScaleShape(Kind.CHANNEL), input_dtype=torch.float8_e4m3fn)
     return ModuleSchemes("fbgemm_fp8", [((EVERY_LINEAR,), rows)], values.get("modules_to_not_convert") or ())
 
 
 def _int8_rows(values: Mapping[str, Any]) -> ModelQuantization:
-    rows = IntQuantizedConfig(scale=ScaleShape(Kind.CHANNEL))
+    rows = IntQuantizedConfig(scale=ScaleShape(Kind.CHANNEL), input_dtype=torch.int8)
     return ModuleSchemes("w8a8_int8", [((EVERY_LINEAR,), rows)], values.get("ignore") or ())
 
 
 def _int8_blocks(values: Mapping[str, Any]) -> ModelQuantization:
     where = "config.json: quantization_config: weight_block_size"
-    blocks = IntQuantizedConfig(scale=ScaleShape.of_blocks(where, values.get("weight_block_size")))
+    shape = ScaleShape.of_blocks(where, values.get("weight_block_size"))
+    blocks = IntQuantizedConfig(scale=shape, input_dtype=torch.int8)
     ignored = values.get("ignored_layers") or values.get("modules_to_not_convert") or ()
     return ModuleSchemes("blockwise_int8", [((EVERY_LINEAR,), blocks)], ignored)
 

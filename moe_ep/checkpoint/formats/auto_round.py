@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import PACKED_MXFP4, PACKED_NVFP4
@@ -68,7 +71,7 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     if not isinstance(exceptions, Mapping):
         raise CheckpointError(f"{_WHERE}extra_config: expected an object, found {exceptions!r}")
     settings = {key: values[key] for key in _SETTINGS if key in values}
-    of_settings = partial(_scheme, values)
+    of_settings = partial(_scheme_beside_activations, values)
     # There may be a name for every layer, and each is looked for in the name of every matrix: by scheme they are few.
     names: dict[Scheme, list[str]] = {}
     expressions: list[tuple[list[str], Scheme]] = []
@@ -83,6 +86,14 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
             expressions.append(([f"re:.*(?:{name})"], scheme))
     named = [(modules, scheme) for scheme, modules in names.items()]
     return ModuleSchemes(METHOD, [*named, *expressions, ([EVERY_LINEAR], of_settings(settings))])
+
+
+def _scheme_beside_activations(values: Mapping[str, Any], settings: Mapping[str, Any]) -> QuantizationConfig | None:
+    scheme, bits = _scheme(values, settings), values.get("act_bits")
+    if scheme is None or bits is None:
+        return scheme
+    is_int = str(values.get("act_data_type") or settings.get("data_type") or "int").startswith("int")
+    return replace(scheme, input_dtype=None if bits != 8 else torch.int8 if is_int else torch.float8_e4m3fn)
 
 
 def _integers(values: Mapping[str, Any]) -> _Scheme:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from moe_ep.checkpoint.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, PACKED_MXFP4, PACKED_NVFP4
 from moe_ep.checkpoint.formats.fp8 import MXFP8, MXFP8_GROUP, Float8Config
@@ -35,6 +38,7 @@ FORMATS = (
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 # Values of actorder, as text, with which the columns of a group may be scattered.
 _SCATTERED = ("group", "dynamic", "true")
+_INPUT_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
 _WHERE = "config.json: quantization_config: "
 
 
@@ -76,9 +80,17 @@ def _of_group(name: str, group: Mapping[str, Any], form: Any) -> QuantizationCon
     if "weights" in group and group["weights"] is None:
         return None
     try:
-        return _scheme(group, str(group.get("format") or form or ""))
+        scheme = _scheme(group, str(group.get("format") or form or ""))
     except CheckpointError as error:
         raise CheckpointError(f"{_WHERE}{name}: {error}") from None
+    return replace(scheme, input_dtype=_input_dtype(group.get("input_activations")))
+
+
+def _input_dtype(activations: Any) -> torch.dtype | None:
+    """What input_activations quantize activations to, of 8 bits."""
+    if not isinstance(activations, Mapping) or activations.get("num_bits") != 8:
+        return None
+    return _INPUT_DTYPES.get(str(activations.get("type", "int")).lower())
 
 
 def _check_transforms(transforms: Any) -> None:

@@ -38,6 +38,11 @@ MXFP8_GROUP = 32
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale")
 
 
+def input_dtype_of_scheme(values: Mapping[str, Any]) -> torch.dtype | None:
+    """e4m3 where activation_scheme says that activations are quantized too, as they come or with a scale on disk."""
+    return torch.float8_e4m3fn if values.get("activation_scheme") in ("dynamic", "static") else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Float8Config(QuantizationConfig):
     """One scheme of e4m3 weights.
@@ -72,7 +77,11 @@ class Float8Config(QuantizationConfig):
             raise CheckpointError(where + one_of("weight_scale_semantics", semantics, ["inverse"]))
         if of_each not in (None, "block", "row", "tensor"):
             raise CheckpointError(where + one_of("weight_scale_method", of_each, ["block", "row", "tensor"]))
-        form: dict[str, Any] = {"scale_name": "weight_scale_inv", "divides": semantics == "inverse"}
+        form: dict[str, Any] = {
+            "scale_name": "weight_scale_inv",
+            "divides": semantics == "inverse",
+            "input_dtype": input_dtype_of_scheme(values),
+        }
         block = values.get("weight_block_size")
         if block is None:
             return cls(scale=ScaleShape(Kind.CHANNEL if of_each == "row" else Kind.TENSOR), **form)
@@ -121,4 +130,5 @@ class Float8Config(QuantizationConfig):
         )
 
 
-MXFP8 = Float8Config(scale=ScaleShape(Kind.GROUP, columns=MXFP8_GROUP))
+# Made for activations in e4m3 with scales of 32 columns.
+MXFP8 = Float8Config(scale=ScaleShape(Kind.GROUP, columns=MXFP8_GROUP), input_dtype=torch.float8_e4m3fn)

@@ -66,14 +66,19 @@ class TensorLayout:
         return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).to(self.held)
 
 
+@dataclass(frozen=True, kw_only=True)
 class QuantizationConfig(ABC):
     """How linear layers are quantized: the tensors of each, and how they become canonical weights.
 
     Attributes:
         quant_method: the name of the layer's method in the registry.
+        input_dtype: torch.int8 or torch.float8_e4m3fn if the weights were made for activations of that dtype; None for
+            activations that are not quantized, or in ways that are not computed here.
     """
 
     quant_method: ClassVar[str]
+
+    input_dtype: torch.dtype | None = None
 
     @property
     def column_block(self) -> int:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
@@ -28,12 +30,13 @@ _ALGORITHMS: dict[str, QuantizationConfig] = {
     "NVFP4": MODELOPT_NVFP4,
     # The same weights, made for activations that are not quantized.
     "W4A16_NVFP4": MODELOPT_NVFP4,
-    "FP8": Float8Config(scale=ScaleShape(Kind.TENSOR)),
-    "FP8_PER_CHANNEL_PER_TOKEN": Float8Config(scale=ScaleShape(Kind.CHANNEL)),
+    "FP8": Float8Config(scale=ScaleShape(Kind.TENSOR), input_dtype=torch.float8_e4m3fn),
+    "FP8_PER_CHANNEL_PER_TOKEN": Float8Config(scale=ScaleShape(Kind.CHANNEL), input_dtype=torch.float8_e4m3fn),
     "MXFP8": MXFP8,
     "MXFP4": MXFP4Config(),
-    "W4A8_MXFP4_FP8": MXFP4Config(),
+    "W4A8_MXFP4_FP8": MXFP4Config(input_dtype=torch.float8_e4m3fn),
     "W8A16": IntQuantizedConfig(scale=ScaleShape(Kind.CHANNEL)),
+    # Of weights alone.
     "FP8_PB_WO": Float8Config(scale=ScaleShape(Kind.BLOCK, rows=128, columns=128)),
 }
 _MIXED = "MIXED_PRECISION"

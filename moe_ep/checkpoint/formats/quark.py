@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4_GROUP, NVFP4_GROUP, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
@@ -38,6 +41,7 @@ _SCHEMES: dict[str, QuantizationConfig] = {
     **{f"int8 {qscheme}": IntQuantizedConfig(scale=shape) for qscheme, shape in _SHAPES.items()},
 }
 _BLOCKS = "fp8_e4m3 per_block"
+_INPUT_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 def quark_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
@@ -110,11 +114,14 @@ def _scheme(key: str, layer: Any) -> QuantizationConfig | None:
     said = " ".join([_said(first), *(f"{_how(stage)} {_said(stage)}" for stage in others)])
     if first.get("dtype") in _PLAIN:
         return None
+    rows = layer.get("input_tensors")
+    input_dtype = _INPUT_DTYPES.get(str(rows.get("dtype"))) if isinstance(rows, Mapping) else None
     if said == _BLOCKS:
-        return Float8Config(scale=ScaleShape.of_blocks(f"{_WHERE}{key}: block_size", first.get("block_size")))
+        shape = ScaleShape.of_blocks(f"{_WHERE}{key}: block_size", first.get("block_size"))
+        return Float8Config(scale=shape, input_dtype=input_dtype)
     if said not in _SCHEMES:
         raise CheckpointError(f"{_WHERE}{key}: {one_of('weight', said, [*_SCHEMES, _BLOCKS])}")
-    return _SCHEMES[said]
+    return replace(_SCHEMES[said], input_dtype=input_dtype)
 
 
 def _how(stage: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
     weight            i8 [N, K / 2]       two's complement, two to a byte with the low half first
     weight_scale_inv  floats [N, K / g]   multiplied by, whatever the name says; g is group_size, else 128
-    input_scale                           not read: activations stay as they are
+    input_scale                           not read: rows have scales of their own
 
 DeepSeek and GLM were published so, for GPUs that multiply the weights by fp8 activations. The settings are those that
 https://github.com/sgl-project/sglang reads (python/sglang/srt/layers/quantization/w4afp8.py).
@@ -78,6 +78,7 @@ def w4afp8_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     size = values.get("group_size") or _GROUP
     if not isinstance(size, int) or size < 1 or size % 2:
         raise CheckpointError(f"config.json: quantization_config: group_size is {size!r}; it must be even and positive")
+    experts = W4AFP8Config(group_size=size, input_dtype=torch.float8_e4m3fn)
     others = Float8Config.from_dict({"weight_block_size": [128, 128]})
     ignored = next(filter(None, map(values.get, _IGNORED)), ())
-    return ModuleSchemes(METHOD, [(("experts",), W4AFP8Config(group_size=size)), ((EVERY_LINEAR,), others)], ignored)
+    return ModuleSchemes(METHOD, [(("experts",), experts), ((EVERY_LINEAR,), others)], ignored)

@@ -21,8 +21,9 @@ from moe_ep.modular_kernel import (
     make_experts,
     make_prepare_finalize,
 )
-from moe_ep.modular_kernel.experts_choice import ExpertsNames, choose_experts
-from moe_ep.registry import QUANT_METHODS
+from moe_ep.modular_kernel.experts_choice import REFERENCE, ExpertsNames, choose_experts
+from moe_ep.quantization.input_rows import CHECKPOINT, NONE, InputRows, dtype_name, log_once
+from moe_ep.registry import EXPERTS, QUANT_METHODS
 
 # The mean |difference| / mean |reference| of two correct results that rounding and the order of sums can cause.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -131,8 +132,44 @@ class FusedMoEMethodBase(ABC):
                 "num_dispatchers": prepare_finalize.num_dispatchers(),
             }
         quant_config = self.get_fused_moe_quant_config(layer).with_dispatch_dtype(layer.dispatch_dtype)
-        quant_config = quant_config.with_input_dtype(layer.input_dtype)
-        return make_experts(name, self.moe_config, quant_config, **kwargs)
+        rows = self.input_rows(layer)
+        log_once(rows, layer.input_dtype, layer.parallel_config)
+        return make_experts(name, self.moe_config, quant_config.with_input_dtype(rows.dtype), **kwargs)
+
+    def checkpoint_input_dtype(self) -> torch.dtype | None:
+        """The activations that the checkpoint was made for, if they are int8 or e4m3."""
+        return None
+
+    def input_rows(self, layer: MoELayer) -> InputRows:
+        """The rows that the experts of a processed layer compute with.
+
+        Raises:
+            ValueError: a dtype was named that does not go with the weights, or for which there is no kernel.
+        """
+        asked = layer.input_dtype
+        if asked == NONE:
+            return InputRows(None, "asked for by name")
+        dtype = self.checkpoint_input_dtype() if isinstance(asked, str) else asked
+        if dtype is None:
+            return InputRows(None, "the weights were not made for 8-bit rows")
+        device = self.gemm_weights(layer)[0].device
+        quant_config, name = self.get_fused_moe_quant_config(layer).with_input_dtype(dtype), ""
+        refusal = quant_config.refuses_rows_of(dtype)
+        if refusal is None:
+            name, kwargs = self.experts_names(layer)[FusedMoEActivationFormat.Standard], self.expert_kwargs(layer)
+            refusal = EXPERTS.load(name).refuses_input_dtype(self.moe_config, quant_config, device, **kwargs)
+        if asked != CHECKPOINT:
+            if refusal is not None:
+                raise ValueError(
+                    f"input_dtype of {layer.layer_name} is {dtype} and {refusal}; pass 'none' for rows as they are"
+                )
+            return InputRows(dtype, "asked for by name")
+        made_for = f"the checkpoint was made for {dtype_name(dtype)} activations"
+        if refusal is None and (device.type == "cpu" or name in REFERENCE.values()):
+            refusal = "plain torch is not faster with them, and rounds rows to a dtype that is named alone"
+        if refusal is not None:
+            return InputRows(None, f"{made_for}, but {refusal}")
+        return InputRows(dtype, made_for)
 
     def experts_names(self, layer: MoELayer) -> ExpertsNames:
         """The registry names of the experts that compute this layer, by activation format."""

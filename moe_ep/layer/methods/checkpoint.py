@@ -49,6 +49,10 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
         K, N = self.moe_config.hidden_dim, self.moe_config.intermediate_size_per_partition
         return "weight_scale_2" in self.quant_config.of_gemm("w2").tensors(K, N * self._tp_size)
 
+    def checkpoint_input_dtype(self) -> torch.dtype | None:
+        w13, w2 = (self.quant_config.of_gemm(gemm).input_dtype for gemm in ("w13", "w2"))
+        return w13 if w13 == w2 else None
+
     def create_weights(
         self,
         layer: MoELayer,
