@@ -162,6 +162,40 @@ def experts_floors_us(geometry: Geometry, load: Load, machine: Machine) -> tuple
     return memory * 1e6, compute * 1e6
 
 
+def uneven_step_us(
+    geometry: Geometry,
+    tokens_per_rank: int,
+    machine: Machine,
+    rows: np.ndarray,
+    active_experts: np.ndarray,
+    copies: Sequence[tuple[int, int, int, int]] = (),
+) -> float:
+    """Microseconds of one layer's step in which the ranks have these rows and active experts, `[R]` each.
+
+    Rows travel as in `predict`. Copies of experts, (expert, from rank, to rank, slot), go over the same links before
+    them; nothing of that is hidden behind anything.
+
+    Raises:
+        ValueError: as `predict`.
+    """
+    ep_size = len(rows)
+    even = predict(geometry, ep_size, tokens_per_rank, machine)
+    fixed_us = machine.experts_latency_us + (machine.alone_us if ep_size == 1 else 0.0)
+    experts_us = 0.0
+    for rank in range(ep_size):
+        load = Load(rows=float(rows[rank]), active_experts=float(active_experts[rank]))
+        weights_us, products_us = experts_floors_us(geometry, load, machine)
+        experts_us = max(experts_us, weights_us / machine.memory_efficiency + products_us / machine.compute_efficiency)
+    host, busiest = machine.gpus_per_host, 0.0
+    for rank in range(ep_size):
+        for mine, other in ((1, 2), (2, 1)):
+            peers = [copy[other] for copy in copies if copy[mine] == rank]
+            near = sum(peer // host == rank // host for peer in peers) * geometry.bytes_per_expert
+            far = len(peers) * geometry.bytes_per_expert - near
+            busiest = max(busiest, near / machine.link_bytes_per_s, far / machine.network_bytes_per_s)
+    return even.step_us - even.experts_us + fixed_us + experts_us + busiest / machine.wire_efficiency * 1e6
+
+
 def _wire(link_bytes: float, network_bytes: float, ep_size: int, machine: Machine) -> tuple[float, dict[str, float]]:
     """(microseconds of one direction, by what they are spent on)."""
     if ep_size == 1:

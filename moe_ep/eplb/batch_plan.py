@@ -114,6 +114,21 @@ def plan_batch(
     )
 
 
+def divide(total: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """Divides each expert's rows over its places so that the maximum load of a rank is the least possible.
+
+    Args:
+        total: int64 `[E]`.
+        held: bool `[E, R]`, on which ranks each expert is.
+
+    Returns:
+        int64 `[E, R]`.
+    """
+    split = _Split.at(total, held)
+    _level(split)
+    return split.share
+
+
 class _Split:
     """Rows of each expert on each rank, int64 `[E, R]`, where they may be, bool `[E, R]`, and the loads that follow."""
 

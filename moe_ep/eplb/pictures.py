@@ -1,4 +1,4 @@
-"""Heat maps of expert load, before and after a plan."""
+"""Pictures of expert load: heat maps before and after a plan, and how even the steps are."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from moe_ep.files import replacing
 _LIMITS = {"slot": 3.0, "rank": 2.0}
 # Cells of so many ranks and layers have room for their numbers.
 _MOST_NUMBERED = 16
+_LINES = ("-", "--", "-.", ":")
 
 
 def draw_load(panels: dict[str, Array], num_ranks: int, title: str, path: Path) -> None:
@@ -31,12 +32,7 @@ def draw_load(panels: dict[str, Array], num_ranks: int, title: str, path: Path) 
     Raises:
         ImportError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise missing_extra("matplotlib", "bench", "a heat map") from None
-    figure = Figure(figsize=(12, 1.2 + 2.6 * len(panels)), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure = _figure((12, 1.2 + 2.6 * len(panels)), title)
     grid = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(3, 2))
     images = {}
     for row, (name, slots) in zip(grid, panels.items(), strict=True):
@@ -51,6 +47,43 @@ def draw_load(panels: dict[str, Array], num_ranks: int, title: str, path: Path) 
     for column, (what, image) in enumerate(images.items()):
         label = f"tokens of a {what} / mean of its layer"
         figure.colorbar(image, ax=grid[:, column], extend="max", location="bottom", shrink=0.7, label=label)
+    _save(figure, path)
+
+
+def draw_evenness(peaks: dict[str, Array], title: str, path: Path) -> None:
+    """Writes a PNG of the busiest rank's tokens over the mean in every step and layer, sorted, a line for each name.
+
+    Args:
+        peaks: by name, those numbers in any order.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    figure = _figure((7.5, 4.2), title)
+    axes = figure.subplots()
+    for number, (name, found) in enumerate(peaks.items()):
+        share = (np.arange(found.size) + 1) / max(found.size, 1)
+        grey = str(round(0.7 * number / max(len(peaks) - 1, 1), 2))
+        axes.plot(share, np.sort(found), label=name, color=grey, linestyle=_LINES[number % len(_LINES)], linewidth=1.4)
+    axes.set_xlabel("share of steps and layers", fontsize=9)
+    axes.set_ylabel("busiest rank / mean, tokens", fontsize=9)
+    axes.set_ylim(bottom=1.0)
+    axes.grid(True, color="0.92", linewidth=0.6)
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _figure(size: tuple[float, float], title: str) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise missing_extra("matplotlib", "bench", "a picture of load") from None
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
     with replacing(path) as partial:
         figure.savefig(partial, format=path.suffix[1:].lower(), dpi=130)
 

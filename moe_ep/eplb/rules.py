@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moe_ep.eplb.batch_plan import divide
 from moe_ep.eplb.levelling import map_tiles, rows_per_tile
 from moe_ep.eplb.policy.maps import Array, logical_maps
 
@@ -33,6 +34,20 @@ class Layout:
         """The layout of a layer's placement `[P]`."""
         table, counts = logical_maps(slots[None], num_experts)
         return cls(table[0], counts[0], slots.size // num_ranks, num_ranks)
+
+    @property
+    def held(self) -> torch.Tensor:
+        """Whether each expert is on each rank, bool `[E, R]`."""
+        held = torch.zeros(self.counts.size, self.num_ranks + 1, dtype=torch.bool)
+        held[
+            np.arange(self.counts.size)[:, None], np.where(self.table < 0, self.num_ranks, self.table // self.width)
+        ] = True
+        return held[:, : self.num_ranks]
+
+    def slots_on(self, ranks: Array) -> Array:
+        """The first slot of each expert on a rank that holds it, `[E]`."""
+        there = self.table // self.width == ranks[:, None]
+        return self.table[np.arange(ranks.size), (there & (self.table >= 0)).argmax(axis=1)]
 
 
 Rule = Callable[[Array, Array, Layout], Array]
@@ -90,6 +105,26 @@ class RoundRobin:
         seen = np.bincount((rank[:, None] * num_experts + ids).ravel(), minlength=self.counter.size)
         self.counter = self.counter + seen.reshape(self.counter.shape)
         return layout.table[ids, turn % layout.counts[ids]]
+
+
+class OneReplica:
+    """One replica of each expert for all tokens: those with which the most experts of a rank are fewest.
+
+    Args:
+        knows_batch: only experts that any rank's tokens have in this batch count, which ranks would have to ask for.
+    """
+
+    def __init__(self, knows_batch: bool) -> None:
+        self.knows_batch = knows_batch
+        self.slots: Array | None = None
+
+    def __call__(self, ids: Array, rank: Array, layout: Layout) -> Array:
+        if self.knows_batch or self.slots is None:
+            active = torch.ones(layout.counts.size, dtype=torch.int64)
+            if self.knows_batch:
+                active = torch.from_numpy(np.bincount(ids.ravel(), minlength=layout.counts.size)).clamp(max=1)
+            self.slots = layout.slots_on(divide(active, layout.held).argmax(dim=1).numpy())
+        return self.slots[ids]
 
 
 def water_filling(ids: Array, rank: Array, layout: Layout) -> Array:
@@ -175,6 +210,8 @@ RULES: dict[str, Callable[[], Rule]] = {
     "nearest": lambda: nearest,
     "round-robin": RoundRobin,
     "known-counts": lambda: water_filling,
+    "one-replica": lambda: OneReplica(knows_batch=False),
+    "known-active": lambda: OneReplica(knows_batch=True),
 }
 
 

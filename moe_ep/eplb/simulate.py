@@ -6,20 +6,23 @@ what it has seen shows it here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from moe_ep.eplb.batch_plan import plan_batch
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement
 from moe_ep.eplb.rebalance import rebalance_experts
 from moe_ep.eplb.rules import RULES, Layout, choose
 from moe_ep.eplb.trace import RoutingTrace
-from moe_ep.errors import check_at_least
+from moe_ep.errors import check_at_least, check_not_negative
 
 LINEAR = "linear"
+# Beside the rules: the batch's counts are known, and experts are copied for it (`moe_ep.eplb.batch_plan`).
+PER_BATCH = "per-batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,7 @@ class Scene:
         num_redundant: redundant slots of all ranks together.
         num_groups, num_nodes, objective: of `rebalance_experts`.
         planned_on: share of the steps that a plan is made from; the rest is measured.
+        spare_slots, copy_cost_rows: of `plan_batch`, for "per-batch".
 
     Raises:
         ValueError: a number out of its range.
@@ -43,10 +47,13 @@ class Scene:
     num_nodes: int = 1
     objective: str = "tokens"
     planned_on: float = 0.5
+    spare_slots: int = 2
+    copy_cost_rows: float = 0.0
 
     def __post_init__(self) -> None:
         check_at_least(1, ep_size=self.ep_size)
-        check_at_least(0, num_redundant=self.num_redundant)
+        check_at_least(0, num_redundant=self.num_redundant, spare_slots=self.spare_slots)
+        check_not_negative(copy_cost_rows=self.copy_cost_rows)
         if not 0 < self.planned_on < 1:
             raise ValueError(f"planned_on is {self.planned_on:g}; it must be above 0 and below 1")
 
@@ -77,21 +84,27 @@ class Scene:
         return seen
 
 
+# (expert, from rank, to rank, scratch slot)
+Copy = tuple[int, int, int, int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a placement with a replica rule did on the steps that were not planned on.
 
     Attributes:
         loads: tokens of each rank, int64 `[S, L, R]`.
-        slot_loads: tokens of each slot, `[L, P]`.
+        slot_loads: tokens of each slot, `[L, P]`, scratch slots of a rank behind its others.
         active: slots of a rank that got any token, `[S, L, R]`.
         stays: share of choices that stay on the rank of their token.
+        copies: (expert, from, to, slot) of each copy made for one batch, by step and layer.
     """
 
     loads: Array
     slot_loads: Array
     active: Array
     stays: float
+    copies: dict[tuple[int, int], list[Copy]]
 
     @property
     def balancedness(self) -> float:
@@ -105,9 +118,21 @@ class Outcome:
     @property
     def peak(self) -> float:
         """Mean over steps and layers of the maximum over the mean tokens of a rank."""
+        peaks = self.peaks
+        return float(peaks.mean()) if peaks.size else 1.0
+
+    @property
+    def peaks(self) -> Array:
+        """The maximum over the mean tokens of a rank, of each step and layer that has any."""
         mean = self.loads.mean(axis=2)
         busy = mean > 0
-        return float((self.loads.max(axis=2)[busy] / mean[busy]).mean()) if busy.any() else 1.0
+        peaks: Array = self.loads.max(axis=2)[busy] / mean[busy]
+        return peaks
+
+    @property
+    def copies_per_layer(self) -> float:
+        """Copies of one layer in one step, over all ranks."""
+        return sum(map(len, self.copies.values())) / max(self.loads.shape[0] * self.loads.shape[1], 1)
 
     @property
     def active_experts(self) -> float:
@@ -136,42 +161,82 @@ def place(trace: RoutingTrace, scene: Scene, policy: str, num_steps: int | None 
 
 
 def measure(trace: RoutingTrace, scene: Scene, slots: Array, rule: str) -> Outcome:
-    """Serves the other steps with a placement `[L, P]` and a rule of `moe_ep.eplb.rules`."""
+    """Serves the other steps with a placement `[L, P]` and a rule of `moe_ep.eplb.rules`, or "per-batch"."""
     seen, num_ranks, num_slots = scene.split(trace), scene.ep_size, slots.shape[1]
     width = num_slots // num_ranks
-    counts = np.zeros((trace.num_steps - seen, trace.num_layers, num_slots), dtype=np.int64)
+    scratch = scene.spare_slots if rule == PER_BATCH else 0
+    counts = np.zeros((trace.num_steps - seen, trace.num_layers, num_ranks, width + scratch), dtype=np.int64)
     stays = chosen_slots = 0
+    copies: dict[tuple[int, int], list[Copy]] = {}
     order = np.lexsort((trace.rank, trace.step, trace.layer))
     key = trace.layer[order].astype(np.int64) * trace.num_steps + trace.step[order]
     starts = np.flatnonzero(np.diff(key, prepend=-1))
-    rules = {layer: RULES[rule]() for layer in range(trace.num_layers)}
+    rules = {layer: RULES[rule]() for layer in range(trace.num_layers) if rule != PER_BATCH}
     layouts = [Layout.of(row, trace.num_experts, num_ranks) for row in slots]
     for part in np.split(order, starts[1:]):
         layer, step = int(trace.layer[part[0]]), int(trace.step[part[0]])
         if step < seen:
             continue
         rank = np.arange(part.size) * num_ranks // part.size
-        chosen = choose(rules[layer], trace.ids[part].astype(np.int64), rank, layouts[layer])
-        valid = chosen >= 0
-        counts[step - seen, layer] = np.bincount(chosen[valid], minlength=num_slots)
-        stays += int((valid & (chosen // width == rank[:, None])).sum())
-        chosen_slots += int(valid.sum())
-    by_rank = counts.reshape(*counts.shape[:2], num_ranks, width)
+        ids, found = trace.ids[part].astype(np.int64), counts[step - seen, layer]
+        if rule == PER_BATCH:
+            copies[step - seen, layer], kept = _balance(ids, rank, slots[layer], scene, layouts[layer], found)
+            stays += kept
+        else:
+            chosen = choose(rules[layer], ids, rank, layouts[layer])
+            valid = chosen >= 0
+            found[:] = np.bincount(chosen[valid], minlength=num_slots).reshape(num_ranks, width)
+            stays += int((valid & (chosen // width == rank[:, None])).sum())
+        chosen_slots += int(found.sum())
     return Outcome(
-        loads=by_rank.sum(axis=3),
-        slot_loads=counts.sum(axis=0),
-        active=(by_rank > 0).sum(axis=3),
+        loads=counts.sum(axis=3),
+        slot_loads=counts.sum(axis=0).reshape(trace.num_layers, -1),
+        active=(counts > 0).sum(axis=3),
         stays=stays / max(chosen_slots, 1),
+        copies=copies,
     )
 
 
+def _balance(
+    ids: Array, rank: Array, slots: Array, scene: Scene, layout: Layout, found: Array
+) -> tuple[list[Copy], int]:
+    """Balances one batch by its own counts; writes the rows of each rank's slots, `[R, width + spare_slots]`.
+
+    Returns:
+        The copies, and how many rows stay on their rank.
+    """
+    token, place = np.nonzero(ids >= 0)
+    num_experts = layout.counts.size
+    key = rank[token] * num_experts + ids[token, place]
+    counts = np.bincount(key, minlength=scene.ep_size * num_experts).reshape(scene.ep_size, num_experts)
+    plan = plan_batch(
+        torch.from_numpy(counts), torch.from_numpy(slots), scene.ep_size, scene.spare_slots, scene.copy_cost_rows
+    )
+    shares = plan.shares.numpy()
+    column = np.full((num_experts, scene.ep_size), -1, dtype=np.int64)
+    for slot in reversed(range(slots.size)):
+        column[slots[slot], slot // layout.width] = slot % layout.width
+    for expert, _, to, slot in plan.copies:
+        column[expert, to] = layout.width + slot
+    computed = shares.sum(axis=0)
+    experts, ranks = np.nonzero(computed)
+    found[ranks, column[experts, ranks]] = computed[experts, ranks]
+    return plan.copies, int(np.trace(shares.sum(axis=1)))
+
+
 def compare(
-    trace: RoutingTrace, scene: Scene, policies: list[str], rules: list[str], expert_bytes: int | None = None
-) -> Iterator[dict[str, object]]:
-    """A row for each policy and rule; "linear" is the placement before any plan.
+    trace: RoutingTrace,
+    scene: Scene,
+    policies: list[str],
+    rules: list[str],
+    expert_bytes: float | None = None,
+    layer_us: Callable[[Outcome], float] | None = None,
+) -> Iterator[tuple[dict[str, object], Outcome]]:
+    """A row for each policy and rule, and what it was made from; "linear" is the placement before any plan.
 
     Args:
-        expert_bytes: of one expert; with it a row says how many GB are moved.
+        expert_bytes: of one expert; with it a row says how many bytes are moved by plans and copied for batches.
+        layer_us: microseconds of a layer on average; with it a row says them.
 
     Raises:
         ValueError: unknown names, or a scene that does not fit the trace.
@@ -182,7 +247,8 @@ def compare(
         moved = int(experts_moved(start, slots, scene.ep_size).sum())
         for rule in rules:
             outcome = measure(trace, scene, slots, rule)
-            yield {
+            copies = outcome.copies_per_layer
+            row: dict[str, object] = {
                 "policy": policy,
                 "rule": rule,
                 "balancedness": round(outcome.balancedness, 4),
@@ -190,8 +256,16 @@ def compare(
                 "active experts": round(outcome.active_experts, 1),
                 "stays on its rank %": round(100 * outcome.stays, 1),
                 "experts moved": moved,
-                **({} if expert_bytes is None else {"GB moved": round(moved * expert_bytes / 1e9, 2)}),
+                "copies": round(copies, 2),
             }
+            if expert_bytes is not None:
+                row |= {
+                    "GB moved": round(moved * expert_bytes / 1e9, 2),
+                    "MB copied": round(copies * expert_bytes / 1e6, 1),
+                }
+            if layer_us is not None:
+                row["us"] = round(layer_us(outcome), 1)
+            yield row, outcome
 
 
 def zipf_trace(

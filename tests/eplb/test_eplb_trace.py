@@ -10,7 +10,7 @@ import torch
 
 from moe_ep.eplb import eplb_map_to_physical_and_record
 from moe_ep.eplb.rules import RULES, Layout, choose
-from moe_ep.eplb.simulate import LINEAR, Scene, compare, measure, place, zipf_trace
+from moe_ep.eplb.simulate import LINEAR, PER_BATCH, Scene, compare, measure, place, zipf_trace
 from moe_ep.eplb.trace import RoutingTrace, from_choices
 
 ROWS = ("ids", "layer", "step", "rank")
@@ -151,7 +151,7 @@ def test_simulation_of_skewed_routing() -> None:
     trace = zipf_trace(num_layers=2, num_experts=32, top_k=4, exponent=0.8, num_steps=6, num_tokens=256, seed=0)
     assert (np.diff(np.sort(trace.ids, axis=1), axis=1) > 0).all()
     scene = Scene(ep_size=8, num_redundant=8)
-    rows = list(compare(trace, scene, [LINEAR, "incremental"], ["levelled", "hash"], 1_000_000_000))
+    rows = [row for row, _ in compare(trace, scene, [LINEAR, "incremental"], ["levelled", "hash"], 1_000_000_000)]
     by_name = {(row["policy"], row["rule"]): row for row in rows}
     linear, planned = by_name[LINEAR, "levelled"], by_name["incremental", "levelled"]
     assert linear["experts moved"] == 0 < planned["experts moved"] == planned["GB moved"]
@@ -171,6 +171,32 @@ def test_what_is_measured_by_hand() -> None:
     assert outcome.loads.tolist() == [[[1, 3]]] and outcome.slot_loads.tolist() == [[1, 0, 1, 2]]
     assert outcome.active.tolist() == [[[1, 2]]] and outcome.stays == 3 / 4
     assert (outcome.balancedness, outcome.peak, outcome.active_experts) == (2 / 3, 1.5, 2.0)
+
+
+def test_batches_that_are_balanced_by_their_own_counts() -> None:
+    trace = zipf_trace(num_layers=2, num_experts=32, top_k=4, exponent=0.8, num_steps=6, num_tokens=256, seed=0)
+    found = {}
+    for scene in (Scene(ep_size=8, spare_slots=0), Scene(ep_size=8), Scene(ep_size=8, copy_cost_rows=1e6)):
+        slots = place(trace, scene, LINEAR)
+        found[scene] = outcome = measure(trace, scene, slots, PER_BATCH)
+        assert (outcome.loads.sum(axis=2) == 256 * 4).all() and len(outcome.copies) == 3 * 2
+        assert outcome.slot_loads.sum() == outcome.loads.sum()
+        assert outcome.slot_loads.shape == (2, 8 * (4 + scene.spare_slots))
+    none, two, expensive = found.values()
+    plain = measure(trace, Scene(ep_size=8), place(trace, Scene(ep_size=8), LINEAR), "levelled")
+    assert np.array_equal(none.loads, plain.loads) and none.active.tolist() == plain.active.tolist()
+    assert none.copies_per_layer == expensive.copies_per_layer == 0 < two.copies_per_layer <= 16
+    assert two.balancedness > 0.95 > none.balancedness and two.stays >= none.stays
+
+
+def test_one_replica_of_each_expert_keeps_the_fewest_busy() -> None:
+    trace = zipf_trace(num_layers=1, num_experts=64, top_k=4, exponent=0.5, num_steps=8, num_tokens=32, seed=0)
+    scene = Scene(ep_size=8, num_redundant=8)
+    slots = place(trace, scene, "incremental")
+    levelled, one, known = (
+        measure(trace, scene, slots, rule).active_experts for rule in ("levelled", "one-replica", "known-active")
+    )
+    assert known <= one <= 0.95 * levelled
 
 
 def test_scenes_that_do_not_fit() -> None:

@@ -37,6 +37,21 @@ def test_simulate_prints_a_row_for_each_policy_and_rule(tmp_path: Path, capsys: 
     assert all(0 < row["balancedness"] <= 1 and row["seed"] == 0 for row in rows)
 
 
+def test_simulate_copies_experts_for_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    json_path, picture = tmp_path / "rows.jsonl", tmp_path / "steps.png"
+    options = [*DRAWN, "--routing", "zipf:0.8", "--policies", "linear", "--rules", "levelled,per-batch"]
+    more = ["--geometry", "qwen3-235b", "--json", str(json_path), "--picture", str(picture)]
+    assert main(["eplb", "simulate", *options, *more]) == 0
+    assert "MB copied" in capsys.readouterr().out
+    plain, batch = (json.loads(line) for line in json_path.read_text().splitlines())
+    assert plain["copies"] == plain["MB copied"] == 0 < batch["copies"] < batch["MB copied"]
+    assert plain["balancedness"] < batch["balancedness"] and plain["us"] > 0 < batch["us"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["eplb", "simulate", *options, "--spare-slots", "0", "--json", str(json_path)]) == 0
+    assert json.loads(json_path.read_text().splitlines()[-1])["copies"] == 0
+
+
 def test_report_draws_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     trace = zipf_trace(num_layers=3, num_experts=16, top_k=2, exponent=0.8, num_steps=4, num_tokens=64, seed=0)

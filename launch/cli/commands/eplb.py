@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_ep.files import user_path
 from moe_ep.launch.cli.options import (
+    GEOMETRY_NAMES,
     OptionError,
     Parser,
     add_flags,
@@ -19,6 +21,7 @@ from moe_ep.launch.cli.options import (
     check_apart,
     checkpoint_folder,
     from_args,
+    geometry_name,
     input_file,
     number,
     one_of,
@@ -30,7 +33,7 @@ from moe_ep.launch.cli.outputs import show, tell
 from moe_ep.launch.gangs.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from moe_ep.eplb.simulate import Scene
+    from moe_ep.eplb.simulate import Outcome, Scene
     from moe_ep.eplb.trace import RoutingTrace
 
 
@@ -138,6 +141,9 @@ _FORMS = {
     "active experts": ".1f",
     "stays on its rank %": ".1f",
     "GB moved": ".2f",
+    "copies": ".2f",
+    "MB copied": ".1f",
+    "us": ".0f",
 }
 
 
@@ -170,14 +176,26 @@ class SimulateConfig(SceneConfig):
         "HOW",
     )
     policies: tuple[str, ...] = option(("linear", "deepseek", "incremental"), _names, "policies to compare")
-    rules: tuple[str, ...] = option(("levelled", "hash-rank", "known-counts"), _names, "replica rules to compare")
+    rules: tuple[str, ...] = option(
+        ("levelled", "known-counts", "per-batch"),
+        _names,
+        "replica rules to compare; per-batch copies experts for each batch",
+    )
+    spare_slots: int = option(2, at_least(0), "scratch slots of a rank that per-batch may fill")
+    copy_cost_rows: float = option(
+        0.0, number("a number of at least 0", lambda rows: rows >= 0), "rows that a copy must take off the maximum"
+    )
     layers: int = option(4, at_least(1), "layers of drawn choices")
     experts: int = option(256, at_least(1), "experts of drawn choices")
     top_k: int = option(8, at_least(1), "experts that each token draws")
     steps: int = option(32, at_least(2), "steps of drawn choices")
-    expert_bytes: int | None = option(None, at_least(1), "bytes of an expert, to tell how many GB move")
+    geometry: str = option("", geometry_name, f"model whose layer is timed by the cost model: {GEOMETRY_NAMES}")
+    expert_bytes: int | None = option(
+        None, at_least(1), "bytes of an expert, to tell how many move (default: those of --geometry)"
+    )
     seed: int = option(0, at_least(0), "seed of drawn choices")
     json: Path | None = option(None, output_file, "write a JSON line for each row", "FILE")
+    picture: Path | None = option(None, _picture, "draw how even the steps are, a PNG, .pdf or .svg file", "FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,13 +249,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def main_simulate(args: argparse.Namespace) -> int:
     config = from_args(SimulateConfig, args)
     from moe_ep.bench.results import as_line, facts, table
+    from moe_ep.eplb.pictures import draw_evenness
     from moe_ep.eplb.rules import RULES
-    from moe_ep.eplb.simulate import LINEAR, compare, zipf_trace
+    from moe_ep.eplb.simulate import LINEAR, PER_BATCH, compare, zipf_trace
     from moe_ep.registry import EPLB_POLICIES
 
-    check_apart({"--json": config.json}, {"--routing": config.routing})
+    check_apart({"--json": config.json, "--picture": config.picture}, {"--routing": config.routing})
     _check_names("--policies", config.policies, (LINEAR, *EPLB_POLICIES))
-    _check_names("--rules", config.rules, tuple(RULES))
+    _check_names("--rules", config.rules, (*RULES, PER_BATCH))
     try:
         if config.routing.startswith("zipf:"):
             if config.array:
@@ -258,20 +277,56 @@ def main_simulate(args: argparse.Namespace) -> int:
             )
         else:
             trace = read_trace(config.routing, config)
-        rows = []
+        scene = replace(scene_of(config), spare_slots=config.spare_slots, copy_cost_rows=config.copy_cost_rows)
+        expert_bytes, layer_us = _costs(config, trace)
+        rows, peaks = [], {}
         total = len(config.policies) * len(config.rules)
         with contextlib.closing(ProgressDisplay()) as display:
             display(("simulating", 0, total))
-            for row in compare(trace, scene_of(config), list(config.policies), list(config.rules), config.expert_bytes):
+            found = compare(trace, scene, list(config.policies), list(config.rules), expert_bytes, layer_us)
+            for row, outcome in found:
                 rows.append(row)
+                peaks[f"{row['policy']}, {row['rule']}"] = outcome.peaks
                 display(("simulating", len(rows), total))
     except ValueError as error:
         raise _shown(error) from None
     shown = [row | {name: f"{row[name]:{form}}" for name, form in _FORMS.items() if name in row} for row in rows]
     told = (describe(trace, config), describe_parts(trace, config), table(shown, {name: name for name in rows[0]}))
     about = facts(seed=config.seed, command=args.shown) | {"trace": trace.model, "ep_size": config.ep_size}
+    if config.picture is not None:
+        draw_evenness(peaks, describe(trace, config), config.picture)
     tell("\n".join(told), config.json, lambda: [as_line(about | row) for row in rows])
     return 0
+
+
+def _costs(config: SimulateConfig, trace: RoutingTrace) -> tuple[float | None, Callable[[Outcome], float] | None]:
+    """(bytes of an expert, what a layer takes on average by the cost model), None for what is not known."""
+    if not config.geometry:
+        return config.expert_bytes, None
+    from statistics import fmean
+
+    import numpy as np
+
+    from moe_ep.bench.cost_model import Machine, uneven_step_us
+    from moe_ep.bench.geometries import preset
+
+    geometry, machine = preset(config.geometry), Machine()
+    tokens_per_rank = -(-trace.ids.shape[0] // (trace.num_steps * trace.num_layers * config.ep_size))
+
+    def layer_us(outcome: Outcome) -> float:
+        return fmean(
+            uneven_step_us(
+                geometry,
+                tokens_per_rank,
+                machine,
+                outcome.loads[at],
+                outcome.active[at],
+                outcome.copies.get((at[0], at[1]), ()),
+            )
+            for at in np.ndindex(outcome.loads.shape[:2])
+        )
+
+    return config.expert_bytes or geometry.bytes_per_expert, layer_us
 
 
 def main_report(args: argparse.Namespace) -> int:
