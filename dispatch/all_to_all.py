@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from moe_ep.dispatch.batch import Batch
-from moe_ep.dispatch.payload import make_send_plan
-from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
+from moe_ep.dispatch.payload import make_send_plan, make_slot_plan
+from moe_ep.dispatch.torch_distributed import SlotsSent, TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows
 from moe_ep.kernels.quantize import dequantize_rows
 from moe_ep.modular_kernel.contracts import Dispatched, FusedMoEActivationFormat, Pending
@@ -28,7 +28,7 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
     runs meanwhile. Rows then arrive in one collective where the experts read them, ordered by (source rank, token),
     and ids and weights in another: 8 * topk bytes a row. The way back is one row for every one that came, with the
     weighted sum of the rank's experts, and the owner adds them in rank order in f32. Packing has room for
-    min(R, topk) rows a token.
+    min(R, topk) rows a token. In a batch-invariant layer one row comes back for each slot.
     """
 
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -46,9 +46,13 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
             )
         num_tokens, topk = batch.topk_ids.shape
         slots, sent_counts = make_send_plan(batch.topk_ids, batch.owners, self.ranks.size)
-        counts = torch.stack([sent_counts, sent_counts])
+        slot_plan = None
+        if self.moe_config.batch_invariant:
+            slot_plan = make_slot_plan(batch.topk_ids, batch.owners, self.ranks.size)
+            sent_counts = torch.stack([sent_counts, slot_plan.counts], dim=1)
+        counts = torch.stack([sent_counts, sent_counts]).view(2, self.ranks.size, -1)
         steps = self.ranks.steps("dispatch", device)
-        steps.all_to_all(counts[1], sent_counts)
+        steps.all_to_all(counts[1], counts[0])
         counts_on_host = steps.on_host(counts)
 
         rows = batch.wire_rows()
@@ -57,11 +61,18 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
         send_meta = batch.topk_ids.new_empty((num_sent, 2 * topk))
         pack_rows(rows, batch.topk_ids, batch.topk_weights, batch.owners, slots, send_rows, send_meta)
 
-        sent, received = counts_on_host.get()
+        # By rank: its rows, and in a batch-invariant layer its slots.
+        (sent, *returning), (received, *slots_here) = (
+            list(map(list, zip(*of_ranks, strict=True))) for of_ranks in counts_on_host.get()
+        )
         received_rows = rows.new_empty((sum(received), rows.size(1)))
         received_meta = send_meta.new_empty((sum(received), 2 * topk))
         steps.all_to_all(received_rows, send_rows[: sum(sent)], received, sent)
         steps.all_to_all(received_meta, send_meta[: sum(sent)], received, sent)
+
+        handle: _Sent | SlotsSent = _Sent(slots, sent, received)
+        if slot_plan is not None:
+            handle = SlotsSent(slot_plan.slots, batch.topk_weights, returning[0], slots_here[0])
 
         def arrived() -> Dispatched:
             plain = received_rows
@@ -71,19 +82,21 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
                 rows=plain,
                 topk_ids=received_meta[:, :topk].contiguous(),
                 topk_weights=received_meta[:, topk:].contiguous().view(torch.float32),
-                handle=_Sent(slots, sent, received),
+                handle=handle,
             )
 
         return steps.then(arrived)
 
     def _return(
         self,
-        sent: _Sent,
+        sent: _Sent | SlotsSent,
         output: torch.Tensor,
         expert_output: torch.Tensor,
         dispatched: Dispatched,
         reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
+        if isinstance(sent, SlotsSent):
+            return self._return_slots(sent, output, expert_output, dispatched)
         rows = self._reduced(expert_output, dispatched, reduce_impl, sum(sent.received), output)
         returned = rows.new_empty((sum(sent.sent), rows.size(1)))
         steps = self.ranks.steps("combine", output.device)

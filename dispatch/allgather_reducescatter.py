@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from moe_ep.dispatch.batch import Batch
-from moe_ep.dispatch.payload import ids_for_rank, make_send_plan
-from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
+from moe_ep.dispatch.payload import ids_for_rank, make_send_plan, make_slot_plan
+from moe_ep.dispatch.torch_distributed import SlotsSent, TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import sum_rows
 from moe_ep.kernels.quantize import dequantize_rows
 from moe_ep.modular_kernel.contracts import Dispatched, FusedMoEActivationFormat, Pending
@@ -29,13 +29,15 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
     The reduction is an all-to-all of partial sums and an addition in rank order in f32 at the owner, not a
     reduce_scatter. Both move the same bytes to and from every rank, but reduce_scatter adds in the rows' own dtype, in
     an order that the transport chooses by size and topology, and would read rows that a rank's experts never wrote.
+    In a batch-invariant layer one row comes back for each slot; the host waits for their number, so such a layer cannot
+    be captured.
     """
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
 
     def supports_cuda_graph(self) -> bool:
-        return True
+        return not self.moe_config.batch_invariant
 
     def max_num_tokens_per_rank(self) -> int | None:
         return None
@@ -57,29 +59,43 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
         slots = make_send_plan(batch.topk_ids, batch.owners, num_ranks, padded_tokens).slots
 
         def arrived() -> Dispatched:
+            ids = self._ids_for_this_rank(all_meta[:, :topk], batch.owners)
             return Dispatched(
                 rows=dequantize_rows(all_rows, hidden_size, batch.rows.dtype) if batch.quantized else all_rows,
-                topk_ids=self._ids_for_this_rank(all_meta[:, :topk], batch.owners),
+                topk_ids=ids,
                 topk_weights=all_meta[:, topk:].contiguous().view(torch.float32),
-                handle=_Sent(slots, len(all_rows)),
+                handle=self._slots_sent(batch, ids) if self.moe_config.batch_invariant else _Sent(slots, len(all_rows)),
             )
 
         return steps.then(arrived)
 
     def _return(
         self,
-        sent: _Sent,
+        sent: _Sent | SlotsSent,
         output: torch.Tensor,
         expert_output: torch.Tensor,
         dispatched: Dispatched,
         reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
+        if isinstance(sent, SlotsSent):
+            return self._return_slots(sent, output, expert_output, dispatched)
         rows = self._reduced(expert_output, dispatched, reduce_impl, sent.num_rows, output)
         returned = torch.empty_like(rows)
         steps = self.ranks.steps("combine", output.device)
         if rows.size(0):
             steps.all_to_all(returned, rows)
         return steps.then(lambda: sum_rows(returned, sent.slots, output))
+
+    def _slots_sent(self, batch: Batch, ids: torch.Tensor) -> SlotsSent:
+        """What the combine of single slots needs, of ids `[R * padded T, topk]` that have their expert here."""
+        if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "allgather_reducescatter needs the number of slots on the host in a batch-invariant layer and cannot "
+                "be captured in a CUDA graph; use all2all_backend='batched_all_to_all' for what is captured"
+            )
+        slots, returning = make_slot_plan(batch.topk_ids, batch.owners, self.ranks.size)
+        arrived = (ids >= 0).view(self.ranks.size, -1).sum(dim=1)
+        return SlotsSent(slots, batch.topk_weights, returning.tolist(), arrived.tolist())
 
     def _largest_num_tokens(self, num_tokens: int, device: torch.device) -> int:
         """The rows that every rank's part has room for."""

@@ -11,6 +11,8 @@ from moe_ep.arguments import check_expert_map, check_same_device
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import check_arguments, check_made_for
 from moe_ep.errors import check_at_least
+from moe_ep.kernels.mul_sum import mul_sum
+from moe_ep.kernels.quantize import dequantize_rows, quantize_rows
 from moe_ep.modular_kernel.contracts import Dispatched, Dispatcher, FusedMoEActivationFormat, Routing
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, undelegated
 
@@ -18,8 +20,9 @@ from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, undeleg
 class NoEPPrepareFinalize(Dispatcher, unchecked=True):
     """Passes this rank's rows to its own experts, and returns their sum.
 
-    Standard format, any number of tokens. Rows are not quantized, since they stay where they are. With an expert_map,
-    ids of experts on other ranks become -1, and the output is this rank's partial sum.
+    Standard format, any number of tokens. Rows are not quantized, since they stay where they are, unless the layer is
+    batch-invariant and so has the bits of one over several ranks. With an expert_map, ids of experts on other ranks
+    become -1, and the output is this rank's partial sum.
     """
 
     def __init__(
@@ -30,6 +33,14 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._moe_config = moe_config
+        # A batch-invariant layer has the bits that it has over several ranks.
+        self._rounds_rows = (
+            moe_config.batch_invariant and quant_config is not None and quant_config.dispatch_dtype is not None
+        )
+
+    @classmethod
+    def depends_on_batch(cls) -> str | None:
+        return None
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
@@ -42,6 +53,9 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
 
     def supports_cuda_graph(self) -> bool:
         return True
+
+    def accepts_f32_output(self) -> bool:
+        return self._moe_config.batch_invariant
 
     def max_num_tokens_per_rank(self) -> int | None:
         return None
@@ -62,6 +76,8 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
         check_made_for(self._moe_config, rows, ids)
         if is_weighted:
             rows = (rows * weights).to(rows.dtype)
+        if self._rounds_rows:
+            rows = dequantize_rows(quantize_rows(rows.contiguous()), rows.size(1), rows.dtype)
         if expert_map is not None:
             check_expert_map(expert_map)
             check_same_device("a1", rows.device, expert_map=expert_map)
@@ -83,4 +99,7 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
     ) -> None:
         ids: Any = dispatched.topk_ids
         weights: Any = dispatched.topk_weights
+        if self._moe_config.batch_invariant and expert_output.dim() == 3 and not dispatched.rows_are_weighted:
+            mul_sum(expert_output, weights, output, ids, None)  # the same bits in one kernel
+            return
         undelegated(reduce_impl).apply(output, expert_output, weights, ids, dispatched.rows_are_weighted)

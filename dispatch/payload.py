@@ -69,6 +69,20 @@ def send_plan_reference(
     return SendPlan(torch.where(has, rows, -1).to(torch.int32), counts.to(torch.int32))
 
 
+def make_slot_plan(topk_ids: torch.Tensor, owners: torch.Tensor, num_ranks: int) -> SendPlan:
+    """Where the results of single slots come back, each in a row of its own, ordered by (rank, token, slot).
+
+    A token's rank then adds them up in slot order, wherever the experts are.
+
+    Example: owners [0, 0, 1, 1], ids [[2, 0], [-1, 1]], two ranks: slots [[2, 0], [-1, 1]], counts [2, 1].
+
+    Returns:
+        slots int32 `[T, topk]`, -1 for none, and counts int32 `[R]`: slots for each rank.
+    """
+    rows, counts = make_send_plan(topk_ids.reshape(-1, 1), owners, num_ranks)
+    return SendPlan(rows.amax(dim=1).view(topk_ids.shape), counts)
+
+
 def owner_of(topk_ids: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
     """The rank of each slot, int32 of the shape of topk_ids; -1 for "no expert" and for ids that do not exist."""
     exists = (topk_ids >= 0) & (topk_ids < owners.numel())

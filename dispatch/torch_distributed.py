@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from moe_ep.dispatch.batch import (
 )
 from moe_ep.dispatch.placement import Placement, owners_of
 from moe_ep.dispatch.rank_group import RankGroup
+from moe_ep.kernels.dispatch_rows import sum_rows
 from moe_ep.modular_kernel.contracts import Dispatched, Dispatcher, Pending, Routing
 from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduce,
@@ -62,6 +63,22 @@ class Handle:
     dtype: torch.dtype
     device: torch.device
     is_combined: bool = False
+
+
+class SlotsSent(NamedTuple):
+    """What the combine of single slots needs.
+
+    Attributes:
+        slots: int32 `[T, topk]`: the returned row of each of this rank's slots (`payload.make_slot_plan`).
+        weights: f32 `[T, topk]`.
+        returning: rows that come back from each rank.
+        arrived: slots of each rank's tokens that have their expert here.
+    """
+
+    slots: torch.Tensor
+    weights: torch.Tensor
+    returning: list[int]
+    arrived: list[int]
 
 
 class TorchDistributedPrepareFinalize(Dispatcher):
@@ -109,6 +126,10 @@ class TorchDistributedPrepareFinalize(Dispatcher):
 
     def num_dispatchers(self) -> int:
         return self.ranks.size
+
+    @classmethod
+    def depends_on_batch(cls) -> str | None:
+        return None
 
     def output_is_reduced(self) -> bool:
         return True
@@ -301,6 +322,25 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         check_tensor("fused_expert_output (reduced)", rows, shape, dtype, output.device, contiguous)
         return rows
 
+    def _return_slots(
+        self,
+        sent: SlotsSent,
+        output: torch.Tensor,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+    ) -> Pending[None]:
+        """The combine of a batch-invariant layer, Standard format: every slot's row returns to the token's rank, which
+        weights and adds them in slot order. What is summed where thus does not follow the placement of experts."""
+        ids: Any = dispatched.topk_ids
+        dtype, hidden_size = self._results_dtype(output.dtype), output.size(1)
+        check_tensor("fused_expert_output", expert_output, (*ids.shape, hidden_size), dtype, output.device)
+        rows = expert_output.reshape(-1, hidden_size)[(ids.flatten() >= 0).nonzero().flatten()]
+        returned = rows.new_empty((sum(sent.returning), hidden_size))
+        steps = self.ranks.steps("combine", output.device)
+        steps.all_to_all(returned, rows, sent.returning, sent.arrived)
+        weights = None if dispatched.rows_are_weighted else sent.weights
+        return steps.then(lambda: sum_rows(returned, sent.slots, output, weights))
+
     def _results_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of results in flight, for an output of this one."""
         return wire_dtype(dtype) if self.accepts_f32_output() else dtype
@@ -321,6 +361,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             "hidden_size": config.hidden_dim,
             "max_num_tokens": self.max_num_tokens_per_rank() or 0,
             "params_dtype, of f32, f16 and bf16 (0 to 2),": ACTIVATION_DTYPES.index(config.in_dtype),
+            "batch_invariant": int(config.batch_invariant),
             "whether rows are sent as fp8": int(self._wire(quant_config).dispatch_dtype is not None),
         }
         self.ranks.must_agree(settings, device)

@@ -169,6 +169,10 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
     def unusable_reason(cls) -> str | None:
         return ALL2ALL_BACKENDS.load(_ANYWHERE).unusable_reason()
 
+    @classmethod
+    def depends_on_batch(cls) -> str | None:
+        return "it adds up the results of a host before they cross the network"
+
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
 

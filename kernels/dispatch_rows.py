@@ -73,17 +73,20 @@ def weighted_rows(
 
 
 @operator("output", "received", suits=_has_contiguous_rows)
-def sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) -> None:
-    """output[t] = sum over ranks r, in order and in f32, of received[slots[t, r]]; zeros for a token without any.
+def sum_rows(
+    received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor, weights: torch.Tensor | None = None
+) -> None:
+    """output[t] = sum over j, in order and in f32, of received[slots[t, j]]; zeros for a token without any.
 
     Args:
         received: `[M, K]`; rows that no slot names may contain anything.
-        slots: int32 `[T, R]`.
+        slots: int32 `[T, R]`, one for each rank, or `[T, topk]`.
         output: `[T, K]`, rounded once from f32.
+        weights: f32, of the shape of slots, contiguous; None for a plain sum.
     """
     total = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
-    for rank in range(slots.size(1)):
-        total += _taken(received, slots[:, rank], None)
+    for slot in range(slots.size(1)):
+        total += _taken(received, slots[:, slot], None if weights is None else weights[:, slot])
     output.copy_(total)
 
 
@@ -231,8 +234,8 @@ def triton_weighted_rows(expert_output, slots, weights, send_rows):
 
 
 @sum_rows.on_gpu
-def triton_sum_rows(received, slots, output):
-    _launch_weighted_rows(received, slots, None, output, always=True)
+def triton_sum_rows(received, slots, output, weights=None):
+    _launch_weighted_rows(received, slots, weights, output, always=True)
 
 
 def _launch_weighted_rows(

@@ -14,6 +14,7 @@ from moe_ep.modular_kernel.contracts import Experts, ExpertTokensMetadata, Fused
 from moe_ep.modular_kernel.contracts import ExpertsCall as Step
 from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
 )
@@ -58,7 +59,7 @@ class StandardFormat(Experts):
         return True
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceNoOP()
+        return TopKWeightAndReduceContiguous() if self.moe_config.batch_invariant else TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
         self,
@@ -71,7 +72,7 @@ class StandardFormat(Experts):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation | str,
     ) -> tuple[Shape, Shape, Shape]:
-        return *self.scratch_shapes(M * topk, N, K), (M, K)
+        return *self.scratch_shapes(M * topk, N, K), (M, topk, K) if self.moe_config.batch_invariant else (M, K)
 
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
         """Shapes of workspace13 and workspace2; none by default."""

@@ -41,6 +41,10 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
         super().__init__(moe_config, quant_config)
         self._g_idx = (w13_g_idx, w2_g_idx)
 
+    @classmethod
+    def depends_on_batch(cls, moe_config: FusedMoEConfig, device: torch.device) -> str | None:
+        return None
+
     def _weight(self, weights: torch.Tensor, which: int, expert: int) -> torch.Tensor:
         """f32 `[out, in]` of one local expert; `which` is 0 for w13 and 1 for w2."""
         quant = self.quant_config
@@ -85,7 +89,8 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return self.quant_config.input_dtype is not None
 
     def takes_quantized_rows(self) -> bool:
-        return self.may_round_rows()
+        # Rows that stay on their rank come as they are, and must have the same bits.
+        return self.may_round_rows() and not self.moe_config.batch_invariant
 
     def _compute(self, rows: torch.Tensor, scales: torch.Tensor | None, step: Step, expert: int) -> torch.Tensor:
         """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`."""
@@ -130,16 +135,23 @@ def compute_rows(
 
 
 class ReferenceExperts(StandardFormat, _ReferenceExpertsBase, unchecked=True):
-    """Standard format: finds the rows of each local expert, computes them, and sums them weighted in expert order."""
+    """Standard format: finds the rows of each local expert, computes them, and sums them weighted in expert order; in a
+    batch-invariant layer it leaves the slots to the token's rank."""
 
     def supports_cuda_graph(self) -> bool:
         return False
 
     def run(self, step: Step) -> None:
         check_weights(step)
-        local_ids = to_local_ids(step.topk_ids, step.expert_map)
+        local_ids, scales = to_local_ids(step.topk_ids, step.expert_map), step.row_scales
+        if self.moe_config.batch_invariant:
+            for expert in range(step.w1.size(0)):
+                tokens, slots = (local_ids == expert).nonzero(as_tuple=True)
+                if tokens.numel():
+                    found = step.hidden_states[tokens], None if scales is None else scales[tokens]
+                    step.output[tokens, slots] = self._compute(*found, step, expert).to(step.output.dtype)
+            return
         total = torch.zeros(step.output.shape, dtype=torch.float32, device=step.output.device)
-        scales = step.row_scales
         for expert in range(step.w1.size(0)):
             chosen = local_ids == expert
             rows = chosen.any(dim=1).nonzero().flatten()

@@ -286,11 +286,12 @@ class ExpertsConfig:
     num_fused_shared_experts: int = 0
     implementation: str = "auto"
     input_dtype: torch.dtype | str | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(1, num_experts=self.num_experts, hidden_size=self.hidden_size)
         check_at_least(1, intermediate_size=self.intermediate_size)
-        check_flags(has_bias=self.has_bias, enable_eplb=self.enable_eplb)
+        check_flags(has_bias=self.has_bias, enable_eplb=self.enable_eplb, batch_invariant=self.batch_invariant)
         redundant, shared = self.num_redundant_experts, self.num_fused_shared_experts
         check_at_least(0, num_redundant_experts=redundant, n_shared_experts=shared)
         if redundant and not self.enable_eplb:
@@ -337,6 +338,8 @@ class FusedMoEConfig:
         max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
         swiglu_limit: clamp limit of gate and up (`moe_ep.activation.gate_limit`); None for the activation's own.
         num_fused_shared_experts: experts that every rank holds after its routed slots; their ids start at num_experts.
+        batch_invariant: a token's result has the same bits whatever tokens are beside it and wherever its experts are.
+            Experts in the Standard format then leave one row for each slot, and the token's rank adds them up.
     """
 
     num_experts: int
@@ -351,6 +354,7 @@ class FusedMoEConfig:
     has_bias: bool = False
     num_fused_shared_experts: int = 0
     swiglu_limit: float | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -369,7 +373,14 @@ class FusedMoEConfig:
                 f"moe_parallel_config is {self.moe_parallel_config!r}; it must be a FusedMoEParallelConfig, as "
                 f"FusedMoEParallelConfig.make() for one rank"
             )
-        check_flags(has_bias=self.has_bias)
+        check_flags(has_bias=self.has_bias, batch_invariant=self.batch_invariant)
+        parallel = self.moe_parallel_config
+        if self.batch_invariant and parallel.use_ep and not parallel.use_all2all:
+            raise ConfigError(
+                f"batch_invariant is set and the {parallel.tp_size} tensor-parallel ranks hold the same tokens and "
+                f"different experts (ep_size {parallel.ep_size}), so sums would follow the experts' placement; divide "
+                f"the tokens (dp_size, or is_sequence_parallel), or leave it out"
+            )
         if self.num_local_experts > self.global_num_experts:
             raise ValueError(
                 f"num_local_experts is {self.num_local_experts}; it must not exceed num_experts ({self.num_experts}) + "

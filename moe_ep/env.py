@@ -131,6 +131,13 @@ ALL2ALL_BACKEND = EnvVar(
     default="auto",
     meaning="dispatch backend of layers made with all2all_backend='auto'",
 )
+BATCH_INVARIANT = EnvVar(
+    name="MOE_EP_BATCH_INVARIANT",
+    parse=_switch,
+    default="0",
+    meaning="1: layers that are made without batch_invariant have it, so that a token's result does not depend on the "
+    "batch",
+)
 CACHE_DIR = EnvVar(
     name="MOE_EP_CACHE_DIR",
     parse=user_path,
@@ -198,6 +205,6 @@ REPLAY_MAX_TOKENS = EnvVar(
 )
 
 ALL: tuple[EnvVar, ...] = (
-    ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, INPUT_DTYPE, LOG_LEVEL, NVSHMEM_FORCE_DEVICE_API,
-    NVSHMEM_NUM_SMS, NVSHMEM_TIMEOUT_S, RANKS_PER_HOST, REPLAY_MAX_TOKENS,
+    ALL2ALL_BACKEND, BATCH_INVARIANT, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, INPUT_DTYPE, LOG_LEVEL,
+    NVSHMEM_FORCE_DEVICE_API, NVSHMEM_NUM_SMS, NVSHMEM_TIMEOUT_S, RANKS_PER_HOST, REPLAY_MAX_TOKENS,
 )  # fmt: skip

@@ -113,6 +113,10 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         return arena.unusable_reason() or jit.unusable_reason()
 
     @classmethod
+    def depends_on_batch(cls) -> str | None:
+        return "it adds up the results of a rank's experts before they return"
+
+    @classmethod
     def refuses(cls, moe_config: FusedMoEConfig) -> str | None:
         config, most, multiple = moe_config, cls.MAX_RANKS, cls.hidden_size_multiple
         rules = (

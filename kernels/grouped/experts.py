@@ -32,6 +32,9 @@ _MIN_CAPABILITY = (8, 0)
 # From so many rows an expert on torch's grouped product is faster, all copies counted
 # (docs/benchmarks/plain_experts.md).
 _MANY_ROWS = 192
+# Rows of a block in a batch-invariant layer, whatever comes: a tile of so many is still bound by memory where few rows
+# an expert come, and computes at a good rate where many do.
+_INVARIANT_ROWS = 64
 # Buffers of a fixed capacity are seldom full: one row in so many is expected to be there.
 _ROOM_FOR_A_ROW = 4
 
@@ -66,6 +69,14 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return "this rank has no experts"
         return cls.unusable_reason()
 
+    @classmethod
+    def depends_on_batch(cls, moe_config: FusedMoEConfig, device: torch.device) -> str | None:
+        return None
+
+    def _rows_of_blocks(self, rows_per_expert: float) -> int:
+        """How many rows a block has where experts have so many on average; it decides how products are computed."""
+        return _INVARIANT_ROWS if self.moe_config.batch_invariant else rows_of_blocks(rows_per_expert)
+
     @staticmethod
     def _check(step: Step) -> None:
         """ValueError for weights of other shapes or dtypes than the rows', or rows that the products do not take."""
@@ -98,24 +109,32 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
 
 
 class GroupedExperts(StandardFormat, _GroupedExpertsBase, unchecked=True):
-    """Standard format: computes each slot of the local experts, and sums the slots of a token weighted in order."""
+    """Standard format: computes each slot of the local experts, and sums the slots of a token weighted in order.
+
+    In a batch-invariant layer it leaves the slots to the token's rank.
+    """
 
     def run(self, step: Step) -> None:
         self._check(step)
         ids, num_experts, K = step.topk_ids, step.w1.size(0), step.hidden_states.size(1)
         num_ids = num_experts if step.expert_map is None else step.expert_map.numel()
         rows_per_expert = ids.numel() / num_ids
-        results = step.hidden_states.new_empty(ids.numel(), K, dtype=wide_dtype(step.hidden_states.dtype))
-        if rows_per_expert >= _MANY_ROWS and can_multiply(step.hidden_states, step.w2):
+        leaves_slots = self.moe_config.batch_invariant
+        if leaves_slots:
+            results = step.output.view(ids.numel(), K)
+        else:
+            results = step.hidden_states.new_empty(ids.numel(), K, dtype=wide_dtype(step.hidden_states.dtype))
+        if not leaves_slots and rows_per_expert >= _MANY_ROWS and can_multiply(step.hidden_states, step.w2):
             compute_slots(step, self.quant_config, self.moe_config.swiglu_limit, results)
         else:
-            size = rows_of_blocks(rows_per_expert)
+            size = self._rows_of_blocks(rows_per_expert)
             places, experts, used = moe_align_block_size(
                 ids, size, num_ids, step.expert_map, pad_sorted_ids=True, ignore_invalid_experts=True
             )
             blocks = _blocks(places, experts, used, size, ids.numel(), ids.numel(), num_experts)
             self._compute(step, step.hidden_states, None, ids.size(1), blocks, results)
-        moe_fused_mul_sum(results.view(*ids.shape, K), step.topk_weights, step.output, ids, step.expert_map)
+        if not leaves_slots:
+            moe_fused_mul_sum(results.view(*ids.shape, K), step.topk_weights, step.output, ids, step.expert_map)
 
 
 class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase, unchecked=True):
@@ -128,7 +147,7 @@ class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase, unchecked=True):
         # No expert has more than all tokens that can come, and no token has more than topk experts.
         top_k = step.topk_ids.size(-1)
         most_rows = max(max_rows, self._max_rows) * top_k
-        size = rows_of_blocks(most_rows / self.moe_config.global_num_experts / _ROOM_FOR_A_ROW)
+        size = self._rows_of_blocks(most_rows / self.moe_config.global_num_experts / _ROOM_FOR_A_ROW)
         places, experts, used = batched_moe_align_block_size(max_rows, size, counts)
         most = max_rows * min(top_k, num_experts)
         blocks = _blocks(places, experts, used, size, num_experts * max_rows, most, num_experts)

@@ -71,6 +71,11 @@ def run_experts(
     _check_start("intermediate_cache2", hidden)
     _check_start("hidden_states", hidden_states)
     _check_start("output", output)
+    if pair.batch_invariant and not pair.once(_hopper_serves):
+        raise BackendUnavailableError(
+            "batch_invariant is set and Hopper's kernels cannot compute these experts (act-order in w2, or scales with "
+            "two spacings); choose experts='reference', or leave it out"
+        )
     if not ampere_only and takes_eight_bit(pair, rows):
         eight_bit.run(output, hidden_states, pair, rows, partials)
         return
@@ -196,6 +201,30 @@ def compute_tokens(
     else:
         is_local = to_local_ids(topk_ids, expert_map)[..., None] >= 0
         moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(hidden_states.dtype), output)
+
+
+def compute_slots(
+    pair: WeightPair,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    intermediate_cache13: torch.Tensor | None,
+    intermediate_cache2: torch.Tensor | None,
+) -> None:
+    """Writes the slots that local experts compute to `output` `[T, topk, K]`, unweighted, and no others."""
+    num_tokens, topk = topk_ids.shape
+    if not hidden_states.is_cuda:
+        _plain_slots(output, hidden_states, to_local_ids(topk_ids, expert_map), pair, None)
+        return
+    # One launch has room for so many.
+    at_once = max(1, hopper.most_invariant_rows(pair.num_experts) // topk)
+    for start in range(0, num_tokens, at_once):
+        part = slice(start, min(start + at_once, num_tokens))
+        slots, rows = output[part], sort_by_expert(topk_ids[part], pair.num_experts, expert_map)
+        hidden = _scratch(intermediate_cache2, rows.max_rows * pair.w2.num_columns, hidden_states)
+        partials = _partials(intermediate_cache13, rows.max_rows, hidden_states)
+        run_experts(slots, hidden_states[part], pair, rows, hidden, partials)
 
 
 class _Bf16Twin:

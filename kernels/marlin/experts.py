@@ -26,7 +26,7 @@ from moe_ep.kernels.marlin.checks import (
     check_tokens,
     check_weight_pair,
 )
-from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens, partials_numel
+from moe_ep.kernels.marlin.compute import compute_batch, compute_slots, compute_tokens, partials_numel
 from moe_ep.kernels.marlin.repack import has_all_groups, not_packed_reason, pack_experts
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, check_input_dtype, weight_type
 from moe_ep.kernels.marlin.weights import WeightPair
@@ -113,6 +113,8 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         quant, dtype = quant_config, quant_config.input_dtype
         if device.type != "cuda" or dtype is None or quant.quant_type_id is None:
             return None
+        if moe_config.batch_invariant:
+            return "batch_invariant is set, and on a GPU the number of rows decides whether they are rounded"
         if not hopper.runs_on(device):
             major, minor = torch.cuda.get_device_capability(device)
             return f"this GPU has compute capability {major}.{minor}; the kernels for 8-bit rows run on 9.0 (Hopper)"
@@ -128,6 +130,18 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         )
 
     @classmethod
+    def depends_on_batch(cls, moe_config: FusedMoEConfig, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return None
+        if not hopper.runs_on(device):
+            return "the packed kernels of GPUs other than Hopper choose their tiles by the number of rows"
+        if moe_config.in_dtype is torch.float16:
+            return "experts are computed again in bf16 where one of their f16 results is out of range; use bf16"
+        if moe_config.num_local_experts > hopper.MOST_INVARIANT_EXPERTS:
+            return f"there are {moe_config.num_local_experts} experts a rank, above {hopper.MOST_INVARIANT_EXPERTS}"
+        return None
+
+    @classmethod
     def compilations(
         cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
     ) -> Sequence[Compilation]:
@@ -139,7 +153,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         sizes = (moe_config.num_local_experts, moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
         activation = MoEActivation.parse(moe_config.activation)
         numbers = (weight_type(quant_config.quant_type_id), moe_config.in_dtype, scales.dtype, size, activation)
-        sources = hopper.kernel_sources(*numbers, sizes, moe_config.swiglu_limit)
+        sources = hopper.kernel_sources(*numbers, sizes, moe_config.swiglu_limit, moe_config.batch_invariant)
         if moe_config.in_dtype is torch.float16:  # and bf16 for what is out of range
             return [*sources, *cls.compilations(replace(moe_config, in_dtype=torch.bfloat16), quant_config, device)]
         return sources
@@ -177,6 +191,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             pair = self._pair = check_weight_pair(
                 self._kind, act, act_dtype, self._is_k_full, *parts, limit, self.quant_config.input_dtype
             )
+            pair.batch_invariant = self.moe_config.batch_invariant
         return pair
 
     def _output_dtype(self, step: Step) -> torch.dtype:
@@ -262,7 +277,8 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
 
 
 class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
-    """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order.
+    """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order; in a
+    batch-invariant layer it leaves the slots to the token's rank.
 
     Arguments and errors are those of BatchedMarlinExperts without max_num_tokens and num_dispatchers. Rows are rounded
     to `quant_config.input_dtype` where functional.fused_marlin_moe rounds them.
@@ -285,6 +301,11 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         rows, weights, ids = step.hidden_states, step.topk_weights, step.topk_ids
         pair = self._weights(step.w1, step.w2, step.activation, rows.dtype)
         check_tokens(pair, rows, weights, ids, step.expert_map)
-        check_output(step.output, rows.shape, rows, self._output_dtype(step))
+        leaves_slots = self.moe_config.batch_invariant
+        shape = (*ids.shape, rows.size(1)) if leaves_slots else rows.shape
+        check_output(step.output, shape, rows, self._output_dtype(step))
         check_scratch(pair, rows, ids.numel(), False, _SCRATCH, *step.scratch)
+        if leaves_slots:
+            compute_slots(pair, step.output, rows, ids, step.expert_map, *step.scratch)
+            return
         compute_tokens(pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)

@@ -17,6 +17,7 @@ import functools
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.flags import stream_flags
@@ -38,6 +39,8 @@ _MOST_EXPECTED = 16
 # Qwen3-235B's 46, GPT-OSS-120B's 33. With the large weights of DeepSeek-V3 (20), launching one kernel wins 1% at most,
 # and reading them anew for every 32 rows costs much as soon as routing is uneven: there the device decides.
 _MIN_LAUNCH_OVERHEAD = 30
+MOST_INVARIANT_EXPERTS = 384  # of a batch-invariant launch, so that there is room for tiles of tokens
+_INVARIANT_TILE_TOKENS = 16  # kDecodeTileTokens of cuda/params.cuh there
 _MOST_TILES = 512  # of tokens there: the list takes a stage from tiles of 8 and 16 tokens, but none from those of 32
 _MOST_TILES_OF_BOTH = 272  # of them where both are launched: the list takes no stage from any
 _STEP_COLUMNS = 128
@@ -73,12 +76,14 @@ def kernel_source(
     few_rows: bool,
     tall: bool = False,
     clamp_limit: float | None = None,
+    batch_invariant: bool = False,
 ) -> jit.KernelSource:
     """The kernel for few or many rows of one number type, with scales every 128 / groups_per_step columns.
 
     Args:
         tall: see may_be_tall.
         clamp_limit: as in gate_limit.
+        batch_invariant: the kernel for few rows whose results for a row depend on no other.
     """
     defines = {
         "WEIGHT_TYPE": type_number(kind, scale_dtype),
@@ -86,6 +91,8 @@ def kernel_source(
         "SCALES_PER_STEP": groups_per_step,
         **activation_defines(activation, clamp_limit),
     }
+    if batch_invariant:
+        defines["BATCH_INVARIANT"] = 1
     if not few_rows:
         defines["TALL"] = int(tall and kind.bits == 4 and not kind.has_zero_points and act_dtype == torch.bfloat16)
     name, entry = ("decode_sm90.cu", "decode") if few_rows else ("prefill_sm90.cu", "prefill")
@@ -100,12 +107,15 @@ def kernel_sources(
     activation: MoEActivation,
     sizes: tuple[int, int, int],
     clamp_limit: float | None = None,
+    batch_invariant: bool = False,
 ) -> list[jit.KernelSource]:
-    """The kernels for many and for few rows, of so many experts, K and N."""
+    """The kernels for many and for few rows, of so many experts, K and N, or the batch-invariant one."""
     num_experts, K, N = sizes
     per_step = groups_per_step(K, 1 if group_size == -1 else K // group_size)
     tall = may_be_tall(num_experts, ((1 + activation.is_gated) * N, K))
     numbers = (kind, act_dtype, scale_dtype, per_step, activation)
+    if batch_invariant:
+        return [kernel_source(*numbers, few_rows=True, clamp_limit=clamp_limit, batch_invariant=True)]
     return [kernel_source(*numbers, few_rows, tall, clamp_limit) for few_rows in (False, True)]
 
 
@@ -150,14 +160,60 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows
     common = pair.once(_Common)
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
+    if pair.batch_invariant:
+        kernel = pair.once(_load_invariant)
+        set_invariant_rows(params, rows)
+        _launch_decode(params, common, kernel, f"{kernel.entry}_invariant")
+        return
     for few_rows in select_kernels(params, common, rows):
         kernel = common.kernels[few_rows]
-        params.sync = stream_flags(common.device, kernel.entry, common.num_flags[few_rows]).data_ptr()
-        params.fixup_sums = params.sync + 8 * _LEFT_SUMS
-        params.hidden_packets = params.sync + 8 * common.hidden_packets
-        threads = _DECODE_THREADS if few_rows else _PREFILL_THREADS
-        given = params if few_rows else _prefill_params(params, pair.act_dtype)
-        kernel.launch(given, (common.num_blocks, 1, 1), threads, common.shared_bytes, early=True)
+        if few_rows:
+            _launch_decode(params, common, kernel, kernel.entry)
+            continue
+        _set_flags(params, common, kernel.entry, few_rows)
+        given = _prefill_params(params, pair.act_dtype)
+        kernel.launch(given, (common.num_blocks, 1, 1), _PREFILL_THREADS, common.shared_bytes, early=True)
+
+
+def _launch_decode(params: ExpertsParams, common: _Common, kernel: jit.Kernel, flags: str) -> None:
+    """Launches a build of the kernel for few rows, whose flags have that name."""
+    _set_flags(params, common, flags, few_rows=True)
+    kernel.launch(params, (common.num_blocks, 1, 1), _DECODE_THREADS, common.shared_bytes, early=True)
+
+
+def _set_flags(params: ExpertsParams, common: _Common, name: str, few_rows: bool) -> None:
+    params.sync = stream_flags(common.device, name, common.num_flags[few_rows]).data_ptr()
+    params.fixup_sums = params.sync + 8 * _LEFT_SUMS
+    params.hidden_packets = params.sync + 8 * common.hidden_packets
+
+
+def most_invariant_rows(num_experts: int) -> int:
+    """Rows of all experts together that one batch-invariant launch has room for."""
+    return (_MOST_TILES - num_experts) * _INVARIANT_TILE_TOKENS
+
+
+def set_invariant_rows(params: ExpertsParams, rows: Rows) -> None:
+    """Says in the parameters that one kernel computes all experts.
+
+    Raises:
+        ConfigError: it has no room for so many rows.
+    """
+    num_experts = params.num_experts
+    most = num_experts * rows.max_rows if rows.most_rows is None else rows.most_rows
+    if most > most_invariant_rows(num_experts):
+        raise ConfigError(
+            f"batch_invariant is set and {num_experts} packed experts may get {most} rows in one pass, above "
+            f"{most_invariant_rows(num_experts)}; lower max_num_tokens, or choose all2all_backend='all_to_all'"
+        )
+    params.max_small_m, params.launch_overhead = max(params.max_rows, 1), 0
+    params.max_tiles = num_experts + -(-most // _INVARIANT_TILE_TOKENS)
+
+
+def _load_invariant(pair: WeightPair) -> jit.Kernel:
+    source = pair.once(_Common).invariant_source
+    kernel = jit.load_all({"decode": source}, pair.device)["decode"]
+    kernel.allow_shared(_max_shared_bytes(pair.device.index or 0))
+    return kernel
 
 
 def select_kernels(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, ...]:
@@ -208,6 +264,9 @@ class _Common:
         self._sources = {
             few_rows: kernel_source(*numbers, few_rows, tall, pair.clamp_limit) for few_rows in (True, False)
         }
+        self.invariant_source = kernel_source(
+            *numbers, few_rows=True, clamp_limit=pair.clamp_limit, batch_invariant=True
+        )
         # In the kernel for few rows, words of 64 bits: the ticket counter, sums (cuda/decode_sm90.cu; in one place for
         # all weights, since they are zero between launches), a flag for each tile of any launch, so that a larger one
         # under capture needs no others, and `hidden` as packets.

@@ -164,6 +164,7 @@ class WeightPair:
         clamp_limit: as in gate_limit.
         input_dtype: int8 or float8_e4m3fn if rows may be rounded to it, otherwise act_dtype.
         columns, groups: (K, N), and how many groups of scales those are in w13 and w2.
+        batch_invariant: a row's result has the same bits whatever rows are beside it.
         device: the device of all their tensors.
     """
 
@@ -180,6 +181,7 @@ class WeightPair:
         self.kind, self.activation, self.act_dtype = kind, activation, act_dtype
         self.clamp_limit = clamp_limit
         self.input_dtype = input_dtype or act_dtype
+        self.batch_invariant = False
         self.w13, self.w2 = w13, w2
         self.columns = (w13.num_columns, w2.num_columns)
         self.groups = (w13.scales.size(1), w2.scales.size(1))

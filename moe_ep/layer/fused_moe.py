@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ep import env
 from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_id_range, check_no_gradients, check_tensors
 from moe_ep.config import (
@@ -47,6 +48,7 @@ from moe_ep.layer.weight_loading import (
     matching_rows,
 )
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
+from moe_ep.modular_kernel.invariant_ops import invariant_ops
 from moe_ep.observability.stages import stage, tell_routing
 from moe_ep.quantization.input_rows import InputRows, resolve_input_dtype
 from moe_ep.routing.router import PrecomputedRouter, Router, TopKRouter, append_shared_experts
@@ -140,6 +142,8 @@ class FusedMoE(MoELayer):
             CPUs always, on GPUs where that is faster (many rows an expert). "checkpoint": rounded on GPUs, where that
             is faster, to what the checkpoint was made for. "none", or the activations' dtype: as they are. None takes
             it from MOE_EP_INPUT_DTYPE, which is checkpoint by default.
+        batch_invariant: a token's result has the same bits whatever tokens are beside it, on whichever rank it came in
+            and wherever its experts are (docs/rollouts.md); None takes it from MOE_EP_BATCH_INVARIANT.
 
     Raises:
         ValueError: sizes, names or options that do not fit together.
@@ -189,6 +193,7 @@ class FusedMoE(MoELayer):
         swiglu_limit: float | None = None,
         input_dtype: torch.dtype | str | None = None,
         router: Router | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
         routing = RoutingConfig(
             top_k=top_k,
@@ -216,6 +221,7 @@ class FusedMoE(MoELayer):
             num_fused_shared_experts=n_shared_experts or 0,
             implementation=experts,
             input_dtype=input_dtype,
+            batch_invariant=env.BATCH_INVARIANT.get() if batch_invariant is None else batch_invariant,
         )
         dispatch = DispatchConfig(
             max_num_tokens=max_num_tokens,
@@ -346,6 +352,7 @@ class FusedMoE(MoELayer):
             swiglu_limit=config.swiglu_limit,
             has_bias=config.has_bias,
             num_fused_shared_experts=num_shared,
+            batch_invariant=config.batch_invariant,
         )
         self.loader = ExpertWeightLoader(
             name=self.layer_name,
@@ -455,7 +462,8 @@ class FusedMoE(MoELayer):
                 router.check(hidden_states, *inputs)
             except ValueError as error:
                 raise ValueError(f"{error}, of the layer {self.layer_name}") from None
-            shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs)
+            with invariant_ops(self.batch_invariant):
+                shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs)
             if self.dispatch_config.reduce_results:
                 routed = self.dispatcher.all_reduce(routed)
             return routed if shared is None else (shared.contiguous(), routed)
@@ -576,6 +584,11 @@ class FusedMoE(MoELayer):
     def top_k(self) -> int:
         """Experts per token, fused shared experts aside."""
         return self.moe_config.experts_per_token
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's result has the same bits in every batch."""
+        return self.moe_config.batch_invariant
 
     @property
     def local_num_experts(self) -> int:

@@ -32,7 +32,8 @@ def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist
 
     Raises:
         ValueError: an unknown name; the known ones are listed.
-        ConfigError: no_ep for ranks that hold different tokens, which would not reach the experts of other ranks.
+        ConfigError: no_ep for ranks that hold different tokens, which would not reach the experts of other ranks; a
+            backend that cannot keep batch_invariant.
         BackendUnavailableError: the named backend cannot run on this machine.
     """
     ALL2ALL_BACKENDS.check(backend, also=("auto",))
@@ -42,6 +43,13 @@ def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist
         name, reason = backend, "it was asked for"
     else:
         name, reason = _best(moe_config, process_group)
+    varies = ALL2ALL_BACKENDS.load(name).depends_on_batch() if moe_config.batch_invariant else None
+    if varies is not None:
+        fitting = [other for other in ALL2ALL_BACKENDS if ALL2ALL_BACKENDS.load(other).depends_on_batch() is None]
+        raise ConfigError(
+            f"all2all_backend is {name!r} and batch_invariant is set, which it cannot keep: {varies}; choose one of "
+            f"{', '.join(fitting)}"
+        )
     if name == "no_ep" and moe_config.moe_parallel_config.use_all2all:
         raise ConfigError(
             f"all2all_backend is 'no_ep', which moves nothing, and ep_size is {moe_config.ep_size}, each rank with "
@@ -75,6 +83,8 @@ def _obstacle_of_any(name: str, moe_config: FusedMoEConfig, process_group: dist.
     """Why these ranks cannot use an NVSHMEM backend, because of this rank or another; None on all ranks or on none."""
     if num_hosts(process_group) > 1:
         return "the ranks are on several hosts"
+    if moe_config.batch_invariant and ALL2ALL_BACKENDS.load(name).depends_on_batch() is not None:
+        return "it cannot keep batch_invariant"
     mine = _nvshmem_obstacle(name, moe_config)
     layer = replace(moe_config, num_local_experts=0, moe_parallel_config=FusedMoEParallelConfig())
     obstacles = answers_of_ranks(("obstacle", name, layer), mine, process_group)

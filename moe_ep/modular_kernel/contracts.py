@@ -189,6 +189,12 @@ class FusedMoEPrepareAndFinalize(ABC):
         """Why this backend cannot move the rows of a layer like this, in one line; None if it can."""
         return None
 
+    @classmethod
+    def depends_on_batch(cls) -> str | None:
+        """Why a token's result may depend on the other tokens, or on where its experts are, although
+        `moe_config.batch_invariant` is set; None if it never does."""
+        return "it does not say that it adds up every token's slots in their order"
+
     @abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:
         """The format that prepare returns and finalize accepts."""
@@ -530,6 +536,12 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
         return ()
 
     @classmethod
+    def depends_on_batch(cls, moe_config: FusedMoEConfig, device: torch.device) -> str | None:
+        """Why a row's result may depend on other rows although `moe_config.batch_invariant` is set; None if it never
+        does."""
+        return "they do not say that a row's result depends on no other row"
+
+    @classmethod
     def pack_weights(
         cls, w13: CanonicalWeights, w2: CanonicalWeights, moe_config: FusedMoEConfig
     ) -> tuple[ExpertWeights, ExpertWeights]:
@@ -650,7 +662,8 @@ class ExpertsCall(NamedTuple):
 
     Attributes:
         output: written, of the activations' dtype or f32. Standard: `[M, K]`, the weighted sums of the experts on this
-            rank. BatchedExperts: `[El, max_rows, K]`, the results of the rows that count, unweighted.
+            rank; where the config is batch_invariant `[M, topk, K]`, the slots of those, unweighted. BatchedExperts:
+            `[El, max_rows, K]`, the results of the rows that count, unweighted.
         hidden_states: `[M, K]`; batched `[El, max_rows, K]`, or `[num_rows, K]` if rows come by reference.
         w1, w2: in the experts' layout.
         topk_weights: f32 `[M, topk]`, Standard only; 1 where the rows were weighted before they were dispatched.

@@ -51,13 +51,13 @@ def choose_experts(
     """
     EXPERTS.check(asked, also=("auto",))
     if asked != "auto":
-        refusal = EXPERTS.load(asked).refuses(moe_config, weights, device)
+        refusal = _refusal(asked, moe_config, weights, device)
         if refusal is not None:
             raise BackendUnavailableError(f"experts {asked!r} cannot compute this layer: {refusal}")
         return dict.fromkeys(FusedMoEActivationFormat, asked)
     kind, fast = ("quantized", PACKED) if weights else ("plain", GROUPED)
     name = fast[FusedMoEActivationFormat.Standard]
-    refusal = EXPERTS.load(name).refuses(moe_config, weights, device)
+    refusal = _refusal(name, moe_config, weights, device)
     if refusal is None:
         logger.info("experts %s: the best that computes this layer", name)
         return fast
@@ -65,6 +65,17 @@ def choose_experts(
         _warn_once(f"{kind} experts run in plain torch on {device}, many times slower than {name}: {refusal}")
     logger.info("experts reference: %s cannot compute this layer: %s", name, refusal)
     return REFERENCE
+
+
+def _refusal(
+    name: str, moe_config: FusedMoEConfig, weights: tuple[CanonicalWeights, ...], device: torch.device
+) -> str | None:
+    experts = EXPERTS.load(name)
+    refusal: str | None = experts.refuses(moe_config, weights, device)
+    if refusal is None and moe_config.batch_invariant:
+        reason = experts.depends_on_batch(moe_config, device)
+        refusal = reason and f"batch_invariant is set and {reason}"
+    return refusal
 
 
 @cache

@@ -17,7 +17,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_local_experts, check_no_gradients, check_tensors
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.distributed.process_groups import check_member
-from moe_ep.errors import check_router_weight_on_input
+from moe_ep.errors import ConfigError, check_router_weight_on_input
 from moe_ep.modular_kernel.adapters import as_dispatcher, as_experts, check_backend
 from moe_ep.modular_kernel.backend_choice import choose_backend
 from moe_ep.modular_kernel.contracts import (
@@ -28,6 +28,7 @@ from moe_ep.modular_kernel.contracts import (
     FusedMoEPrepareAndFinalize,
     Routing,
 )
+from moe_ep.modular_kernel.invariant_ops import invariant_ops
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNoOP
 from moe_ep.modular_kernel.workspace import Request, num_bytes, workspace_manager
 from moe_ep.observability.stages import stage
@@ -58,6 +59,12 @@ class FusedMoEModularKernel(nn.Module):
             raise ValueError(
                 f"prepare_finalize is {type(prepare_finalize).__name__} with activation format {rows_as.name} and "
                 f"fused_experts is {type(fused_experts).__name__} with {experts_as.name}; choose two of the same format"
+            )
+        varies = prepare_finalize.depends_on_batch()
+        if fused_experts.moe_config.batch_invariant and varies is not None:
+            raise ConfigError(
+                f"batch_invariant is set and prepare_finalize is {type(prepare_finalize).__name__}, which cannot keep "
+                f"it: {varies}"
             )
         if fused_experts.supports_row_ids():
             prepare_finalize.hand_over_row_ids()
@@ -133,7 +140,7 @@ class FusedMoEModularKernel(nn.Module):
             experts = self.fused_experts
             with stage("dispatch"):
                 dispatched = self._dispatcher.dispatch(hidden_states, routing, experts.quant_config)
-            with stage("experts"):
+            with stage("experts"), invariant_ops(experts.moe_config.batch_invariant):
                 target = None if inplace else output
                 expert_output = self._run_experts(target, hidden_states.dtype, routing, dispatched, w1, w2, activation)
             with stage("combine"):

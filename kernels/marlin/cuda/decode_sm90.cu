@@ -52,8 +52,9 @@ constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 constexpr u32 kTicketsPerLaunch = 4 * kMaxBlocks;
 
-// Tokens that a tile is computed for: its rows, padded to the N of an mma.
-DEVICE constexpr int tile_tokens(int rows) { return (rows + 7) / 8 * 8; }
+// Tokens that a tile is computed for: its rows, padded to the N of an mma; in a batch-invariant build always as many,
+// because instructions and the split over groups of warps follow from them.
+DEVICE constexpr int tile_tokens(int rows) { return BATCH_INVARIANT ? kDecodeTileTokens : (rows + 7) / 8 * 8; }
 
 // Idle steps per CTA up to which no tile is split: a fixup takes about as long (measured).
 constexpr int kMaxIdleSteps = 5;
@@ -123,9 +124,10 @@ DEVICE int even_start(int all, int unit) {
 
 // Data-parallel if that wastes little. Else, where experts have unlike costs, halves of large tiles beside whole small
 // ones if that wastes little, or units of equal cost; of equal length where units are so short that some could get no
-// step at all. Else split-K where w2 has few tiles: one CTA would add up many units while the others wait.
+// step at all. Else split-K where w2 has few tiles: one CTA would add up many units while the others wait. Always
+// data-parallel in a batch-invariant build: where units begin follows from the rows of all experts.
 DEVICE Partition choose_partition(int phase, int tiles, int large_tiles, int steps, int max_cost, int total) {
-  if (fits_data_parallel(tiles, steps, max_cost, total)) return Partition::kDataParallel;
+  if (BATCH_INVARIANT || fits_data_parallel(tiles, steps, max_cost, total)) return Partition::kDataParallel;
   if (total < tiles * steps * max_cost) {
     bool fit = tiles + large_tiles <= (int)gridDim.x;
     if (fit && steps * small_m_cost(kSmallTileRows) - quotient(total, gridDim.x) <= kMaxIdleSteps * max_cost) {
@@ -184,6 +186,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
     if (max_small_m == p.max_small_m) break;
   }
   largest = __reduce_max_sync(~0u, largest);
+  if (BATCH_INVARIANT && largest > 0) largest = kDecodeTileTokens;  // as tiles are computed
   if (lane < 2 && active > 0) {
     int row_tiles = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
     int steps = (p.gemm[lane].columns + kStepColumns - 1) / kStepColumns;
@@ -840,7 +843,8 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const TileSlice&
   constexpr int kChunks = kStepColumns / 8, kRowsAtOnce = kWarps * 32 / kChunks;
   const GemmParams& gemm = p.gemm[g.phase];
   int lane = thread % 32, chunk = thread % kChunks, first = thread / kChunks, num_rows = g.rows - first;
-  u32 offset = chunk / 8 * token_rows_of(g.rows) * 128 + first * 128 + (chunk ^ first) % 8 * 16;
+  int stage_rows = BATCH_INVARIANT ? kDecodeTileTokens : g.rows;
+  u32 offset = chunk / 8 * token_rows_of(stage_rows) * 128 + first * 128 + (chunk ^ first) % 8 * 16;
   // Each lane finds where one row begins, in units of 16 bytes, which 32 bits can count.
   u32 start = lane < g.rows ? (u32)input_row(p, g, lane) * (u32)(gemm.columns / 8) : 0;
   u32 from[kRows / kRowsAtOnce];

@@ -2,8 +2,13 @@
 #pragma once
 #include "ptx.cuh"
 
+// A batch-invariant build computes every tile of the decode kernel in the same way: as one of 16 rows, whole.
+#ifndef BATCH_INVARIANT
+#define BATCH_INVARIANT 0
+#endif
+
 // Most rows of a tile of the decode kernel (decode_sm90.cu).
-constexpr int kDecodeTileTokens = 32;
+constexpr int kDecodeTileTokens = BATCH_INVARIANT ? 16 : 32;
 
 // Limits of Hopper's kernels: experts that their tables in shared memory have room for, and that memory's size.
 constexpr int kMaxExperts = 768;

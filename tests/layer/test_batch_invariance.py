@@ -1,0 +1,102 @@
+"""A token's result has the same bits alone and in any batch, on any rank, by any backend, at EP 1, 2 and 4."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ep.layer import FusedMoE
+from moe_ep.layer.methods import OnlineIntConfig
+from moe_ep.layer.stack import SharedExperts
+from moe_ep.registry import ALL2ALL_BACKENDS
+from tests.layer.moe_oracle import load, make_inputs, make_weights
+from tests.ranks import ranks
+
+BACKENDS = ("all_to_all", "batched_all_to_all", "allgather_reducescatter")
+T = 24
+# Sizes with ends that no vector fills, and sums that a BLAS library splits by the number of rows.
+E, K, N, TOP_K = 8, 160, 96, 3
+CASES: dict[str, dict[str, Any]] = {
+    "f32": {},
+    "bf16": {"params_dtype": torch.bfloat16},
+    "f16": {"params_dtype": torch.float16},
+    "int4": {"quant_config": OnlineIntConfig()},
+    "shared experts": {"shared_experts": True, "n_shared_experts": 1, "activation": "swigluoai"},
+    "sigmoid": {"scoring_func": "sigmoid", "use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1},
+    "fp8 rows on the wire": {"dispatch_dtype": torch.float8_e4m3fn, "params_dtype": torch.bfloat16},
+}
+
+
+def layer_of(name: str, **more: Any) -> FusedMoE:
+    options = CASES[name] | {"batch_invariant": True, "max_num_tokens": 7} | more
+    if options.pop("shared_experts", False):
+        torch.manual_seed(3)
+        options["shared_experts"] = SharedExperts(K, N)
+    layer = FusedMoE(num_experts=E, top_k=TOP_K, hidden_size=K, intermediate_size=N, **options)
+    return load(layer, make_weights(E + layer.num_fused_shared_experts, K, N))
+
+
+def inputs_of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, logits = make_inputs(T, K, E)
+    return rows.to(CASES[name].get("params_dtype", torch.float32)), logits
+
+
+def alone(layer: FusedMoE, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return torch.cat([layer(rows[token : token + 1], logits[token : token + 1]) for token in range(T)])
+
+
+@functools.cache
+def layer_and_bits(name: str) -> tuple[FusedMoE, torch.Tensor]:
+    """A layer of one rank, and what it makes of every token alone."""
+    layer = layer_of(name, ep_size=1)
+    return layer, alone(layer, *inputs_of(name))
+
+
+batches = st.lists(st.integers(0, T - 1), min_size=1, max_size=70)
+
+
+@settings(max_examples=25)
+@given(batch=batches, num_threads=st.integers(1, 3), name=st.sampled_from(["f32", "bf16", "int4", "shared experts"]))
+def test_any_batch_has_the_bits_of_its_tokens_alone(batch: list[int], num_threads: int, name: str) -> None:
+    (layer, expected), (rows, logits) = layer_and_bits(name), inputs_of(name)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert torch.equal(layer(rows[batch], logits[batch]), expected[batch])
+    finally:
+        torch.set_num_threads(before)
+
+
+def on_ranks(rank: int, world_size: int, name: str, backends: tuple[str, ...], seed: int) -> list[torch.Tensor]:
+    """What this rank's layers, one of each backend, make of its share of the tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    owner = torch.randint(world_size, (T,), generator=generator)
+    rows, logits = inputs_of(name)
+    mine = (owner == rank).nonzero().flatten()
+    found = []
+    for backend in backends:
+        output = torch.full_like(rows, float("nan"))
+        output[mine] = layer_of(name, all2all_backend=backend)(rows[mine], logits[mine])
+        found.append(output)
+    return found
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_have_the_bits_of_one(name: str, world_size: int) -> None:
+    _, expected = layer_and_bits(name)
+    by_rank = ranks(world_size).run(on_ranks, name, BACKENDS, 7 * world_size)
+    for backend, *parts in zip(BACKENDS, *by_rank, strict=True):
+        merged = torch.stack(parts).float().nan_to_num().sum(dim=0).to(expected.dtype)
+        assert torch.equal(merged, expected), backend
+
+
+def test_every_backend_keeps_it_or_says_why_not() -> None:
+    refusing = {name for name in ALL2ALL_BACKENDS if ALL2ALL_BACKENDS.load(name).depends_on_batch() is not None}
+    assert refusing.isdisjoint({*BACKENDS, "no_ep"})
