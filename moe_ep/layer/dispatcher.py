@@ -100,7 +100,19 @@ class LayerDispatcher:
         return self.parallel.tp_rank == 0 or self.prepare_finalize.output_is_reduced()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums `x` over the TP ranks, in place, if the layer's outputs are partial sums; otherwise returns `x`."""
-        if not self.prepare_finalize.output_is_reduced() and self.groups.tp is not None:
-            dist.all_reduce(x, group=self.groups.tp)
-        return x
+        """Sums `x` over the TP ranks, in place, if the layer's outputs are partial sums; otherwise returns `x`.
+
+        In a batch-invariant layer in rank order and f32, because a transport's order may follow the size.
+        """
+        group = self.groups.tp
+        if self.prepare_finalize.output_is_reduced() or group is None:
+            return x
+        if not self.method.moe_config.batch_invariant:
+            dist.all_reduce(x, group=group)
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.parallel.tp_size)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return x.copy_(total)
