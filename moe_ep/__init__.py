@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         make_prepare_finalize,
     )
     from moe_ep.rollouts.recording import recording
+    from moe_ep.rollouts.replay import replaying
     from moe_ep.rollouts.routing_file import read_routed_experts
     from moe_ep.routing import select_experts
 
@@ -69,6 +70,7 @@ _MODULES = {
         "modular_kernel": "ExpertTokensMetadata FusedMoEActivationFormat FusedMoEModularKernel "
         "FusedMoEPermuteExpertsUnpermute FusedMoEPrepareAndFinalize make_experts make_prepare_finalize",
         "rollouts.recording": "recording",
+        "rollouts.replay": "replaying",
         "rollouts.routing_file": "read_routed_experts",
         "routing": "select_experts",
     }.items()
@@ -101,6 +103,7 @@ __all__ = [
     "parallelize",
     "read_routed_experts",
     "recording",
+    "replaying",
     "select_experts",
     "serve",
     "serving",

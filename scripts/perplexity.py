@@ -2,7 +2,10 @@
 
 python scripts/perplexity.py --model DIR --texts FILE [--ep-size 4] [--launcher local]
 
-FILE is a JSON object of lists of strings; of each string the first --max-tokens tokens count. One JSON line comes out.
+FILE is a JSON object of lists of strings, or of lists of token ids; of each text the first --max-tokens tokens count.
+One JSON line comes out. With --routed-experts, text i (over all lists) takes the experts of prompt i of a file that
+`moe-ep generate --return-routed-experts` wrote, weighted by the model's own routers or, with --routed-weights recorded,
+as there.
 """
 
 from __future__ import annotations
@@ -57,9 +60,18 @@ class PerplexityConfig(GangConfig):
     allow_nonfinite: bool = option(
         False, None, "load weights that hold NaN or infinity too, which are refused otherwise"
     )
+    routed_experts: Path | None = option(
+        None,
+        lambda raw: input_file(raw, "it must be a file of recorded routing"),
+        "text i takes the experts of prompt i of this file of recorded routing, in place of the routers'",
+        "FILE",
+    )
+    routed_weights: str = option(
+        "own", one_of("own", "recorded"), "the weights of these experts: the routers' of now (own), or recorded ones"
+    )
 
 
-def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[str]]) -> dict[str, Any]:
+def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[str | list[int]]]) -> dict[str, Any]:
     """One worker's part."""
     import torch
     import transformers
@@ -73,9 +85,13 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
     dtype = torch_dtype(config.dtype, device)
     tokenizer = ModelTokenizer(Path(config.model or "")).tokenizer
     tokens = {
-        kind: [torch.tensor(tokenizer(text)["input_ids"][: config.max_tokens]) for text in several]
+        kind: [
+            torch.tensor((tokenizer(text)["input_ids"] if isinstance(text, str) else text)[: config.max_tokens])
+            for text in several
+        ]
         for kind, several in texts.items()
     }
+    routing = _routing(config, [ids for several in tokens.values() for ids in several])
     model = moe_ep.parallelize(
         config.model,
         backend=config.backend,
@@ -87,7 +103,7 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
     )
     layer = steps_of(model).layers[0]
     return {
-        "perplexity": perplexity(model, tokens),
+        "perplexity": perplexity(model, tokens, routing),
         "dtype": str(dtype).removeprefix("torch."),
         "ep_size": rank_env.world_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -96,6 +112,24 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
         "experts": type(layer.modular_kernel.fused_experts).__name__,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
+
+
+def _routing(config: PerplexityConfig, texts: list[Any]) -> list[tuple[Any, Any]] | None:
+    """The recorded choices of each text's tokens."""
+    if config.routed_experts is None:
+        return None
+    from moe_ep.rollouts.routing_file import RoutingFile
+
+    file = RoutingFile.load(config.routed_experts)
+    if missing := set(range(len(texts))) - set(file.ids):
+        raise ConfigError(f"--routed-experts is {config.routed_experts}, which has no prompt {min(missing)}")
+    if config.routed_weights == "recorded" and not file.weights:
+        raise ConfigError(f"--routed-weights is recorded and {config.routed_experts} has no weights; leave it out")
+    weights = file.weights if config.routed_weights == "recorded" else {}
+    return [
+        (file.ids[number][: len(ids)], weights[number][: len(ids)] if weights else None)
+        for number, ids in enumerate(texts)
+    ]
 
 
 def main() -> int:
@@ -125,7 +159,7 @@ def main() -> int:
     return 0
 
 
-def read_texts(config: PerplexityConfig) -> dict[str, list[str]]:
+def read_texts(config: PerplexityConfig) -> dict[str, list[str | list[int]]]:
     """The texts by kind; OptionError for options that are missing, or a file that holds something else."""
     if config.model is None or config.texts is None:
         raise OptionError("--model and --texts are needed; give both")
@@ -137,9 +171,16 @@ def read_texts(config: PerplexityConfig) -> dict[str, list[str]]:
     if not is_object or not all(isinstance(several, list) and several for several in texts.values()):
         raise OptionError(f"--texts is {str(config.texts)!r}; it must hold an object of lists of strings")
     for kind, several in texts.items():
-        if not all(isinstance(text, str) for text in several):
-            raise OptionError(f"--texts is {str(config.texts)!r}, whose {kind!r} has something else than strings")
+        if not all(isinstance(text, str) or _are_ids(text) for text in several):
+            raise OptionError(
+                f"--texts is {str(config.texts)!r}, whose {kind!r} has something else than strings and lists of token "
+                f"ids"
+            )
     return texts
+
+
+def _are_ids(text: object) -> bool:
+    return isinstance(text, list) and all(type(token) is int for token in text)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,13 @@ from moe_ep.errors import MoeEpError
 from moe_ep.generation.engine import check_token_ids, vocabulary_of
 from moe_ep.hf.parallelize import serving
 from moe_ep.hf.parallelized import steps_of
+from moe_ep.rollouts.replay import replaying
 
 
 @torch.inference_mode()
-def perplexity(model: Any, texts: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, float]:
+def perplexity(
+    model: Any, texts: Mapping[str, Sequence[torch.Tensor]], routing: Sequence[tuple[Any, Any]] | None = None
+) -> dict[str, float]:
     """exp of the mean negative log-likelihood of each token but a text's first, by kind of text.
 
     A collective step of all ranks, which are given the same texts and return the same.
@@ -27,10 +30,13 @@ def perplexity(model: Any, texts: Mapping[str, Sequence[torch.Tensor]]) -> dict[
     Args:
         model: as `parallelize` returns it.
         texts: token ids `[length]` of each text, by kind.
+        routing: of each text, in their order over all kinds, the experts that its tokens take in place of the router's:
+            (ids `[tokens, layers, top_k]`, weights or None), as `moe_ep.replaying` takes them, of all tokens or all but
+            the last. None for the routers' own.
 
     Raises:
-        ValueError: a text that the model cannot read, a kind without a text of two tokens, or a model that
-            `parallelize` did not make. On every rank, before the first text is read.
+        ValueError: a text that the model cannot read, routing of other texts, a kind without a text of two tokens, or a
+            model that `parallelize` did not make. On every rank, before the first text is read.
         TypeError: texts that are not by kind.
         MoeEpError: a kind whose perplexity is no number, as with NaN in the model's weights. On every rank.
     """
@@ -39,17 +45,31 @@ def perplexity(model: Any, texts: Mapping[str, Sequence[torch.Tensor]]) -> dict[
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_initialized() else (0, 1)
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device="cpu")
     tasks = [(kind, ids) for kind, several in enumerate(texts.values()) for ids in several]
+    if routing is not None:
+        _check_routing(routing, [ids.numel() for _, ids in tasks])
     with serving(model):
-        for kind, ids in tasks[rank::num_ranks]:
+        for number in range(rank, len(tasks), num_ranks):
+            kind, ids = tasks[number]
             if ids.numel() < 2:
                 continue
             tokens = ids.to(model.device, torch.int64)
-            logits = model(input_ids=tokens[None]).logits[0, :-1].float()
+            # Nothing is predicted from the last token, whose routing a generation does not record.
+            with contextlib.nullcontext() if routing is None else replaying(model, *routing[number]):
+                logits = model(input_ids=tokens[None, :-1]).logits[0].float()
             sums[kind, 0] += float(cross_entropy(logits, tokens[1:], reduction="sum"))
             sums[kind, 1] += tokens.numel() - 1
     if num_ranks > 1:
         dist.all_reduce(sums)
     return {name: _exp(name, total / count) for name, (total, count) in zip(texts, sums.tolist(), strict=True)}
+
+
+def _check_routing(routing: Sequence[tuple[Any, Any]], lengths: Sequence[int]) -> None:
+    found = [len(ids) for ids, _ in routing]
+    if len(found) != len(lengths) or any(size - rows not in (0, 1) for size, rows in zip(lengths, found, strict=True)):
+        raise ValueError(
+            f"routing is of {len(found)} texts with {found} tokens and the texts have {list(lengths)}; give the "
+            f"recorded choices of each text, of all its tokens or all but the last"
+        )
 
 
 def _exp(kind: str, mean: float) -> float:

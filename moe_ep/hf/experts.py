@@ -78,10 +78,15 @@ class ExpertsShape:
     @property
     def layer_index(self) -> int:
         """The decoder layer that it is in; ConfigError if the path does not say."""
-        found = _LAYER.search(self.name)
-        if found is None:
-            raise ConfigError(f"the experts {self.name} are in no layers.<number>; their layer in the files is unknown")
-        return int(found.group(1))
+        return int(decoder_layer_of(self.name).rpartition(".")[2])
+
+
+def decoder_layer_of(name: str) -> str:
+    """The path of the decoder layer that a module's path is in; ConfigError if the path does not say."""
+    found = _LAYER.search(name)
+    if found is None:
+        raise ConfigError(f"the experts {name} are in no layers.<number>; their layer in the files is unknown")
+    return name[: found.end() - 1]
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
+import runpy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
@@ -26,6 +28,7 @@ from moe_ep.launch.cli.generate_report import RankGeneration
 from moe_ep.launch.cli.main import main
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.generate_worker import run_generate
+from moe_ep.rollouts.routing_file import RoutingFile
 from tests.generation.alone import continue_alone, load_alone
 from tests.ranks import ranks
 
@@ -351,3 +354,33 @@ def test_a_tokenizer_of_no_model(demo: Path, tmp_path: Path) -> None:
 def test_flags_that_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def measured(rank: int, world_size: int, settings: dict[str, Any], texts: dict[str, Any]) -> dict[str, float] | str:
+    """What a worker of scripts/perplexity.py does; what it refuses."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "perplexity.py"))
+    place = {"rank": rank, "world_size": world_size, "local_rank": rank, "local_world_size": world_size}
+    try:
+        config = script["PerplexityConfig"](device="cpu", **settings)
+        return script["measure"](RankEnv(**place, source="local"), config, texts)["perplexity"]
+    except ConfigError as error:
+        return str(error)
+
+
+def test_perplexity_of_texts_with_recorded_experts(demo: Path, tmp_path: Path) -> None:
+    config = json.loads((demo / "config.json").read_text())
+    shape = (40, config["num_hidden_layers"], config["num_experts_per_tok"])
+    ids = np.broadcast_to(np.arange(shape[2], dtype=np.int16), shape)
+    file = RoutingFile(ids={0: ids, 1: ids[:3]}, weights={}, num_experts=config["num_experts"], model="demo")
+    file.save(tmp_path / "routing")
+    texts = {"a": ["def read(self"], "b": [[5, 9, 2, 7]]}
+    own, replayed, refused = (
+        ranks(1).run(measured, {"model": demo, **settings}, texts)[0]
+        for settings in (
+            {},
+            {"routed_experts": tmp_path / "routing"},
+            {"routed_experts": tmp_path / "routing", "routed_weights": "recorded"},
+        )
+    )
+    assert all(own[kind] != replayed[kind] for kind in texts)
+    assert "--routed-weights" in refused
