@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from moe_ep.checkpoint.finite import MAY_BE_NONFINITE, check_finite, has_nonfinite
+from moe_ep.checkpoint.finite import check_finite, read_checked
 from moe_ep.checkpoint.formats import ModelQuantization, quantization_config, with_settings_beside
 from moe_ep.errors import CheckpointError
 from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded
@@ -347,8 +347,6 @@ READ_THREADS = 4
 # So much is read by the caller: starting threads would take longer.
 FEW_BYTES = 1 << 20
 _ALIGNMENT = 64
-# Read at once where the bytes are looked at next, and then found in the L2 cache.
-_STEP_BYTES = 1 << 20
 
 
 class CheckpointReader:
@@ -549,27 +547,21 @@ class CheckpointReader:
         return []
 
     def _read_piece(self, batch: _Batch, view: memoryview, offset: int, position: int, nbytes: int) -> None:
-        """Reads a piece of a batch, and looks for NaN and infinity while it is in the cache of this core.
+        """Reads a piece of a batch, and looks for NaN and infinity in it.
 
         A piece holds whole tensors, or a part of one that is read in several: then it starts at the tensor's start or
         a multiple of `BATCH_BYTES` behind it, so that no element is divided.
         """
-        first = bisect_right(batch.spans, position, key=lambda span: span.start) - 1
-        spans = [span for span in batch.spans[max(first, 0) :] if span.dtype in MAY_BE_NONFINITE]
-        spans = [] if self.allow_nonfinite else [span for span in spans if span.start < position + nbytes]
-        step = _STEP_BYTES if 2 * sum(span.stop - span.start for span in spans) > nbytes else nbytes
-        for start in range(position, position + nbytes, step):
-            stop = min(start + step, position + nbytes)
-            self._fill(batch.file, offset + start - position, view[start:stop])
-            while spans and spans[0].start < stop:
-                span, size = spans[0], spans[0].dtype.itemsize
-                # An element of which a step has read one half is looked at in the next one.
-                low, high = (span.start + (max(edge - span.start, 0)) // size * size for edge in (start, stop))
-                if has_nonfinite(view[low : min(high, span.stop)], span.dtype):
-                    batch.is_suspect = True
-                if span.stop > stop:
-                    break
-                spans.pop(0)
+        stop = position + nbytes
+        first = max(bisect_right(batch.spans, position, key=lambda span: span.start) - 1, 0)
+        last = bisect_left(batch.spans, stop, lo=first, key=lambda span: span.start)
+        spans = [
+            (max(span.start - position, 0), min(span.stop, stop) - position, span.dtype)
+            for span in batch.spans[first:last]
+            if span.stop > position
+        ]
+        if self._fill(batch.file, offset, view[position:stop], spans):
+            batch.is_suspect = True
 
     def check_unchanged(self) -> None:
         """CheckpointError if a file of the checkpoint was written, replaced or removed since the reader was made."""
@@ -593,25 +585,25 @@ class CheckpointReader:
             self._spare_buffers.pop()
         return torch.empty(max(nbytes, BATCH_BYTES), dtype=torch.uint8, device="cpu")
 
-    def _fill(self, file: Path, offset: int, buffer: memoryview) -> None:
-        """Reads `len(buffer)` bytes at `offset`."""
-        done, fd = 0, self._open(file)
-        while done < len(buffer):
-            try:
-                count = os.preadv(fd, [buffer[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{file}: expected {len(buffer)} bytes at byte {offset}, found {error.strerror}; see to its disk "
-                    f"or network, and try again"
-                ) from None
-            if count == 0:
-                raise CheckpointError(
-                    f"{file}: expected {len(buffer)} bytes at byte {offset}, found {done}; "
-                    f"the file became shorter while it was read"
-                )
-            done += count
+    def _fill(
+        self, file: Path, offset: int, buffer: memoryview, spans: Sequence[tuple[int, int, torch.dtype]] = ()
+    ) -> bool:
+        """Reads `len(buffer)` bytes at `offset`; whether one of the spans of the buffer holds NaN or infinity."""
+        try:
+            done, found = read_checked(self._open(file), buffer, offset, () if self.allow_nonfinite else spans)
+        except OSError as error:
+            raise CheckpointError(
+                f"{file}: expected {len(buffer)} bytes at byte {offset}, found {error.strerror}; see to its disk "
+                f"or network, and try again"
+            ) from None
+        if done < len(buffer):
+            raise CheckpointError(
+                f"{file}: expected {len(buffer)} bytes at byte {offset}, found {done}; "
+                f"the file became shorter while it was read"
+            )
         with self._lock:
             self._bytes_read += done
+        return found
 
     def _open(self, file: Path) -> int:
         with self._lock:
