@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,7 +11,15 @@ import torch
 
 from moe_ep.eplb.policy.hosts import groups_apart
 from moe_ep.eplb.policy.incremental import plan
-from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement, logical_maps, rank_loads, replica_counts
+from moe_ep.eplb.policy.maps import (
+    Array,
+    experts_moved,
+    initial_placement,
+    logical_maps,
+    rank_loads,
+    replica_counts,
+    slot_loads,
+)
 from moe_ep.eplb.policy.objective import check_objective, objective_window
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.refine import refine_plan
@@ -23,6 +32,8 @@ ArrayLike = torch.Tensor | Array
 _REAL = "biuf"
 # Of sums in f32, as a share.
 _ROUNDING = 1e-5
+# Times that one call plans; the second seldom finds anything, and hardly ever the third.
+_MAX_PLANS = 6
 
 
 class Placement(NamedTuple):
@@ -105,15 +116,62 @@ def rebalance_experts(
         old=old,
         tolerance=tolerance,
     )
-    if steps is not None and refine and policy == "incremental":
-        slots = _refined(problem, steps)
+    if steps is not None and not (refine and policy == "incremental"):
+        steps = None
+    if steps is None:
+        of_policy = EPLB_POLICIES.load(policy)
+        slots = _settled(lambda part, _: of_policy(part), problem, loads[None])
     else:
-        slots = EPLB_POLICIES.load(policy)(problem)
+        slots = _settled(_refined, problem, steps)
     if old is not None and (rebalance_below < 1 or min_gain or move_cost):
         pays = _worthwhile(problem, slots, rebalance_below, min_gain, move_cost)
         slots = np.where(pays[:, None], slots, old)
     table, counts = logical_maps(slots, loads.shape[1])
     return Placement(torch.from_numpy(slots), torch.from_numpy(table), torch.from_numpy(counts))
+
+
+def _settled(plan_once: Callable[[Problem, Array], Array], problem: Problem, steps: Array) -> Array:
+    """A plan that planning again for the same loads `[S, L, E]` leaves as it is: each layer is planned from the last
+    plan until that gains nothing."""
+    slots = (plan_once(problem, steps) if problem.old is None else problem.old).copy()
+    layers = np.arange(len(slots))
+    for _ in range(_MAX_PLANS):
+        present, counts = slots[layers], steps[:, layers]
+        again = replace(problem, weight=problem.weight[layers], old=present)
+        planned = plan_once(again, counts)
+        gains = _gains(again, planned, counts)
+        layers = layers[gains]
+        if not layers.size:
+            break
+        slots[layers] = planned[gains]
+    return slots
+
+
+def _gains(problem: Problem, new: Array, steps: Array) -> Array:
+    """Layers, bool `[L]`, that a plan improves over `problem.old`: groups of experts come to one host, copies of an
+    expert to more ranks, the busiest ranks of the steps get less to do, or, within the tolerance of that, the
+    heaviest replica does, or copies join more ranks."""
+    old, num_ranks = problem.old, problem.num_ranks
+    changed = np.zeros(len(new), dtype=bool) if old is None else (old != new).any(axis=1)
+    if old is None or not changed.any():
+        return changed
+    before, after = _peaks(steps, old, num_ranks), _peaks(steps, new, num_ranks)
+    heaviest, lighter = (slot_loads(problem.weight, slots).max(axis=1) for slots in (old, new))
+    (held, joined), (holds, joins) = (_spread(slots, problem) for slots in (old, new))
+    gains = (after < before * (1 - _ROUNDING)) | (holds > held)
+    gains |= (after <= before * (1 + problem.tolerance)) & ((lighter < heaviest * (1 - _ROUNDING)) | (joins > joined))
+    if problem.by_host:
+        gains |= groups_apart(problem)
+    return changed & gains
+
+
+def _spread(slots: Array, problem: Problem) -> tuple[Array, Array]:
+    """How many pairs of expert and rank a placement `[L, P]` has, and how many pairs of ranks copies of an expert join:
+    int64 `[L]` each."""
+    num_layers, num_slots = slots.shape
+    held = np.zeros((num_layers, problem.num_ranks, problem.weight.shape[1]), dtype=np.float32)
+    held[np.arange(num_layers)[:, None], np.arange(num_slots) // (num_slots // problem.num_ranks), slots] = 1
+    return np.count_nonzero(held, axis=(1, 2)), np.count_nonzero(held @ held.transpose(0, 2, 1), axis=(1, 2))
 
 
 def _numpy(value: ArrayLike) -> Array:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from moe_ep.eplb import rebalance_experts
-from moe_ep.eplb.policy.maps import rank_loads
+from moe_ep.eplb.policy.maps import initial_placement, rank_loads
 from moe_ep.eplb.policy.objective import objective_window
+from moe_ep.registry import EPLB_POLICIES
 from tests.eplb.plans import plan, zipf
 
 
@@ -27,6 +28,27 @@ def test_thresholds_leave_layers_alone():
     threshold = float(np.median(even))
     some = plan(drifted, 72, 8, old=slots, rebalance_below=threshold)
     assert np.array_equal((some != slots).any(axis=1), (even < threshold) & (free != slots).any(axis=1))
+
+
+# (experts, slots, groups, hosts, ranks); hosts divide the groups or not.
+SHAPES = [(10, 12, 2, 2, 4), (8, 16, 1, 1, 8), (12, 12, 4, 2, 4), (24, 30, 3, 2, 6), (16, 32, 8, 4, 8), (6, 9, 1, 1, 3)]
+
+
+@pytest.mark.parametrize("policy", list(EPLB_POLICIES))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_planning_again_for_unchanged_loads_moves_nothing(shape, policy):
+    experts, slots, groups, nodes, ranks = shape
+    rng = np.random.default_rng(slots)
+    options = {"policy": policy, "groups": groups, "nodes": nodes}
+    for weight in (zipf(12, experts, 1.2, rng), rng.integers(0, 5, (12, experts)), rng.random((12, experts)) ** 4):
+        drawn = [np.concatenate([np.arange(experts), rng.integers(0, experts, slots - experts)]) for _ in range(12)]
+        window = rng.poisson(40 * weight, (5, 12, experts))
+        for old in (None, initial_placement(12, experts, slots), np.stack([*map(rng.permutation, drawn)])):
+            placed = plan(weight, slots, ranks, old=old, **options)
+            assert np.array_equal(plan(weight, slots, ranks, old=placed, **options), placed)
+            options_of_steps = {**options, "window": window}
+            placed = plan(window.sum(axis=0), slots, ranks, old=old, **options_of_steps)
+            assert np.array_equal(plan(window.sum(axis=0), slots, ranks, old=placed, **options_of_steps), placed)
 
 
 def test_active_experts_spread_apart():

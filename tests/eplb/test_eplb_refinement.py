@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_ep.eplb.policy.maps import experts_moved, initial_placement, replica_counts
+from moe_ep.eplb.policy.maps import experts_moved, initial_placement, rank_loads, replica_counts
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.refine import meetings, refine_plan
 from moe_ep.eplb.simulate import Scene, measure
@@ -51,9 +51,9 @@ def test_copies_join_as_many_ranks_as_they_can():
     assert replica_counts(slots.reshape(1, 8), 6).tolist() == [[2, 2, 1, 1, 1, 1]]
 
 
-def ranks_of(slots: np.ndarray, num_ranks: int) -> list[list[list[int]]]:
-    """What lies together, whatever the rank's number and the order there: sorted ranks of each layer."""
-    return [sorted(map(sorted, layer)) for layer in slots.reshape(len(slots), num_ranks, -1).tolist()]
+def busiest(window: np.ndarray, slots: np.ndarray, num_ranks: int) -> np.ndarray:
+    """The load of each step's busiest rank, summed over the steps, `[L]`."""
+    return sum(rank_loads(step.astype(float), slots, num_ranks).max(axis=1) for step in window)
 
 
 @pytest.mark.parametrize(("redundant", "nodes"), [(0, 1), (8, 1), (8, 2)])
@@ -64,16 +64,14 @@ def test_a_first_plan_is_as_good_as_one_from_nothing(redundant, nodes):
     load, num_slots, options = window.sum(axis=0), 32 + redundant, {"window": window, "groups": 4, "nodes": nodes}
     initial = initial_placement(4, 32, num_slots)
     nothing, first = (plan(load, num_slots, 8, old=old, **options) for old in (None, initial))
-    hosts = [np.sort(slots.reshape(4 * nodes, -1), axis=1) for slots in (nothing, first)]
-    assert ranks_of(nothing, 8) == ranks_of(first, 8)
-    assert sorted(hosts[0].tolist()) == sorted(hosts[1].tolist())
+    assert np.allclose(busiest(window, nothing, 8), busiest(window, first, 8), rtol=5e-3)
     assert experts_moved(initial, first, 8).sum() < experts_moved(initial, nothing, 8).sum()
-    # Of layers that were placed before, hardly anything moves; the others are planned as if they were alone.
+    # Of layers that were placed before, nothing moves; the others are planned as if they were alone.
     later = np.concatenate([first[:2], initial[2:]])
     again = plan(load, num_slots, 8, old=later, **options)
     alone = plan(load[2:], num_slots, 8, old=initial[2:], **(options | {"window": window[:, 2:]}))
     assert np.array_equal(again[2:], alone)
-    assert experts_moved(later, again, 8)[:2].sum() * 4 < experts_moved(initial, first, 8)[:2].sum()
+    assert np.array_equal(again[:2], first[:2])
 
 
 @pytest.mark.parametrize("redundant", [0, 8])
