@@ -83,7 +83,7 @@ def init_process_group(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if rank_env.local_world_size == rank_env.world_size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        _use_interface("lo")
     if rank_env.world_size > 1:
         if store is None:
             store = open_store(rank_env, timeout)
@@ -131,6 +131,7 @@ def open_store(rank_env: RankEnv, timeout: timedelta) -> dist.Store:
     if is_ours and rank_env.rank == 0:
         try:
             listener = listen_at(host, port)
+            _use_interface_of(listener.getsockname()[0])
             return _serve_store(listener, listener.getsockname()[0], timeout.total_seconds())
         except (OSError, dist.DistNetworkError) as error:
             errno = getattr(error, "errno", None)
@@ -184,13 +185,29 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _use_interface_of(address: str) -> None:
-    """Has gloo listen at the interface with this address alone, by which this machine and the rendezvous see each
-    other, rather than at the one that the machine's name stands for."""
-    for _, name in socket.if_nameindex():
-        request = struct.pack("256s", name[:15].encode())
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    """Has gloo and NCCL listen at the interface with this address alone, by which this machine and the rendezvous see
+    each other, rather than at the one that the machine's name stands for."""
+    found = [name for _, name in socket.if_nameindex() if address in _addresses_at(name)]
+    if found:
+        _use_interface(found[0])
+
+
+def _use_interface(name: str) -> None:
+    """For gloo and NCCL, unless the user has said where they are to listen."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # of NCCL, a name without = is the beginning of some
+
+
+def _addresses_at(interface: str) -> list[str]:
+    """The addresses of an interface: IPv6, and the first IPv4 one."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        rows = [line.split() for line in file]
+        found = [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[5] == interface]
+    request = struct.pack("256s", interface[:15].encode())
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
+    return found
 
 
 def _is_loopback(address: str) -> bool:

@@ -83,6 +83,11 @@ def variable(rank_env: RankEnv, name: str) -> str | None:
     return os.environ.get(name)
 
 
+def interfaces(rank_env: RankEnv) -> tuple[str | None, str | None]:
+    """Where gloo and NCCL listen."""
+    return os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME")
+
+
 def unpicklable(rank_env: RankEnv) -> Any:
     return (value for value in range(3))
 

@@ -37,6 +37,12 @@ def test_workers_have_the_environment_of_their_gang(monkeypatch: pytest.MonkeyPa
     for value in ("1", "2"):
         monkeypatch.setenv("MOE_EP_TEST_VALUE", value)
         assert LocalGang(1).run(jobs.variable, "MOE_EP_TEST_VALUE") == [value]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for nccl, found in (("", "=lo"), ("eth7", "eth7")):
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+        if nccl:
+            monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+        assert LocalGang(1).run(jobs.interfaces) == [("lo", found)]
 
 
 STARTS_GANGS = """

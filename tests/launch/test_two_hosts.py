@@ -62,6 +62,23 @@ def test_both_hosts_end_when_a_worker_of_one_is_killed(hosts: tuple[Host, Host],
     assert any("failed: the process was killed by SIGKILL" in error for error in errors), errors
 
 
+LISTENING = """
+from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
+from tests.launch import jobs
+if __name__ == "__main__":
+    gang = TorchrunGang(1, num_nodes=2, rdzv_endpoint="alpha:29502")
+    found = gang.run(jobs.interfaces)
+    print(found if gang.is_driver else [])
+"""
+
+
+def test_gloo_and_nccl_listen_where_the_endpoint_is(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    script = tmp_path / "listening.py"
+    script.write_text(LISTENING)
+    outputs = [agent.communicate(timeout=240) for agent in [host.start(str(script)) for host in hosts]]
+    assert sorted(out for out, _ in outputs) == [f"{[('wire', '=wire')] * 2}\n", "[]\n"], outputs
+
+
 def test_ray(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     alpha, beta = hosts
     out, environment = tmp_path / "run.jsonl", {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
