@@ -28,7 +28,7 @@ def bench_map(arguments: argparse.Namespace) -> Iterator[Row]:
     for ep_size in (8, 32):
         frequency = _ids(100_000, arguments.seed).flatten().bincount(minlength=256)[None]
         slots = rebalance_experts(frequency, 256 + ep_size, 1, 1, ep_size).physical_to_logical
-        maps = PlacementState(slots.numpy(), 256, torch.device("cuda"))
+        maps = PlacementState(slots.numpy(), 256, ep_size, torch.device("cuda"))
         table, counts = maps.logical_to_physical_map[0], maps.logical_replica_count[0]
         for num_tokens in (1, 32, 128, 1024, 4096, 16384):
             batches = [_ids(num_tokens, arguments.seed + i).int().cuda() for i in range(_COPIES)]

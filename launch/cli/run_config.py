@@ -71,6 +71,11 @@ class EplbOptions:
     eplb_objective: str = option(
         "tokens", one_of("tokens", "active_experts", "auto"), "what a plan levels: tokens, active_experts or auto"
     )
+    eplb_replicas: str = option(
+        "auto",
+        one_of("auto", "levelled", "one"),
+        "which replica a token takes: levelled over all, one for each expert, or auto (one for small batches)",
+    )
     eplb_threshold: float = option(0.97, _share, "make no plan while balancedness is at least this", "SHARE")
     eplb_synchronous: bool = option(False, None, "move experts between two steps instead of in the background")
     load_placement: Path | None = option(

@@ -57,6 +57,7 @@ class Balancing:
                 rebalance_below=config.eplb_threshold,
                 policy=config.eplb_policy,
                 objective=config.eplb_objective,
+                replica_rule=config.eplb_replicas,
                 # A short run would wait longer for the process to start than for the plan.
                 planner="thread",
                 num_nodes=1 if rest else hosts,

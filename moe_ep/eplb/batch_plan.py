@@ -24,9 +24,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from moe_ep.arguments import check_integers, check_tensors
+from moe_ep.eplb.policy.maps import Array
 from moe_ep.errors import check_at_least, check_not_negative
 from moe_ep.expert_map import expert_owner_table
 
@@ -36,6 +38,7 @@ TOLERANCE = 0.035
 # reached with less.
 _TARGETS = (1, 1.5, 2, 3, 4, 6, 8, 16)
 _FAR = 1 << 20
+_HOST = torch.device("cpu")  # whatever the default device is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ def plan_batch(
     _check(counts, physical_to_logical, ep_size, spare_slots)
     check_not_negative(copy_cost_rows=copy_cost_rows, tolerance=tolerance)
     on_host = counts.detach().to("cpu", torch.int64)
-    resident = _places(physical_to_logical.detach().cpu(), on_host.size(1), ep_size)
+    resident = places(physical_to_logical.detach().cpu(), on_host.size(1), ep_size)
     total = on_host.sum(dim=0)
     missing = ((total > 0) & ~resident.any(dim=1)).nonzero()
     if missing.numel():
@@ -114,6 +117,15 @@ def plan_batch(
     )
 
 
+def places(physical_to_logical: torch.Tensor, num_experts: int, ep_size: int) -> torch.Tensor:
+    """Which ranks hold which experts, bool `[E, R]`, of slots `[P]` in rank order; -1 is an empty slot."""
+    owners = expert_owner_table(ep_size, physical_to_logical.numel()).long()
+    held = torch.zeros(num_experts, ep_size, dtype=torch.bool, device=_HOST)
+    filled = physical_to_logical >= 0
+    held[physical_to_logical[filled].long(), owners[filled]] = True
+    return held
+
+
 def divide(total: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
     """Divides each expert's rows over its places so that the maximum load of a rank is the least possible.
 
@@ -127,6 +139,31 @@ def divide(total: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
     split = _Split.at(total, held)
     _level(split)
     return split.share
+
+
+def one_replica(slots: Array, num_experts: int, ep_size: int, active: Array | None = None) -> Array:
+    """A replica of each expert for all its tokens, so that the most experts that a rank has to read are fewest.
+
+    Decode is bound by reading weights, and a second replica of an expert is a second reading.
+
+    Args:
+        slots: integer `[P]`, the expert in each slot, slots in rank order.
+        active: integer `[E]`, above 0 for experts that have tokens; None for all.
+
+    Returns:
+        int64 `[E]`, a slot of each expert.
+    """
+    held = places(torch.from_numpy(slots), num_experts, ep_size)
+    counted = torch.ones(num_experts, dtype=torch.int64, device=_HOST)
+    if active is not None:
+        counted = torch.from_numpy(active).clamp(max=1)
+    # An expert without tokens is on no rank in particular.
+    chosen = torch.where(counted[:, None] > 0, divide(counted, held), held)
+    ranks = chosen.int().argmax(dim=1).numpy()
+    width = slots.size // ep_size
+    there = (slots == np.arange(num_experts)[:, None]) & (np.arange(slots.size) // width == ranks[:, None])
+    found: Array = there.argmax(axis=1)
+    return found
 
 
 class _Split:
@@ -179,7 +216,7 @@ def _hops(arcs: torch.Tensor) -> torch.Tensor:
     num_ranks = arcs.size(0)
     hops = torch.full_like(arcs, _FAR).fill_diagonal_(0)
     step = (arcs > 0).float()
-    reached, length = torch.eye(num_ranks), 0
+    reached, length = torch.eye(num_ranks, device=_HOST), 0
     while True:
         length += 1
         reached = reached @ step
@@ -246,7 +283,9 @@ def _next_copy(split: _Split, hops: torch.Tensor, target: int, spare_slots: int)
     surplus = int((loads - target).clamp(min=0)[component].sum())
     rows = split.share[:, component].sum(dim=1)
     room = (target - loads).clamp(min=0)
-    used = torch.tensor([rank for _, rank in split.copies], dtype=torch.int64).bincount(minlength=loads.numel())
+    used = torch.tensor([rank for _, rank in split.copies], dtype=torch.int64, device=_HOST).bincount(
+        minlength=loads.numel()
+    )
     room[(used >= spare_slots) | component] = 0
     carried = torch.minimum(rows[:, None], room).clamp(max=surplus).masked_fill(split.held, 0)
     most = carried.max()
@@ -294,15 +333,6 @@ def _by_source(counts: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     shares = overlap.clamp(min=0).transpose(1, 2).contiguous()  # [source, E, destination]
     shares.diagonal(dim1=0, dim2=2).add_(stays.T)
     return shares
-
-
-def _places(physical_to_logical: torch.Tensor, num_experts: int, ep_size: int) -> torch.Tensor:
-    """Which ranks hold which experts, bool `[E, R]`."""
-    owners = expert_owner_table(ep_size, physical_to_logical.numel()).long()
-    held = torch.zeros(num_experts, ep_size, dtype=torch.bool)
-    filled = physical_to_logical >= 0
-    held[physical_to_logical[filled].long(), owners[filled]] = True
-    return held
 
 
 def _check(counts: torch.Tensor, physical_to_logical: torch.Tensor, ep_size: int, spare_slots: int) -> None:

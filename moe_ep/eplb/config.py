@@ -10,6 +10,9 @@ from moe_ep.errors import ConfigError, check_at_least, check_not_negative, check
 from moe_ep.registry import EPLB_POLICIES
 
 PLANNERS = ("process", "thread")
+# What each token's replica is chosen by: this rank's tokens are levelled over all replicas; each expert has one replica
+# for all tokens, so that fewer experts are read; or the second for small batches and the first for others.
+REPLICA_RULES = ("auto", "levelled", "one")
 TRANSPORTS = ("auto", "peer_copies", "messages")
 # Nanoseconds, and bytes a second, that 64 bits hold.
 _MOST = 1e9
@@ -27,6 +30,8 @@ class EplbConfig:
             of the objective.
         min_gain, move_cost: what a layer's plan must gain (`moe_ep.eplb.rebalance_experts`).
         policy, objective, refine, num_groups, num_nodes: of the planner; num_nodes are hosts of consecutive ranks.
+        replica_rule: which replica a token takes: "levelled" divides tokens over all of them, "one" sends all tokens of
+            an expert to one, which leaves fewer experts to read, and "auto" does that for small batches on a GPU.
         planner: where EP rank 0 plans: in a "process" of its own, which does not hold up the serving thread, or in a
             "thread" of this one, which needs no time to start.
         asynchronous: move beside the model; False stops it after the step in which a plan is due.
@@ -52,6 +57,7 @@ class EplbConfig:
     policy: str = "incremental"
     objective: str = "tokens"
     refine: bool = True
+    replica_rule: str = "auto"
     num_groups: int = 1
     num_nodes: int = 1
     planner: str = "process"
@@ -76,7 +82,12 @@ class EplbConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         EPLB_POLICIES.check(self.policy)
-        for name, allowed in (("objective", OBJECTIVES), ("planner", PLANNERS), ("transport", TRANSPORTS)):
+        for name, allowed in (
+            ("objective", OBJECTIVES),
+            ("replica_rule", REPLICA_RULES),
+            ("planner", PLANNERS),
+            ("transport", TRANSPORTS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(one_of(name, getattr(self, name), allowed))
 

@@ -88,7 +88,7 @@ class EPLBManager:
         present = np.array([layer.slots.logical_of_physical() for layer in layers], dtype=np.int64)
         # Of the ordinary kind, whatever the mode here is: layers and commits write to them in any mode.
         with torch.inference_mode(False):
-            self.placement = PlacementState(present, first.num_experts, device)
+            self.placement = PlacementState(present, first.num_experts, first.parallel_config.ep_size, device)
             self.recorder = ExpertLoadRecorder(
                 num_layers=len(layers),
                 num_physical_experts=self.placement.num_slots,
@@ -122,6 +122,7 @@ class EPLBManager:
                 self.placement.logical_replica_count,
             )
             if layer.eplb_state is not None:
+                layer.eplb_state.replica_rule = self.config.replica_rule
                 layer.eplb_state.is_balanced = _of(self, EPLBManager._is_open, False)
                 layer.eplb_state.is_moving = _of(self, EPLBManager._has_commits_to_come, False)
         self._telling, self._beginning = threading.Lock(), threading.Lock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from moe_ep.eplb.batch_plan import one_replica
 from moe_ep.eplb.policy.maps import Array, check_placement, logical_maps
 
 
@@ -25,18 +26,21 @@ class PlacementState:
     Args:
         physical_to_logical: integer `[L, P]`, where the experts are.
         num_experts: E.
+        num_ranks: ranks that hold the slots, as many each.
 
     Attributes:
         physical_to_logical_map: int32 `[L, P]`.
         logical_to_physical_map: int32 `[L, E, P - E + 1]`, -1 padded: as wide as an expert can have replicas, so that
             no placement needs other tensors. The first replicas of all experts are neighbours in memory, then the
-            second ones, and so on: that is how the mapping kernel reads them.
+            second ones, and so on: that is how the mapping kernel reads them. The first ones alone are those that
+            decode uses (`one_replica`).
         logical_replica_count: int32 `[L, E]`.
         host: physical_to_logical, int64 `[L, P]` in numpy; replaced, never changed in place.
     """
 
-    def __init__(self, physical_to_logical: Array, num_experts: int, device: torch.device) -> None:
+    def __init__(self, physical_to_logical: Array, num_experts: int, num_ranks: int, device: torch.device) -> None:
         self.host, self.num_experts = physical_to_logical.astype(np.int64), num_experts
+        self.num_ranks = num_ranks
         self.num_layers, self.num_slots = physical_to_logical.shape
         self.check(self.host, "physical_to_logical")
         maps = self._maps(self.host)
@@ -66,6 +70,10 @@ class PlacementState:
 
     def _maps(self, physical_to_logical: Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         table, counts = logical_maps(physical_to_logical, self.num_experts)
+        for row, slots in zip(table, physical_to_logical, strict=True):
+            first = one_replica(slots, self.num_experts, self.num_ranks)
+            row[row == first[:, None]] = row[:, 0]
+            row[:, 0] = first
         width = self.num_slots - self.num_experts + 1
         padded = np.pad(table, ((0, 0), (0, 0), (0, width - table.shape[2])), constant_values=-1)
         return (

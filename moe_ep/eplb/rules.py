@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moe_ep.eplb.batch_plan import divide
+from moe_ep.eplb.batch_plan import one_replica
 from moe_ep.eplb.levelling import map_tiles, rows_per_tile
 from moe_ep.eplb.policy.maps import Array, logical_maps
 
@@ -22,8 +22,10 @@ _ROW_STEP, _EXPERT_STEP, _RANK_STEP, _MASK = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35,
 
 @dataclass(frozen=True)
 class Layout:
-    """One layer's placement: the slots of each expert `[E, max_replicas]`, how many there are `[E]`, slots a rank."""
+    """One layer's placement: the expert in each slot `[P]`, the slots of each expert `[E, max_replicas]`, how many
+    there are `[E]`, slots a rank."""
 
+    slots: Array
     table: Array
     counts: Array
     width: int
@@ -33,21 +35,7 @@ class Layout:
     def of(cls, slots: Array, num_experts: int, num_ranks: int) -> Layout:
         """The layout of a layer's placement `[P]`."""
         table, counts = logical_maps(slots[None], num_experts)
-        return cls(table[0], counts[0], slots.size // num_ranks, num_ranks)
-
-    @property
-    def held(self) -> torch.Tensor:
-        """Whether each expert is on each rank, bool `[E, R]`."""
-        held = torch.zeros(self.counts.size, self.num_ranks + 1, dtype=torch.bool)
-        held[
-            np.arange(self.counts.size)[:, None], np.where(self.table < 0, self.num_ranks, self.table // self.width)
-        ] = True
-        return held[:, : self.num_ranks]
-
-    def slots_on(self, ranks: Array) -> Array:
-        """The first slot of each expert on a rank that holds it, `[E]`."""
-        there = self.table // self.width == ranks[:, None]
-        return self.table[np.arange(ranks.size), (there & (self.table >= 0)).argmax(axis=1)]
+        return cls(slots, table[0], counts[0], slots.size // num_ranks, num_ranks)
 
 
 Rule = Callable[[Array, Array, Layout], Array]
@@ -120,10 +108,8 @@ class OneReplica:
 
     def __call__(self, ids: Array, rank: Array, layout: Layout) -> Array:
         if self.knows_batch or self.slots is None:
-            active = torch.ones(layout.counts.size, dtype=torch.int64)
-            if self.knows_batch:
-                active = torch.from_numpy(np.bincount(ids.ravel(), minlength=layout.counts.size)).clamp(max=1)
-            self.slots = layout.slots_on(divide(active, layout.held).argmax(dim=1).numpy())
+            active = np.bincount(ids.ravel(), minlength=layout.counts.size) if self.knows_batch else None
+            self.slots = one_replica(layout.slots, layout.counts.size, layout.num_ranks, active)
         return self.slots[ids]
 
 

@@ -15,6 +15,11 @@ from moe_ep.arguments import check_integers, check_tensors
 from moe_ep.errors import check_whole
 from moe_ep.fixed_tensors import FixedTensors, table_device
 
+# With "auto", batches on a GPU of at most so many rows for each slot of a rank use one replica of each expert: reading
+# another replica takes as long there as computing 37 to 94 rows, and what that saves is more than the rows of uneven
+# ranks cost (docs/benchmarks/balancing.md).
+ROWS_PER_SLOT = 16
+
 # Returns the physical experts that currently hold a logical one, first replica first.
 Replicas = Callable[[int], list[int]]
 
@@ -42,6 +47,7 @@ class LayerEplbState(FixedTensors):
         expert_load_view: int32 `[P]`, this rank's tokens per physical expert, to which every pass adds.
         logical_to_physical_map: int `[E, max_replicas]`, -1 padded.
         logical_replica_count: int `[E]`.
+        replica_rule: which replica a token takes (`moe_ep.eplb.config.REPLICA_RULES`).
         is_balanced: returns whether an EPLBManager balances the layer.
         is_moving: returns whether fetched experts are not yet in their slots on this rank.
         in_doubt: whether other ranks may have another placement of this layer, as a rearrangement failed.
@@ -50,6 +56,7 @@ class LayerEplbState(FixedTensors):
     expert_load_view: torch.Tensor
     logical_to_physical_map: torch.Tensor
     logical_replica_count: torch.Tensor
+    _one: torch.Tensor
 
     def __init__(self, num_experts: int, num_redundant_experts: int) -> None:
         super().__init__()
@@ -60,11 +67,13 @@ class LayerEplbState(FixedTensors):
             "expert_load_view": [0] * (num_experts + num_redundant_experts),
             "logical_to_physical_map": padded,
             "logical_replica_count": [len(row) for row in replicas],
+            "_one": [1] * num_experts,
         }
         for name, values in state.items():
             tensor = torch.tensor(values, dtype=torch.int32, device=table_device())
             self.register_buffer(name, tensor, persistent=False)
-        # An EPLBManager replaces both.
+        # An EPLBManager replaces these.
+        self.replica_rule = "levelled"
         self.is_balanced: Callable[[], bool] = bool
         self.is_moving: Callable[[], bool] = bool
         self.in_doubt = False
@@ -72,6 +81,17 @@ class LayerEplbState(FixedTensors):
     def __getstate__(self) -> dict[str, Any]:
         """Nobody balances a copy."""
         return {**self.__dict__, "is_balanced": bool, "is_moving": bool}
+
+    def maps(self, num_rows: int, slots_per_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """logical_to_physical_map and logical_replica_count of the replicas that a batch may use.
+
+        Args:
+            num_rows: rows of the experts that this rank has in the batch.
+        """
+        is_small = self._one.is_cuda and num_rows <= ROWS_PER_SLOT * slots_per_rank
+        if self.replica_rule == "one" or (self.replica_rule == "auto" and is_small):
+            return self.logical_to_physical_map[:, :1], self._one
+        return self.logical_to_physical_map, self.logical_replica_count
 
     def replicas(self, logical: int) -> list[int]:
         """The physical experts that currently hold a logical one."""

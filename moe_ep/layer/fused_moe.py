@@ -518,11 +518,11 @@ class FusedMoE(MoELayer):
         """Turns logical ids into those of physical experts, recording the load, and appends fused shared experts."""
         parallel, eplb, num_shared = self.parallel_config, self.eplb_state, self.num_fused_shared_experts
         if eplb is not None:
+            slots_per_rank = eplb.expert_load_view.numel() // parallel.ep_size
             topk_ids = eplb_map_to_physical_and_record(
                 topk_ids,
                 eplb.expert_load_view,
-                eplb.logical_to_physical_map,
-                eplb.logical_replica_count,
+                *eplb.maps(topk_ids.numel(), slots_per_rank),
                 ep_rank=parallel.token_rank,
                 ep_size=parallel.ep_size,
             )

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep.eplb import BatchPlan, plan_batch
+from moe_ep.eplb import BatchPlan, eplb_map_to_physical_and_record, plan_batch, rebalance_experts
 from moe_ep.eplb.batch_plan import TOLERANCE
+from moe_ep.eplb.placement_state import PlacementState
+from moe_ep.layer.expert_slots import LayerEplbState
 
 
 def linear(num_experts: int, num_ranks: int) -> list[int]:
@@ -125,6 +127,37 @@ def test_even_batches_and_single_ranks_copy_nothing() -> None:
     assert alone.copies == [] and alone.loads.tolist() == [14] and alone.shares.tolist() == [[[5], [0], [9]]]
     nothing = plan_batch(torch.zeros(3, 6, dtype=torch.int64), torch.arange(6), 3)
     assert nothing.copies == [] and nothing.loads.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "rule, device",
+    [("one", "cpu"), ("auto", "cpu"), ("levelled", "cpu"), pytest.param("auto", "cuda", marks=pytest.mark.gpu)],
+)
+def test_small_batches_read_one_replica_of_each_expert(rule: str, device: str) -> None:
+    num_ranks, num_experts, top_k = 4, 12, 3
+    weight = torch.arange(1, num_experts + 1)[None]
+    slots = rebalance_experts(weight, num_experts + num_ranks, 1, 1, num_ranks).physical_to_logical
+    placement = PlacementState(slots.numpy(), num_experts, num_ranks, torch.device(device))
+    state = LayerEplbState(num_experts, num_ranks).to(device)
+    load = torch.zeros(1, num_experts + num_ranks, dtype=torch.int32, device=device)
+    state.set(0, load, placement.logical_to_physical_map, placement.logical_replica_count)
+    state.replica_rule = rule
+    fewest = lowest_maximum([1] * num_experts, places(slots[0], num_ranks), num_ranks)
+    for num_tokens in (num_experts, 200):
+        ids = (torch.arange(num_tokens)[:, None] + torch.arange(top_k)) % num_experts  # every expert has tokens
+        ids = ids.to(device)
+        maps = state.maps(ids.numel(), 4)
+        physical = torch.cat(
+            [
+                eplb_map_to_physical_and_record(ids, load[0], *maps, ep_rank=r, ep_size=num_ranks)
+                for r in range(num_ranks)
+            ]
+        )
+        physical = physical.cpu()
+        assert torch.equal(slots[0][physical], ids.cpu().repeat(num_ranks, 1))
+        busiest = max(len(part.unique()) for part in (physical[physical // 4 == rank] for rank in range(num_ranks)))
+        one = rule == "one" or (rule == "auto" and device == "cuda" and num_tokens == num_experts)
+        assert busiest == (fewest if one else 4) and fewest == 3
 
 
 @pytest.mark.parametrize("spare_slots, least", [(1, 0.9), (2, 0.96)])
