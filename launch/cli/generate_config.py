@@ -107,6 +107,9 @@ class GenerateConfig(ModelConfig):
         "FILE",
     )
     return_routed_weights: bool = option(False, None, "write the router's weights too; with --return-routed-experts")
+    batch_invariant: bool = option(
+        False, None, "continue each prompt by the same bits whatever prompts are beside it, on any number of workers"
+    )
     batch_size: int = option(8, at_least(1), "sequences that each worker decodes at a time")
     prefill_tokens: int = option(
         4096,

@@ -174,6 +174,7 @@ def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: tor
         backend=config.backend,
         quantize=config.quantize,
         input_dtype=layer_input_dtype(config.input_dtype),
+        batch_invariant=config.batch_invariant or None,
         eplb=config.eplb,
         num_redundant_experts=config.num_redundant_experts,
         dtype=dtype,

@@ -17,8 +17,16 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moe_ep.errors import ConfigError
 from moe_ep.generation.fused_modules import FusedModules
-from moe_ep.generation.slot_cache import SequenceTable, SlotCache, as_models_take, can_attend, slot_attention
+from moe_ep.generation.slot_cache import (
+    SequenceTable,
+    SlotCache,
+    as_models_take,
+    can_attend,
+    refuses_invariance,
+    slot_attention,
+)
 from moe_ep.hf.parallelized import steps_of
+from moe_ep.modular_kernel.invariant_ops import invariant_ops
 from moe_ep.rollouts.recording import Choices, RoutingLog
 
 # What is recorded of the routing.
@@ -46,7 +54,7 @@ class SlotDecoder:
         records: what is recorded of each sequence's routing: nothing, "ids", or "weights" too.
 
     Raises:
-        ConfigError: a model with a cache class of its own.
+        ConfigError: a model with a cache class of its own, or one that cannot keep batch_invariant.
     """
 
     def __init__(
@@ -67,8 +75,13 @@ class SlotDecoder:
         self._slots = torch.arange(num_slots, device=device)
         self._active = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._cache: SlotCache | None = None
-        self._by_table = can_attend(model)
         layers = DynamicCache(config=model.config).layers
+        self._batch_invariant = any(layer.batch_invariant for layer in self.steps.layers)
+        if self._batch_invariant and (reason := refuses_invariance(model, layers)) is not None:
+            raise ConfigError(
+                f"batch_invariant is set and the model is a {type(model).__name__}: {reason}; leave it out"
+            )
+        self._by_table = self._batch_invariant or can_attend(model)
         self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
         # Linear attention cannot tell sequences in one row apart.
         self._packs = self._by_table and all(
@@ -85,6 +98,11 @@ class SlotDecoder:
             self._recording.enter_context(self._log.recording(self.steps.layers))
         self._decode = _Captured(self._decode_pass, self.steps, num_slots, graphs)
         self._serve = _Captured(self.steps.pass_without_tokens, self.steps, num_slots, graphs)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a sequence's logits have the same bits whatever sequences are beside it."""
+        return self._batch_invariant
 
     @property
     def can_replay_decode(self) -> bool:
@@ -197,7 +215,9 @@ class SlotDecoder:
     @contextlib.contextmanager
     def _quickly(self, *, by_table: bool) -> Iterator[None]:
         """A block with fused norms, routers and rotary embeddings, and with attention that needs no planning."""
-        with self._fused.used(), slot_attention(self.model, self._windows) if by_table else sdpa_kernel(_ATTENTION):
+        invariant = self._batch_invariant
+        attention = slot_attention(self.model, self._windows, batch_invariant=invariant)
+        with self._fused.used(), invariant_ops(invariant), attention if by_table else sdpa_kernel(_ATTENTION):
             yield
 
     def _cache_like(self, prefilled: DynamicCache) -> SlotCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 import zlib
@@ -242,7 +243,7 @@ class Generation:
         self._prompts = PromptQueue(requests, num_slots, prefill_tokens, self._decoder.num_rows)
         self._running: list[Completion | None] = [None] * num_slots
         self._sampling = sampling or Sampling()
-        self._randoms = {request.index: SequenceRandom(self._sampling, request.index) for request in requests}
+        self._randoms = self._make_randoms(requests)
         self._max_new_tokens = max_new_tokens
         self._stop_ids = {request.index: frozenset((*stop_ids, *request.stop_ids)) for request in requests}
         self._ends = ends or (lambda token_ids: False)
@@ -250,6 +251,18 @@ class Generation:
         self._on_completion = on_completion or (lambda completion: None)
         self.completions: list[Completion] = []
         self.times = StepTimes()
+
+    def _make_randoms(self, requests: Sequence[Request]) -> dict[int, SequenceRandom]:
+        """The random numbers of each request: by its number, or where the batch must not matter by its tokens, and how
+        many of the same tokens come before it."""
+        if not self._decoder.batch_invariant:
+            return {request.index: SequenceRandom(self._sampling, request.index) for request in requests}
+        randoms, seen = {}, Counter[str]()
+        for request in sorted(requests, key=lambda request: request.index):
+            tokens = hashlib.sha256(repr(request.token_ids.tolist()).encode()).hexdigest()
+            randoms[request.index] = SequenceRandom(self._sampling, f"{tokens} {seen[tokens]}")
+            seen[tokens] += 1
+        return randoms
 
     @torch.inference_mode()
     def run(self) -> list[Completion]:
@@ -308,7 +321,7 @@ class Generation:
     def _read(self, prompts: list[Request]) -> None:
         slots = [slot for slot, sequence in enumerate(self._running) if sequence is None][: len(prompts)]
         logits = self._decoder.prefill(slots, [prompt.token_ids for prompt in prompts])
-        tokens = next_tokens(logits, self._sampling, [self._randoms[prompt.index].draw() for prompt in prompts])
+        tokens = self._next_tokens(logits, [self._randoms[prompt.index].draw() for prompt in prompts])
         self._decoder.append(slots, tokens)
         logprobs = self._logprobs(tokens, logits)
         for number, token in enumerate(self._on_host(tokens, logits)):
@@ -319,17 +332,26 @@ class Generation:
     def _decode(self) -> None:
         draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
         logits = self._decoder.decode()
-        tokens = next_tokens(logits, self._sampling, draws)
+        tokens = self._next_tokens(logits, draws)
         self._decoder.append(slice(None), tokens)
         logprobs = self._logprobs(tokens, logits)
         for slot, token in enumerate(self._on_host(tokens, logits)):
             if self._running[slot] is not None:
                 self._take(slot, token, None if logprobs is None else logprobs[slot])
 
+    def _next_tokens(self, logits: torch.Tensor, draws: list[float]) -> torch.Tensor:
+        if not self._decoder.batch_invariant:
+            return next_tokens(logits, self._sampling, draws)
+        rows = zip(_rows_alone(logits), draws, strict=True)
+        return torch.cat([next_tokens(row, self._sampling, [draw]) for row, draw in rows])
+
     def _logprobs(self, tokens: torch.Tensor, logits: torch.Tensor) -> list[TokenLogprobs] | None:
         """Those of each row, if they are asked for."""
         if self._num_logprobs is None:
             return None
+        if self._decoder.batch_invariant and len(logits) > 1:
+            parts = (self._logprobs(*row) for row in zip(tokens.split(1), _rows_alone(logits), strict=True))
+            return [found for part in parts for found in part or ()]
         values = logits.float().log_softmax(dim=-1)
         chosen = values.gather(-1, tokens[:, None]).squeeze(-1).tolist()
         best, ids = (found.tolist() for found in values.topk(self._num_logprobs, dim=-1))
@@ -385,6 +407,12 @@ class Generation:
         num_tokens = len(sequence.token_ids)
         goes_on = num_tokens < self._max_new_tokens and sequence.num_prompt_tokens + num_tokens < self._max_length
         return "" if goes_on else "length"
+
+
+def _rows_alone(logits: torch.Tensor) -> list[torch.Tensor]:
+    """Each row `[1, vocabulary]` in memory of its own: sums and sorts may follow the number of rows and where they
+    begin."""
+    return [row.clone() for row in logits.split(1)]
 
 
 def _check_requests(requests: Sequence[Request], max_length: int | None, vocabulary: int) -> None:

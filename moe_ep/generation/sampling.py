@@ -22,7 +22,8 @@ class Sampling:
         temperature: 0 takes the likeliest token always.
         top_k: only this many of the likeliest tokens may be drawn; 0 for all.
         top_p: of these, the smallest set of likeliest tokens whose probabilities sum to at least this.
-        seed: with a sequence's number, it determines which tokens are drawn for it.
+        seed: with a sequence's number, it determines which tokens are drawn for it; with a batch-invariant model, with
+            its prompt, and how many of the same prompts come before it.
 
     Raises:
         ValueError: a number outside its range.
@@ -48,10 +49,14 @@ class Sampling:
 
 
 class SequenceRandom:
-    """The random numbers of one sequence, independent of other sequences and of the number of ranks."""
+    """The random numbers of one sequence, independent of other sequences and of the number of ranks.
 
-    def __init__(self, sampling: Sampling, index: int) -> None:
-        self._random = random.Random(f"{sampling.seed} {index}")
+    Args:
+        name: with the seed, it determines the numbers: the sequence's number, or what else is its own.
+    """
+
+    def __init__(self, sampling: Sampling, name: int | str) -> None:
+        self._random = random.Random(f"{sampling.seed} {name}")
 
     def draw(self) -> float:
         """The next number of [0, 1)."""

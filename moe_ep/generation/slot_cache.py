@@ -20,8 +20,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_ep.checkpoint.families.models import FAMILIES
 from moe_ep.errors import ConfigError
+from moe_ep.modular_kernel.invariant_ops import invariant_products
+from moe_ep.registry import choose_form
 
-_NAME = "moe_ep_slots"
+_NAME, _INVARIANT_NAME = "moe_ep_slots", "moe_ep_invariant_slots"
+# Keys that scores are computed for and values are added up for at a time, in batch-invariant attention.
+_CHUNK = 64
 _MAX_HEAD_DIM = 256
 _FLASH_FROM = (8, 0)
 _flash: Any = torch.ops.aten._flash_attention_forward
@@ -83,17 +87,36 @@ def _runs(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
+def refuses_invariance(model: Any, layers: Sequence[Any]) -> str | None:
+    """Why the model's own parts cannot keep a token's bits the same in every batch; None if they can.
+
+    Args:
+        layers: of its cache.
+    """
+    config = model.config.get_text_config()
+    for layer in layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"its layers keep a {type(layer).__name__}, whose passes are not batch-invariant"
+    if getattr(config, "is_heterogeneous", False) or model.config.model_type not in FAMILIES:
+        return f"the attention of a {model.config.model_type} may need what the batch-invariant one does not have"
+    if not (model._supports_flash_attn or model._supports_sdpa):
+        return "its attention cannot be replaced"
+    return None
+
+
 @contextmanager
-def slot_attention(model: Any, windows: Sequence[int | None]) -> Iterator[None]:
+def slot_attention(model: Any, windows: Sequence[int | None], *, batch_invariant: bool = False) -> Iterator[None]:
     """A block in which the model's passes take a `SequenceTable` as their attention mask.
 
     Args:
         windows: keys that a query of each layer sees at most, None for all. Masks have them, and some models do not
             tell them to their attention.
+        batch_invariant: a query's result has the same bits whatever queries are beside it and however much room the
+            keys have.
     """
     config = model.config.get_text_config()
     before = config._attn_implementation
-    config._attn_implementation = _NAME
+    config._attn_implementation = _INVARIANT_NAME if batch_invariant else _NAME
     token = _windows.set(windows)
     try:
         yield
@@ -144,7 +167,101 @@ def _attend(
     return output.unflatten(0, (query.size(0), -1)), None
 
 
+def _attend_invariantly(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`_attend` with the same bits for a query alone and in any batch; values may be narrower than keys."""
+    if softcap is not None:
+        raise ConfigError(f"the attention caps its scores (softcap {softcap}), which batch_invariant does not support")
+    window = _windows.get()[module.layer_idx]
+    form = choose_form(_attention_in_chunks, "slot_attention:triton_slot_attention", query, key)
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    queries, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    output = form(queries, keys, values, attention_mask.flatten(1), scale, window, s_aux)
+    return output.unflatten(0, (query.size(0), -1)), None
+
+
+def _attention_in_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention in f32 whose sums have an order that follows from the keys' positions alone.
+
+    Keys are taken in chunks of `_CHUNK` from a sequence's first one on, the last chunk padded with zeros. What a query
+    does not see adds zeros at the end of its sums, so neither padding nor later keys change it.
+
+    Args:
+        query: `[num_queries, heads, head_dim]`, sequences one behind the other.
+        key, value: `[num_keys, key_value_heads, head_dim]`; value may have a width of its own.
+        table: int32 `[3, num_sequences + 1]`, as `SequenceTable` has it.
+        window: keys that a query sees at most; None for all.
+        sinks: `[heads]`, scores of a key without a value; None without.
+    """
+    query_starts, key_starts, lengths = table.tolist()
+    outputs = []
+    for number, length in enumerate(lengths[:-1]):
+        rows = query[query_starts[number] : query_starts[number + 1]].float() * scale
+        held = slice(key_starts[number], key_starts[number] + length)
+        keys, values = (_in_chunks(tensor[held]) for tensor in (key, value))
+        outputs.append(_attend_to_one(rows, keys, values, length, window, sinks))
+    return torch.cat(outputs).to(query.dtype)
+
+
+def _in_chunks(rows: torch.Tensor) -> list[torch.Tensor]:
+    """f32 `[key_value_heads, _CHUNK, head_dim]` of rows `[length, key_value_heads, head_dim]`, padded with zeros."""
+    padded = torch.nn.functional.pad(rows.float(), (0, 0, 0, 0, 0, -rows.size(0) % _CHUNK))
+    return list(padded.transpose(0, 1).split(_CHUNK, dim=1))
+
+
+def _attend_to_one(
+    rows: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    length: int,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The queries `[n, heads, head_dim]` of one sequence, which are its last tokens; f32 `[n, heads, value_dim]`."""
+    num_queries, num_heads, _ = rows.shape
+    groups = num_heads // keys[0].size(0)
+    # The heads that share keys lie side by side: [key_value_heads, groups * n, head_dim].
+    rows = rows.transpose(0, 1).reshape(keys[0].size(0), groups * num_queries, -1)
+    scores = torch.cat([invariant_products(rows, chunk) for chunk in keys], dim=-1)
+    position = torch.arange(length - num_queries, length, device=rows.device).repeat(groups)[:, None]
+    column = torch.arange(scores.size(-1), device=rows.device)
+    seen = column <= position
+    if window is not None:
+        seen &= column > position - window
+    scores = scores.masked_fill(~seen, float("-inf"))
+    largest = scores.amax(dim=-1, keepdim=True)
+    sink = None
+    if sinks is not None:
+        sink = sinks.float().view(-1, groups, 1).expand(-1, -1, num_queries).reshape(*largest.shape)
+        largest = torch.maximum(largest, sink)
+    weights = torch.exp(scores - largest).split(_CHUNK, dim=-1)
+    total = torch.zeros_like(largest) if sink is None else torch.exp(sink - largest)
+    output = torch.zeros(*largest.shape[:-1], values[0].size(-1), device=rows.device)
+    for weight, chunk in zip(weights, values, strict=True):
+        total = total + weight.sum(dim=-1, keepdim=True)
+        output = output + invariant_products(weight, chunk.transpose(1, 2))
+    return (output / total).view(num_heads, num_queries, -1).transpose(0, 1)
+
+
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
+ALL_ATTENTION_FUNCTIONS.register(_INVARIANT_NAME, _attend_invariantly)
 
 
 # With the keys of an indexer that chooses which tokens are seen; not in every version.

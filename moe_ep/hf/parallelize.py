@@ -74,6 +74,7 @@ def parallelize(
     max_num_tokens: int | None = None,
     decode_max_num_tokens: int | None = None,
     input_dtype: torch.dtype | str | None = None,
+    batch_invariant: bool | None = None,
     on_layer: OnLayer | None = None,
 ) -> Any:
     """Shards the experts of a transformers model over the ranks; a collective call.
@@ -99,6 +100,8 @@ def parallelize(
         decode_max_num_tokens: with it, steps of at most as many tokens on every rank use a backend of that capacity
             (`RoutedExperts`).
         input_dtype: the rows that quantized experts compute with, as `FusedMoE` takes it.
+        batch_invariant: the experts give a token the same bits in every batch, and so does all of the model in
+            `moe-ep generate` and `Generation` (docs/rollouts.md); None takes it from MOE_EP_BATCH_INVARIANT.
         on_layer: called with (layers loaded, layers) as loading goes on.
 
     Returns:
@@ -134,6 +137,7 @@ def parallelize(
         "input_dtype": input_dtype,
         "enable_eplb": bool(eplb),
         "num_redundant_experts": num_redundant_experts,
+        "batch_invariant": batch_invariant,
     }
     with torch.no_grad():
         if isinstance(model_or_path, (str, os.PathLike)):

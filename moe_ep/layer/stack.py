@@ -42,6 +42,7 @@ from moe_ep.errors import ConfigError, one_of
 from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods.online import ONLINE, OnlineConfig
+from moe_ep.modular_kernel.invariant_ops import invariant_ops
 from moe_ep.routing import select_experts
 
 QUANTIZE = ("none", *ONLINE)
@@ -232,13 +233,15 @@ class MoEBlock(FixedTensors):
         Args:
             router_logits: f32 `[T, E]`, used instead of the router's.
         """
-        hidden_states = self.normalize(x)
-        logits = self._logits(hidden_states, router_logits)
-        output = self._experts(hidden_states, logits)
+        with invariant_ops(self.moe.batch_invariant):
+            hidden_states = self.normalize(x)
+            logits = self._logits(hidden_states, router_logits)
+            output = self._experts(hidden_states, logits)
         if observer is not None:
             observer(self.layer_index, hidden_states, output)
         if self.output_norm_weight is not None:
-            output = self._rms_norm(output, self.output_norm_weight)
+            with invariant_ops(self.moe.batch_invariant):
+                output = self._rms_norm(output, self.output_norm_weight)
         return torch.add(x, output, alpha=self._residual_multiplier)
 
 

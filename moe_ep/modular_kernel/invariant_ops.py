@@ -5,7 +5,7 @@ computes the last elements of a tensor on a CPU by other code than the rest. Ins
 in a form that is fixed by the shape of the weights alone:
 
     products         on a CPU tiles of exactly TILE_ROWS rows, padded with zeros, each computed by one thread; on a GPU
-                     one Triton kernel with a fixed tile, which adds up K in order (`moe_ep.kernels.grouped.linear`)
+                     one Triton kernel with a fixed tile, which adds up K in order (`moe_ep.kernels.grouped.products`)
     transcendental   whole vectors on a CPU: tensors are padded, and cut where torch would give a part to another thread
     means of rows    on a GPU the product with a column of ones, because torch's reduction depends on the number of rows
 
@@ -59,14 +59,18 @@ class _InvariantOps(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Inside, the mode is off.
         kwargs = kwargs or {}
         form = _FORMS.get(getattr(func, "__name__", ""))
-        if form is not None and args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
-            result = form(func, *args, **kwargs)
-            if result is not None:
-                return result
-        return func(*args, **kwargs)
+        # Here torch has switched the mode off, also for all that an operator of Python calls, such as a layer's node.
+        token = _is_active.set(False)
+        try:
+            if form is not None and args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+                result = form(func, *args, **kwargs)
+                if result is not None:
+                    return result
+            return func(*args, **kwargs)
+        finally:
+            _is_active.reset(token)
 
 
 def _linear(
@@ -117,19 +121,30 @@ def invariant_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     Each row of the result is rounded once to the input's dtype.
     """
     rows = input.reshape(-1, input.size(-1))
-    form = choose_form(_linear_in_tiles, "grouped.linear:triton_linear", rows, weight)
+    form = choose_form(_linear_in_tiles, "grouped.products:triton_linear", rows, weight)
     return form(rows, weight, bias).view(*input.shape[:-1], weight.size(0))
 
 
 def _linear_in_tiles(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    num_rows = rows.size(0)
+    return _in_tiles(rows, lambda tile: linear(tile, weight, bias))
+
+
+def invariant_products(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`[B, n, out]` of rows `[B, n, in]` and weights `[B, out, in]` on a CPU: the bits of a row depend on no other."""
+    transposed = weights.transpose(1, 2)
+    return _in_tiles(rows, lambda tile: torch.bmm(tile, transposed))
+
+
+def _in_tiles(rows: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """multiply(rows) for rows `[..., n, in]`, in tiles of TILE_ROWS."""
+    num_rows = rows.size(-2)
     if num_rows == 0:
-        return linear(rows, weight, bias)
+        return multiply(rows)
     if num_rows % TILE_ROWS:
         rows = pad(rows, (0, 0, 0, -num_rows % TILE_ROWS))
     with _one_thread():
-        tiles = [linear(tile, weight, bias) for tile in rows.split(TILE_ROWS)]
-    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:num_rows]
+        tiles = [multiply(tile) for tile in rows.split(TILE_ROWS, dim=-2)]
+    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-2))[..., :num_rows, :]
 
 
 @contextlib.contextmanager
