@@ -51,6 +51,7 @@ ELSEWHERE = {
     "eplb simulate --routing zipf:0.5 --ep-size 32 --redundant 32 --step-tokens 1024":
         "test_eplb_command.py::test_simulate_prints_a_row_for_each_policy_and_rule",
     "generate --model DIR --prompts FILE": "test_generate_command.py::test_the_command",
+    "generate --model DIR --prompts FILE --batch-invariant": "test_invariant_generation.py::test_the_command",
     "generate --model DIR --prompts FILE --return-routed-experts routing.safetensors":
         "test_generate_command.py::test_the_command",
     'run "$@"': "test_torchrun_gang.py::test_ranks_that_srun_started",
