@@ -10,7 +10,6 @@ from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.payload import make_send_plan, make_slot_plan
 from moe_ep.dispatch.torch_distributed import SlotsSent, TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows
-from moe_ep.kernels.quantize import dequantize_rows
 from moe_ep.modular_kernel.contracts import Dispatched, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
@@ -75,11 +74,10 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
             handle = SlotsSent(slot_plan.slots, batch.topk_weights, returning[0], slots_here[0])
 
         def arrived() -> Dispatched:
-            plain = received_rows
-            if batch.quantized:
-                plain = dequantize_rows(received_rows, batch.rows.size(1), batch.rows.dtype)
+            found, scales = batch.received(received_rows)
             return Dispatched(
-                rows=plain,
+                rows=found,
+                row_scales=scales,
                 topk_ids=received_meta[:, :topk].contiguous(),
                 topk_weights=received_meta[:, topk:].contiguous().view(torch.float32),
                 handle=handle,

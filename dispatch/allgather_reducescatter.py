@@ -10,7 +10,6 @@ from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.payload import ids_for_rank, make_send_plan, make_slot_plan
 from moe_ep.dispatch.torch_distributed import SlotsSent, TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import sum_rows
-from moe_ep.kernels.quantize import dequantize_rows
 from moe_ep.modular_kernel.contracts import Dispatched, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
@@ -44,7 +43,7 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
 
     def _send(self, batch: Batch) -> Pending[Dispatched]:
         num_tokens, topk = batch.topk_ids.shape
-        num_ranks, hidden_size = self.ranks.size, batch.rows.size(1)
+        num_ranks = self.ranks.size
         steps = self.ranks.steps("dispatch", batch.rows.device)
         padded_tokens = self._largest_num_tokens(num_tokens, batch.rows.device)
         rows = _padded(batch.wire_rows(), padded_tokens)
@@ -60,8 +59,10 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
 
         def arrived() -> Dispatched:
             ids = self._ids_for_this_rank(all_meta[:, :topk], batch.owners)
+            found, scales = batch.received(all_rows)
             return Dispatched(
-                rows=dequantize_rows(all_rows, hidden_size, batch.rows.dtype) if batch.quantized else all_rows,
+                rows=found,
+                row_scales=scales,
                 topk_ids=ids,
                 topk_weights=all_meta[:, topk:].contiguous().view(torch.float32),
                 handle=self._slots_sent(batch, ids) if self.moe_config.batch_invariant else _Sent(slots, len(all_rows)),

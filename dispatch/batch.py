@@ -9,7 +9,7 @@ import torch
 
 from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_ids, check_tensors
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig
-from moe_ep.kernels.quantize import quantize_rows
+from moe_ep.kernels.quantize import dequantize_rows, join_rows, quantize_rows, split_rows
 
 MAX_TOPK = 32
 _ALIGNMENT = 16  # bytes that kernels read at once
@@ -19,12 +19,15 @@ class Batch(NamedTuple):
     """One rank's tokens as they go into a dispatch.
 
     Attributes:
-        rows: `[T, K]`, contiguous, of the activations' dtype; multiplied by their weights where that is asked for.
+        rows: `[T, K]`, contiguous, of the activations' dtype, or codes of code_dtype; multiplied by their weights where
+            that is asked for.
         topk_ids: int32 `[T, topk]`, `side_by_side` like the rows.
         topk_weights: f32 `[T, topk]`, contiguous.
         owners: int32 `[E]`.
         expert_map: int32 `[E]`: index of each id on this rank, -1 where it is on another.
-        quantized: rows are transferred in e4m3.
+        code_dtype: rows are transferred in int8 or e4m3; None for their own dtype.
+        keeps_codes: the experts read rows as they were transferred, so they are handed over with their scales.
+        scales: of rows that are codes.
     """
 
     rows: torch.Tensor
@@ -32,11 +35,24 @@ class Batch(NamedTuple):
     topk_weights: torch.Tensor
     owners: torch.Tensor
     expert_map: torch.Tensor
-    quantized: bool
+    code_dtype: torch.dtype | None = None
+    keeps_codes: bool = False
+    scales: torch.Tensor | None = None
 
     def wire_rows(self) -> torch.Tensor:
         """Rows as they are transferred: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`)."""
-        return quantize_rows(self.rows) if self.quantized else self.rows
+        if self.scales is not None:
+            return join_rows(self.rows, self.scales)
+        return self.rows if self.code_dtype is None else quantize_rows(self.rows, self.code_dtype)
+
+    def received(self, wire_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows `[..., K]` and their scales, from rows as they were transferred; without scales of the batch's dtype."""
+        hidden_size = self.rows.size(1)
+        if self.code_dtype is None:
+            return wire_rows, None
+        if self.keeps_codes:
+            return split_rows(wire_rows, hidden_size, self.code_dtype)
+        return dequantize_rows(wire_rows, hidden_size, self.rows.dtype, self.code_dtype), None
 
 
 def keep_for(stream: torch.cuda.Stream, value: object) -> None:

@@ -59,13 +59,16 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=
         steps.all_to_all(incoming, outgoing)
 
         def arrived() -> Dispatched:
-            shape = (self.moe_config.num_local_experts, num_ranks * capacity, hidden_size)
-            expert_rows = torch.empty(shape, dtype=batch.rows.dtype, device=device)
-            opened = open_messages(incoming, layout, batch.expert_map, expert_rows, batch.quantized)
+            # Rows that keep their codes are copied as they came.
+            code_dtype = None if batch.keeps_codes else batch.code_dtype
+            width, dtype = (hidden_size, batch.rows.dtype) if not batch.keeps_codes else (rows.size(1), rows.dtype)
+            shape = (self.moe_config.num_local_experts, num_ranks * capacity, width)
+            expert_rows = torch.empty(shape, dtype=dtype, device=device)
+            opened = open_messages(incoming, layout, batch.expert_map, expert_rows, code_dtype)
+            found, scales = batch.received(expert_rows) if batch.keeps_codes else (expert_rows, None)
             meta = ExpertTokensMetadata(opened.expert_num_tokens)
-            return Dispatched(
-                rows=expert_rows, expert_tokens_meta=meta, handle=_Sent(slots, opened, batch.topk_weights)
-            )
+            handle = _Sent(slots, opened, batch.topk_weights)
+            return Dispatched(rows=found, row_scales=scales, expert_tokens_meta=meta, handle=handle)
 
         return steps.then(arrived)
 

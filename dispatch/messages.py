@@ -156,7 +156,7 @@ def open_messages(
     layout: MessageLayout,
     expert_map: torch.Tensor | None,
     batch: torch.Tensor,
-    quantized: bool,
+    code_dtype: torch.dtype | None,
 ) -> OpenedMessages:
     """Copies received rows to the experts that asked for them; one kernel on CUDA.
 
@@ -164,7 +164,8 @@ def open_messages(
         messages: uint8 `[R, message_bytes]`, one from every rank.
         expert_map: int32 `[E]`, global -> local; None for the identity.
         batch: `[El, R * C, K]`, written: an expert's rows by (source rank, token), nothing behind them.
-        quantized: rows are e4m3 with scales and are dequantized to the batch's dtype.
+        code_dtype: rows are int8 or e4m3 with scales and are dequantized to the batch's dtype; None for rows that are
+            copied as they are.
     """
     num_local_experts, max_rows, hidden_size = batch.shape
     meta = layout.meta(messages)
@@ -174,8 +175,8 @@ def open_messages(
     received = layout.rows(messages).flatten(0, 1)
     row, slot = (slots >= 0).nonzero(as_tuple=True)
     wanted = received[row]
-    if quantized:
-        values = dequantize_rows_reference(wanted, batch.new_empty((len(row), hidden_size)))
+    if code_dtype is not None:
+        values = dequantize_rows_reference(wanted, batch.new_empty((len(row), hidden_size)), code_dtype)
     else:
         values = wanted.contiguous().view(batch.dtype)
     batch.view(-1, hidden_size)[slots[row, slot].long()] = values
@@ -185,7 +186,11 @@ def open_messages(
 
 @open_messages.on_gpu
 def _open_by_kernel(
-    messages: torch.Tensor, layout: MessageLayout, expert_map: torch.Tensor | None, batch: torch.Tensor, quantized: bool
+    messages: torch.Tensor,
+    layout: MessageLayout,
+    expert_map: torch.Tensor | None,
+    batch: torch.Tensor,
+    code_dtype: torch.dtype | None,
 ) -> OpenedMessages:
     views = layout.rows(messages), layout.meta(messages), layout.header(messages)
-    return OpenedMessages(*triton_open_messages(*views, expert_map, batch, quantized))
+    return OpenedMessages(*triton_open_messages(*views, expert_map, batch, code_dtype))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ from moe_ep.modular_kernel.weight_and_reduce import (
 from moe_ep.modular_kernel.workspace import current_stream
 
 Result = TypeVar("Result")
+
+_CODES = (None, torch.float8_e4m3fn, torch.int8)
 
 
 @dataclass(slots=True)
@@ -94,6 +96,9 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         RuntimeError: torch.distributed is not initialised.
         ValueError: a group whose size is not ep_size, or num_local_experts that does not fit the placement.
     """
+
+    # Whether rows of 8 bits can be handed over as they were sent.
+    keeps_codes: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -177,6 +182,10 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             (output, expert_output, dispatched),
         )
 
+    def pass_on(self, arrived: Dispatched, routing: Routing) -> Dispatched:
+        """Dispatches rows that another backend handed over as codes, without dequantizing them."""
+        return self._begin(arrived.rows, routing, FusedMoEQuantConfig.unquantized(), arrived.row_scales).receive()
+
     @abstractmethod
     def _send(self, batch: Batch) -> Pending[Dispatched]:
         """Sends a batch; the handle of what it receives is the backend's own."""
@@ -237,8 +246,17 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         return Pending(wait, receive)
 
     def _begin(
-        self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig
+        self,
+        hidden_states: torch.Tensor,
+        routing: Routing,
+        quant_config: FusedMoEQuantConfig,
+        scales: torch.Tensor | None = None,
     ) -> Pending[Dispatched]:
+        """Checks a batch and sends it.
+
+        Args:
+            scales: of hidden_states that are codes, as `pass_on` has them.
+        """
         weights, ids, is_weighted = routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input
         with self.ranks.detector:
             known_ids = self.placement.num_ids
@@ -250,17 +268,21 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             if routing.expert_map is not None:
                 self.placement.check(routing.expert_map)
             capacity = self.max_num_tokens_per_rank()
-            check_arguments(hidden_states, weights, ids, is_weighted, known_ids, capacity)
-            check_made_for(self.moe_config, hidden_states, ids)
+            if scales is None:
+                check_arguments(hidden_states, weights, ids, is_weighted, known_ids, capacity)
+                check_made_for(self.moe_config, hidden_states, ids)
             self._must_agree(quant_config, hidden_states.device)
             rows = (hidden_states * weights).to(hidden_states.dtype) if is_weighted else hidden_states
+            code_dtype = self._wire(quant_config).dispatch_dtype if scales is None else hidden_states.dtype
             batch = Batch(
                 rows=side_by_side(rows),
                 topk_ids=side_by_side(ids.to(torch.int32)),
                 topk_weights=weights.contiguous(),
                 owners=self.placement.owners(rows.device),
                 expert_map=self.placement.expert_map(rows.device),
-                quantized=self._wire(quant_config).dispatch_dtype is not None,
+                code_dtype=code_dtype,
+                keeps_codes=scales is not None or (code_dtype is not None and code_dtype == quant_config.input_dtype),
+                scales=scales,
             )
             pending = self._send(batch)
 
@@ -269,7 +291,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         def receive() -> Dispatched:
             dispatched = pending.receive()
             dispatched.rows_are_weighted = is_weighted
-            dispatched.handle = Handle(dispatched.handle, stream, shape, rows.dtype, rows.device)
+            dispatched.handle = Handle(dispatched.handle, stream, shape, self.moe_config.in_dtype, rows.device)
             return dispatched
 
         return Pending(pending.wait, receive, pending.start)
@@ -362,7 +384,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             "max_num_tokens": self.max_num_tokens_per_rank() or 0,
             "params_dtype, of f32, f16 and bf16 (0 to 2),": ACTIVATION_DTYPES.index(config.in_dtype),
             "batch_invariant": int(config.batch_invariant),
-            "whether rows are sent as fp8": int(self._wire(quant_config).dispatch_dtype is not None),
+            "dispatch_dtype, of none, e4m3 and int8 (0 to 2),": _CODES.index(self._wire(quant_config).dispatch_dtype),
         }
         self.ranks.must_agree(settings, device)
 

@@ -120,8 +120,9 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
     """Standard format across hosts with the same number of ranks each; prefill.
 
     Rows arrive ordered by (place, host, token) of their sources. They are quantized, where asked, for the network
-    alone. The combine adds the experts of a rank, the ranks of a host in the order of their places, and the hosts in
-    theirs, each sum in f32 and rounded to the activations' dtype: deterministic, one rounding more than `all_to_all`.
+    alone, unless the experts read them so. The combine adds the experts of a rank, the ranks of a host in the order of
+    their places, and the hosts in theirs, each sum in f32 and rounded to the activations' dtype: deterministic, one
+    rounding more than `all_to_all`.
 
     Args:
         moe_config, quant_config, process_group: as for all backends.
@@ -205,17 +206,19 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
                 hidden_states, routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input,
                 routing.num_experts, self._capacity,
             )  # fmt: skip
+        if not self._within.keeps_codes:
+            quant_config = quant_config.with_input_dtype(None)
         across = self._across.dispatch(hidden_states, replace(routing, expert_map=None), quant_config)
-        within = self._within.dispatch(
-            across.rows,
-            Routing(
-                topk_weights=across.topk_weights,
-                topk_ids=across.topk_ids,
-                num_experts=routing.num_experts,
-                expert_map=routing.expert_map,
-            ),
-            FusedMoEQuantConfig.unquantized(),
+        on_host = Routing(
+            topk_weights=across.topk_weights,
+            topk_ids=across.topk_ids,
+            num_experts=routing.num_experts,
+            expert_map=routing.expert_map,
         )
+        if across.row_scales is not None:
+            within = self._within.pass_on(across, on_host)
+        else:
+            within = self._within.dispatch(across.rows, on_host, FusedMoEQuantConfig.unquantized())
         handle = _Handle(across, within.handle)
         return replace(within, rows_are_weighted=across.rows_are_weighted, handle=handle)
 

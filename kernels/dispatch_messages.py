@@ -143,9 +143,9 @@ def _open_messages_kernel(
     rows_ptr, scales_ptr, meta_ptr, headers_ptr, map_ptr, batch_ptr, slots_ptr, weights_ptr, totals_ptr,
     num_experts, num_columns, max_rows, row_stride, rank_stride, meta_row_stride, meta_rank_stride, capacity,
     NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, HAS_MAP: tl.constexpr,
-    QUANTIZED: tl.constexpr, GROUP: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    QUANTIZED: tl.constexpr, INT8: tl.constexpr, GROUP: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies received rows to the experts that they are for, and dequantizes them if they are e4m3.
+    """Copies received rows to the experts that they are for, and dequantizes QUANTIZED ones, of INT8 or e4m3 codes.
 
     Before: in the message of each rank a header int32 `[E]`, rows and meta int32 `[capacity, 3, TOPK]`. After: batch
     `[El, max_rows, K]`, slots int32 and weights f32 `[NUM_RANKS * capacity, TOPK]`, totals int32 `[El]`.
@@ -192,7 +192,11 @@ def _open_messages_kernel(
     values = tl.load(rows_ptr + source * rank_stride + token * row_stride + column, mask=in_row, other=0)
     if QUANTIZED:
         scales = scales_ptr + source * meta_rank_stride + token * meta_row_stride + column // GROUP
-        values = (decode_e4m3(values) * tl.load(scales, mask=in_row, other=0.0)).to(batch_ptr.dtype.element_ty)
+        if INT8:
+            numbers = values.to(tl.int8, bitcast=True).to(tl.float32)
+        else:
+            numbers = decode_e4m3(values)
+        values = (numbers * tl.load(scales, mask=in_row, other=0.0)).to(batch_ptr.dtype.element_ty)
     for index in tl.static_range(TOPK):
         to = tl.max(tl.where(slot == index, target, -1), axis=0).to(tl.int64)
         tl.store(batch_ptr + to * num_columns + column, values, mask=column < tl.where(to >= 0, num_columns, 0))
@@ -224,7 +228,7 @@ def triton_open_messages(
     headers: torch.Tensor,
     expert_map: torch.Tensor | None,
     batch: torch.Tensor,
-    quantized: bool,
+    code_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(slots, weights, expert_num_tokens); arguments as in `open_messages`, with the views of a MessageLayout."""
     num_ranks, capacity, _, topk = message_meta.shape
@@ -233,7 +237,7 @@ def triton_open_messages(
     slots = message_meta.new_empty((num_rows, topk))
     weights = message_meta.new_empty((num_rows, topk), dtype=torch.float32)
     totals = message_meta.new_empty(num_local_experts)
-    if quantized:
+    if code_dtype is not None:
         scales = message_rows[:, :, scale_offset(hidden_size) :].view(torch.float32)
         target = batch
     else:
@@ -247,7 +251,8 @@ def triton_open_messages(
         headers.size(1), num_columns, max_rows, message_rows.stride(1), message_rows.stride(0), message_meta.stride(1),
         message_meta.stride(0), capacity,
         NUM_RANKS=num_ranks, TOPK=topk, BLOCK_TOPK=next_power_of_2(topk), HAS_MAP=expert_map is not None,
-        QUANTIZED=quantized, GROUP=GROUP_SIZE, BLOCK_EXPERTS=_OPEN_EXPERTS, BLOCK=block,
+        QUANTIZED=code_dtype is not None, INT8=code_dtype == torch.int8, GROUP=GROUP_SIZE, BLOCK_EXPERTS=_OPEN_EXPERTS,
+        BLOCK=block,
         num_warps=num_warps,
     )  # fmt: skip
     return slots, weights, totals

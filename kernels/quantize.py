@@ -76,6 +76,15 @@ def split_rows(quantized: torch.Tensor, hidden_size: int, dtype: torch.dtype) ->
     return quantized[..., :hidden_size].view(dtype), quantized[..., scale_offset(hidden_size) :].view(torch.float32)
 
 
+def join_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Quantized rows `[T, quantized_row_bytes(K)]` of what `split_rows` returns of them: the same bytes."""
+    num_tokens, hidden_size = codes.shape
+    quantized = codes.new_zeros((num_tokens, quantized_row_bytes(hidden_size)), dtype=torch.uint8)
+    for part, given in zip(split_rows(quantized, hidden_size, codes.dtype), (codes, scales), strict=True):
+        part.copy_(given)
+    return quantized
+
+
 def row_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What codes `[..., K]` and scales as of `split_rows` stand for: f32."""
     return codes.float() * scales.repeat_interleave(GROUP_SIZE, dim=-1)[..., : codes.size(-1)]
@@ -131,7 +140,8 @@ def quantize_rows_reference(
     quantized[:, :hidden_size] = codes.flatten(1)[:, :hidden_size]
     start = scale_offset(hidden_size)
     quantized[:, hidden_size:start] = 0
-    quantized[:, start:] = scales.view(torch.uint8)
+    # A copy, as where there is one column torch calls any strides contiguous.
+    quantized[:, start:] = scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return quantized
 
 

@@ -415,8 +415,10 @@ class FusedMoEConfig:
 def check_wire_dtype(**dtypes: torch.dtype | None) -> None:
     """Raises ValueError for a dtype that rows are not rounded to."""
     for name, dtype in dtypes.items():
-        if dtype not in (None, torch.float8_e4m3fn):
-            raise ValueError(f"{name} is {dtype}; it must be None (the activations' dtype) or torch.float8_e4m3fn")
+        if dtype is not None and dtype not in INPUT_DTYPES:
+            raise ValueError(
+                f"{name} is {dtype}; it must be None (the activations' dtype), torch.float8_e4m3fn or torch.int8"
+            )
 
 
 def check_input_dtype(dtype: torch.dtype | None) -> None:
@@ -439,8 +441,8 @@ class FusedMoEQuantConfig:
         w1_bias, w2_bias: `[El, 2N]` and `[El, K]`.
         g1_alphas, g2_alphas: global scales per expert, f32 `[El]` (or `[El, 2]` for w13).
         a1_scale, a2_scale: static activation scales.
-        dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn (with one
-            f32 scale per 128 columns).
+        dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn or
+            torch.int8 (with one f32 scale per 128 columns).
         input_dtype: torch.int8 or torch.float8_e4m3fn if experts round rows to it: always on CPUs, on GPUs where that
             is faster. None: rows are not rounded.
     """

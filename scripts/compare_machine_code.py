@@ -132,14 +132,17 @@ def _groups_of(kind: WeightType, scale_dtype: torch.dtype) -> tuple[int, ...]:
 
 def _dispatch() -> Iterator[Build]:
     sizes = {"capacity": 64}
-    for (hidden, topk, ranks), fp8, act in itertools.product(_BATCHES, (False, True), _ACT_DTYPES):
+    codes = (None, torch.float8_e4m3fn, torch.int8)
+    for (hidden, topk, ranks), code_dtype, act in itertools.product(_BATCHES, codes, _ACT_DTYPES):
         if act == torch.float16 and ranks not in (3, 8):
             continue
-        names = {"hidden_size": hidden, "topk": topk, "num_ranks": ranks, "fp8": fp8}
+        names = {"hidden_size": hidden, "topk": topk, "num_ranks": ranks, "code_dtype": code_dtype}
         small, large = BatchLayout(**names, **sizes), high_throughput.Layout(**names, **sizes)
         for device_api in (False, True) if _has_device_library() else (False,):
             small, large = replace(small, device_api=device_api), replace(large, device_api=device_api)
-            label = f"{hidden} {topk} {ranks} fp8={fp8:d} {_short(act)} device_api={device_api:d}"
+            label = (
+                f"{hidden} {topk} {ranks} {code_dtype and _short(code_dtype)} {_short(act)} device_api={device_api:d}"
+            )
             named = [
                 *((name, kernels.kernel_source(name, small, act)) for name in low_latency.KERNELS),
                 *(
@@ -150,7 +153,9 @@ def _dispatch() -> Iterator[Build]:
             for arch, (name, source) in itertools.product(("sm_80", "sm_90a"), named):
                 if arch == "sm_80" and (device_api or ranks not in (3, 8)):
                     continue
-                is_quick = ranks == (3 if arch == "sm_80" else 8) and fp8 == (act == torch.float16)
+                is_quick = ranks == (3 if arch == "sm_80" else 8) and (code_dtype == torch.float8_e4m3fn) == (
+                    act == torch.float16
+                )
                 yield f"{name} {label}", source, arch, is_quick
 
 

@@ -84,7 +84,8 @@ def compile_kernels(commands: Sequence[argparse.Namespace], rank: int, size: int
     sources = {}
     for args in commands:
         for hidden, topk, wire in itertools.product(args.hidden, args.topk, args.wires):
-            shape = {"num_ranks": size, "capacity": 1, "hidden_size": hidden, "topk": topk, "fp8": wire == "fp8"}
+            shape: dict[str, Any] = {"num_ranks": size, "capacity": 1, "hidden_size": hidden, "topk": topk}
+            shape["code_dtype"] = torch.float8_e4m3fn if wire == "fp8" else None
             if any(backend.startswith(_ROOMY) for backend in args.backends):
                 small = decode.BatchLayout(**shape)
                 sources |= {decode.kernel_source(name, small, DTYPE): None for name in decode.KERNELS}

@@ -104,6 +104,8 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     INSTEAD: ClassVar[str]
     MAX_RANKS: ClassVar[int]
     hidden_size_multiple = 16
+    # Kernels convert rows of 8 bits as they arrive.
+    keeps_codes = False
     _recoveries = 0
     _memory: SharedMemory
     _layout: Shape
@@ -186,17 +188,17 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
 
     def _check_batch(self, batch: Batch) -> None:
         """ValueError where the batch is not what the kernels were compiled for."""
-        given = (batch.quantized, batch.rows.device)
-        made_for = (self._layout.fp8, self._memory.order.device)
+        given = (batch.code_dtype, batch.rows.device)
+        made_for = (self._layout.code_dtype, self._memory.order.device)
         if given != made_for:
             raise ValueError(
-                f"the batch has (fp8 on the wire, device) {given} and {self.NAME} was made for {made_for}; give the "
+                f"the batch has (dispatch_dtype, device) {given} and {self.NAME} was made for {made_for}; give the "
                 f"backend the configuration of the batches"
             )
 
 
 def shared_settings(
-    moe_config: FusedMoEConfig, *, fp8: bool, device_api: bool, batches_in_flight: int
+    moe_config: FusedMoEConfig, *, code_dtype: torch.dtype | None, device_api: bool, batches_in_flight: int
 ) -> dict[str, object]:
     """What must be the same on every rank."""
     return {
@@ -207,7 +209,7 @@ def shared_settings(
         "max_num_tokens": moe_config.max_num_tokens,
         "in_dtype": moe_config.in_dtype,
         "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
-        "rows on the wire": "e4m3" if fp8 else moe_config.in_dtype,
+        "rows on the wire": code_dtype or moe_config.in_dtype,
         "batches in flight": batches_in_flight,
         "puts by NVSHMEM's device library": device_api,
     }

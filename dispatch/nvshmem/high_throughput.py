@@ -1,7 +1,7 @@
 """Prefill over NVLink: a token is written once into the memory of each rank that has one of its experts.
 
 Rows go straight to where the experts read them, in the order and with the ids of `all_to_all`, so 16-bit rows are not
-copied after they arrived; e4m3 rows are converted as they arrive, and results are added up on the token's rank as they
+copied after they arrived; 8-bit rows are converted as they arrive, and results are added up on the token's rank as they
 arrive. For that, a kernel of its own first tells the ranks how many rows each sends. This saves a pass over memory and
 flow control, and costs symmetric memory for the most rows that can arrive, R * max_num_tokens. All
 layers of one shape share that memory, with room for `batches_in_flight` between dispatch and combine.
@@ -44,12 +44,12 @@ _LINES_OF_COUNTS = 4
 _FLAG_BYTES = 8
 # What links carry at once.
 _LINK_LINE_BYTES = 128
-# Within 5 % of the best on 4 H200 (docs/benchmarks/high_throughput.md); e4m3 rows are made and read by instructions.
+# Within 5 % of the best on 4 H200 (docs/benchmarks/high_throughput.md); 8-bit rows are made and read by instructions.
 DEFAULT_NUM_SMS = 24
-DEFAULT_NUM_SMS_FP8 = 48
+DEFAULT_NUM_SMS_QUANTIZED = 48
 _THREADS = 1024
 _WARPS = _THREADS // 32
-# Up to so many SMs an fp8 dispatch has some that only send.
+# Up to so many SMs a dispatch of 8-bit rows has some that only send.
 _FEW_SMS = 32
 # Making a token's codes takes as long as storing so much of a plain row.
 _CODES = 0.4
@@ -61,7 +61,8 @@ class Layout:
 
     Attributes:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
-        fp8: rows are sent as e4m3 codes with the largest magnitude of each 128 columns, and converted on arrival.
+        code_dtype: rows are sent as int8 or e4m3 codes with the largest magnitude of each 128 columns, and converted on
+            arrival; None for rows of 16 bits.
         device_api: rows are sent by NVSHMEM's device library, with their ids and weights.
         batches_in_flight: how many batches between prepare and finalize have parts of their own.
     """
@@ -70,7 +71,7 @@ class Layout:
     capacity: int
     hidden_size: int
     topk: int
-    fp8: bool
+    code_dtype: torch.dtype | None
     device_api: bool = False
     batches_in_flight: int = 1
 
@@ -85,15 +86,19 @@ class Layout:
         return self.capacity * min(self.num_ranks, self.topk)
 
     @property
+    def is_quantized(self) -> bool:
+        return self.code_dtype is not None
+
+    @property
     def takes_rows(self) -> bool:
         """Rows do not stay where they arrive."""
-        return self.fp8 or self.device_api
+        return self.is_quantized or self.device_api
 
     @property
     def row_bytes(self) -> int:
         """Of a row on the wire; cuda/high_throughput_dispatch.cu draws those that are converted."""
         columns = 2 * self.hidden_size
-        if self.fp8:
+        if self.is_quantized:
             columns = self.hidden_size + align(2 * -(-self.hidden_size // GROUP_SIZE), 4)
         return align(columns + 8 * self.topk, _LINK_LINE_BYTES) if self.takes_rows else columns
 
@@ -384,7 +389,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         device_api = not arena.SymmetricArena.of(self.ranks.group).is_mapped
         self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api)
         settings = shared_settings(
-            moe_config, fp8=self._layout.fp8, device_api=device_api, batches_in_flight=batches_in_flight
+            moe_config, code_dtype=self._layout.code_dtype, device_api=device_api, batches_in_flight=batches_in_flight
         )
         self._block = self._memory = Block.of(self._layout, self.ranks, moe_config.in_dtype, settings)
         device = torch.device("cuda", torch.cuda.current_device())
@@ -399,7 +404,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         batches, sms = self._layout.batches_in_flight, torch.cuda.get_device_properties(device).multi_processor_count
         most = max(sms // batches, 1)
         if asked is None:
-            return min(DEFAULT_NUM_SMS_FP8 if self._layout.fp8 else DEFAULT_NUM_SMS, most)
+            return min(DEFAULT_NUM_SMS_QUANTIZED if self._layout.is_quantized else DEFAULT_NUM_SMS, most)
         if asked > most:
             raise ValueError(
                 f"num_sms is {asked} with {batches} batches in flight; all of them must fit on the GPU's {sms} SMs at "
@@ -506,13 +511,13 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 def senders_of(layout: Layout, num_sms: int) -> tuple[int, int]:
     """Blocks of a dispatch that send, and warps of each that do, where others take what arrives.
 
-    Half of every block's warps do, and one releases flags beside them. Where few SMs make e4m3 rows, stores at home
+    Half of every block's warps do, and one releases flags beside them. Where few SMs make 8-bit rows, stores at home
     would wait behind those to busy links, so almost all warps of some blocks send and the other blocks take, in shares
     of what each stores if tokens go to any experts.
 
     Example: 24 SMs, K=7168, top-8: of 8 ranks 10 blocks send, of 4 ranks 12.
     """
-    if not layout.fp8 or layout.device_api or num_sms > _FEW_SMS:
+    if not layout.is_quantized or layout.device_api or num_sms > _FEW_SMS:
         return num_sms, _WARPS // 2
     plain, others = 2 * layout.hidden_size, layout.num_ranks - 1
     to_a_rank = 1 - (others / layout.num_ranks) ** layout.topk
@@ -532,7 +537,7 @@ def _layout(
         capacity=max(moe_config.max_num_tokens, 1),
         hidden_size=moe_config.hidden_dim,
         topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
-        fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
+        code_dtype=None if quant_config is None else quant_config.dispatch_dtype,
         device_api=device_api,
         batches_in_flight=batches_in_flight,
     )

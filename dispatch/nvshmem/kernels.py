@@ -53,7 +53,7 @@ class Shape(Protocol):
     @property
     def topk(self) -> int: ...
     @property
-    def fp8(self) -> bool: ...
+    def code_dtype(self) -> torch.dtype | None: ...
     @property
     def device_api(self) -> bool: ...
 
@@ -64,7 +64,8 @@ def kernel_source(name: str, layout: Shape, dtype: torch.dtype) -> jit.KernelSou
         "HIDDEN": layout.hidden_size,
         "TOPK": layout.topk,
         "RANKS": layout.num_ranks,
-        "FP8": int(layout.fp8),
+        "EIGHT_BIT": int(layout.code_dtype is not None),
+        "INT8": int(layout.code_dtype == torch.int8),
         "ACT_BF16": int(dtype == torch.bfloat16),
         "DEVICE_API": int(layout.device_api),
     }

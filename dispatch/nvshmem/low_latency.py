@@ -101,24 +101,28 @@ class BatchLayout:
 
     Attributes:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
-        fp8: rows are sent as e4m3 codes with scales.
+        code_dtype: rows are sent as int8 or e4m3 codes with scales; None for rows of 16 bits.
         device_api: some ranks are out of each other's reach or not joined by NVLink. NVSHMEM's device library puts what
-            goes to the former, and nothing is sent as packets; elsewhere all results and all e4m3 rows are.
+            goes to the former, and nothing is sent as packets; elsewhere all results and all 8-bit rows are.
     """
 
     num_ranks: int
     capacity: int
     hidden_size: int
     topk: int
-    fp8: bool
+    code_dtype: torch.dtype | None
     device_api: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.code_dtype is not None
 
     @property
     def row_packet_tokens(self) -> int:
         """Up to so many tokens of a rank, its rows are sent as packets."""
         if self.device_api:
             return 0
-        return self.capacity if self.fp8 else min(ROW_PACKET_TOKENS, self.capacity)
+        return self.capacity if self.is_quantized else min(ROW_PACKET_TOKENS, self.capacity)
 
     @property
     def meta_lines(self) -> int:
@@ -126,12 +130,12 @@ class BatchLayout:
 
     @property
     def row_bytes(self) -> int:
-        return align(quantized_row_bytes(self.hidden_size), 16) if self.fp8 else 2 * self.hidden_size
+        return align(quantized_row_bytes(self.hidden_size), 16) if self.is_quantized else 2 * self.hidden_size
 
     @property
     def row_packet_bytes(self) -> int:
-        """Of a row as packets; those of fp8 have their scales beside the epochs."""
-        return _packet_bytes((1 if self.fp8 else 2) * self.hidden_size)
+        """Of a row as packets; those of 8 bits have their scales beside the epochs."""
+        return _packet_bytes((1 if self.is_quantized else 2) * self.hidden_size)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -143,7 +147,7 @@ class BatchLayout:
             meta,
             8 * rows,
             8 * rows * puts,
-            self.row_bytes * rows * int(puts or not self.fp8),
+            self.row_bytes * rows * int(puts or not self.is_quantized),
             2 * self.hidden_size * rows * puts,
             self.row_packet_bytes * self.num_ranks * self.row_packet_tokens,
             _packet_bytes(2 * self.hidden_size) * rows * (1 - puts),
@@ -466,7 +470,7 @@ def layout_of(
         capacity=moe_config.max_num_tokens,
         hidden_size=moe_config.hidden_dim,
         topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
-        fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
+        code_dtype=None if quant_config is None else quant_config.dispatch_dtype,
         device_api=device_api,
     )
 
@@ -518,7 +522,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self._layout = layout_of(moe_config, quant_config, device_api=not symmetric.carries_packets)
         settings = shared_settings(
             moe_config,
-            fp8=self._layout.fp8,
+            code_dtype=self._layout.code_dtype,
             device_api=self._layout.device_api,
             batches_in_flight=BATCHES_IN_FLIGHT,
         )
@@ -546,7 +550,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         return {
             "symmetric": layout.symmetric_bytes,
             "expanded": El * rows * row_bytes + numbers,
-            "by_reference": 4 * El * rows + numbers + (rows * row_bytes if layout.fp8 else 0),
+            "by_reference": 4 * El * rows + numbers + (rows * row_bytes if layout.is_quantized else 0),
             "expert_outputs": El * rows * row_bytes,
         }
 
@@ -597,7 +601,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         out = None
         if not self.by_reference:
             out = new((El, max_rows, layout.hidden_size), dtype=config.in_dtype)
-        elif layout.fp8:
+        elif layout.is_quantized:
             out = new((max_rows, layout.hidden_size), dtype=config.in_dtype)
         # Behind what may fail for want of memory.
         index = self._channel.take()

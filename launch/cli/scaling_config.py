@@ -71,7 +71,9 @@ class ScalingConfig(GangConfig):
         ("auto",), _list_of(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS))), f"dispatch backends: {BACKEND_NAMES}"
     )
     wire: tuple[str, ...] = option(
-        ("activations",), _list_of(one_of("activations", "fp8")), "dtype of dispatched rows: activations, fp8"
+        ("activations",),
+        _list_of(one_of("activations", "fp8", "int8")),
+        "dtype of dispatched rows: activations, fp8, int8",
     )
     input_dtype: str | None = input_dtype_option()
     routing: tuple[str, ...] = option(

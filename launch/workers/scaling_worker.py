@@ -384,7 +384,7 @@ def _routings(config: ScalingConfig, geometry: Geometry, *, tell: bool) -> list[
 
 
 def _dtype_of(wire: str) -> torch.dtype | None:
-    return torch.float8_e4m3fn if wire == "fp8" else None
+    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(wire)
 
 
 def _geometries(config: ScalingConfig, device: torch.device) -> list[Geometry]:

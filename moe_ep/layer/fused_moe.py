@@ -134,7 +134,8 @@ class FusedMoE(MoELayer):
         process_group: the layer's dp_size * tp_size ranks; None for the default group.
         parallel_config: all sizes and this rank's place, instead of the separate arguments.
         max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
-        dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn.
+        dispatch_dtype: dtype of rows on the wire: None for that of the activations, torch.float8_e4m3fn or torch.int8.
+            Experts that read such rows (`input_dtype`) get them as they were sent.
         router: replaces the router that the routing arguments describe, which must then be left out; a model that
             routes by itself needs none (`forward`).
         experts: a name from the experts registry that fits the backend's format; "auto" chooses.

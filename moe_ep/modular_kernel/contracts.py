@@ -109,7 +109,7 @@ class Dispatched:
 
     Attributes:
         rows: Standard `[num_recv, K]`; BatchedExperts `[El, capacity, K]`, or `[num_rows, K]` if batched by reference.
-        row_scales: the scales of quantized rows.
+        row_scales: f32 `[..., ceil(K / 128)]`, of int8 and e4m3 rows; None for rows of the activations' dtype.
         expert_tokens_meta: how many rows each local expert has; always given with BatchedExperts.
         topk_ids: `[num_recv, topk]`, Standard only: global ids of the rows, -1 where the expert is not on this rank.
             None leaves this rank's own.
@@ -356,7 +356,8 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
 
         Args:
             hidden_states: `[T, K]`, this rank's tokens; T may differ between ranks and be 0.
-            quant_config: of the experts; its dispatch_dtype is the wire's where the backend was made without one.
+            quant_config: of the experts; its dispatch_dtype is the wire's where the backend was made without one. Rows
+                that are sent in its input_dtype stay as they are sent, and come with their scales.
 
         Raises:
             ValueError: T above the capacity, before anything is sent; wrong shapes or dtypes.
@@ -671,7 +672,7 @@ class ExpertsCall(NamedTuple):
         expert_map: int32, global -> local, -1 if not local; None if the ids are local.
         scratch: workspace13 and workspace2, of the shapes that `workspace_shapes` asked for, or larger.
         meta: the number of rows of each expert, and where they are; batched rows have it.
-        row_scales: the scales of quantized rows.
+        row_scales: as in `Dispatched`.
         global_num_experts: number of ids that can occur.
         rows_are_weighted: as in `Dispatched`.
     """

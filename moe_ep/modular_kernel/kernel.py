@@ -79,6 +79,10 @@ class FusedMoEModularKernel(nn.Module):
         # Rows computed at a time; None for all at once.
         self._chunk_size = env.CHUNK_SIZE.get() if self._standard and fused_experts.supports_chunking() else None
         self._most_rows = prepare_finalize.most_rows()
+        # What the backend is told: rows stay in their 8 bits only for experts that read them so.
+        quant_config = fused_experts.quant_config
+        keeps_codes = fused_experts.takes_quantized_rows()
+        self._quant_config = quant_config if keeps_codes else quant_config.with_input_dtype(None)
         # Size of the scratch for that many rows, by the shapes that determine it.
         self._least_bytes: dict[tuple[object, ...], int] = {}
         self._side_stream: torch.cuda.Stream | None = None
@@ -139,7 +143,7 @@ class FusedMoEModularKernel(nn.Module):
             output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
             experts = self.fused_experts
             with stage("dispatch"):
-                dispatched = self._dispatcher.dispatch(hidden_states, routing, experts.quant_config)
+                dispatched = self._dispatcher.dispatch(hidden_states, routing, self._quant_config)
             with stage("experts"), invariant_ops(experts.moe_config.batch_invariant):
                 target = None if inplace else output
                 expert_output = self._run_experts(target, hidden_states.dtype, routing, dispatched, w1, w2, activation)

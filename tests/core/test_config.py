@@ -115,5 +115,5 @@ def test_quant_config_knows_the_wire_dtypes():
     assert not FusedMoEQuantConfig.unquantized().is_quantized
     wire = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(torch.float8_e4m3fn)
     assert wire.dispatch_dtype is torch.float8_e4m3fn
-    with pytest.raises(ValueError, match="dispatch_dtype is torch.int8"):
-        FusedMoEQuantConfig(dispatch_dtype=torch.int8)
+    with pytest.raises(ValueError, match="dispatch_dtype is torch.uint8"):
+        FusedMoEQuantConfig(dispatch_dtype=torch.uint8)

@@ -46,7 +46,7 @@ class Case:
     routing: str = "random"
     placement: str = "linear"
     num_shared: int = 0
-    fp8: bool = False
+    code_dtype: torch.dtype | None = None
     on_input: bool = False
     capacity: int = 8
     ids_dtype: torch.dtype = torch.int32
@@ -67,9 +67,11 @@ CASES = [
     Case(num_experts=3, topk=2, hidden_size=33, dtype=torch.float16),
     Case(topk=1, on_input=True, dtype=torch.bfloat16),
     Case(num_shared=2, placement="round_robin"),
-    Case(num_shared=1, fp8=True, dtype=torch.bfloat16, hidden_size=300),
-    Case(fp8=True, hidden_size=128, routing="masked", placement="round_robin"),
-    Case(fp8=True, hidden_size=7, dtype=torch.float16, topk=1, on_input=True),
+    Case(num_shared=1, code_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, hidden_size=300),
+    Case(code_dtype=torch.float8_e4m3fn, hidden_size=128, routing="masked", placement="round_robin"),
+    Case(code_dtype=torch.float8_e4m3fn, hidden_size=7, dtype=torch.float16, topk=1, on_input=True),
+    Case(num_shared=1, code_dtype=torch.int8, dtype=torch.bfloat16, hidden_size=300),
+    Case(code_dtype=torch.int8, hidden_size=7, dtype=torch.float16, topk=1, on_input=True),
     *(Case(tokens=(1, 8, 2, 5), num_experts=7, topk=5, seed=seed) for seed in range(1, 4)),
 ]
 
@@ -161,13 +163,16 @@ def owner_of(setting: Setting, source: int, expert: int) -> int:
 
 
 def wire(case: Case, row: torch.Tensor) -> torch.Tensor:
-    """What arrives of a row: itself, or what e4m3 with a scale for 128 columns leaves of it."""
-    if not case.fp8:
+    """What arrives of a row: itself, or what codes with a scale for 128 columns leave of it."""
+    if case.code_dtype is None:
         return row
     groups = []
     for group in row.float().split(GROUP_SIZE):
-        scale = (group.abs().max() / 448.0).clamp(min=torch.finfo(torch.float32).tiny)
-        groups.append((group / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+        most = 127.0 if case.code_dtype == torch.int8 else 448.0
+        scale = (group.abs().max() / most).clamp(min=torch.finfo(torch.float32).tiny)
+        codes = (group / scale).clamp(-most, most)
+        codes = codes.round() if case.code_dtype == torch.int8 else codes.to(case.code_dtype).float()
+        groups.append(codes * scale)
     return torch.cat(groups).to(row.dtype)
 
 
@@ -284,8 +289,7 @@ def run_experts(
 
 
 def make_backend(setting: Setting, backend: str, **options: object) -> FusedMoEPrepareAndFinalize:
-    dispatch_dtype = torch.float8_e4m3fn if setting.case.fp8 else None
-    quant_config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(dispatch_dtype)
+    quant_config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(setting.case.code_dtype)
     return ALL2ALL_BACKENDS.load(backend)(moe_config=setting.config, quant_config=quant_config, **options)
 
 

@@ -74,11 +74,13 @@ class BatchOracle:
 
 def wire_rows(case: Case, rows: torch.Tensor) -> torch.Tensor:
     """backend_cases.wire for all rows at once."""
-    if not case.fp8 or not len(rows):
+    if case.code_dtype is None or not len(rows):
         return rows
     groups = F.pad(rows.float(), (0, -rows.size(1) % GROUP_SIZE)).view(len(rows), -1, GROUP_SIZE)
     largest = groups.abs().amax(dim=2, keepdim=True)
     # By a tensor: a GPU multiplies by the reciprocal of a number.
-    scales = (largest / torch.full_like(largest, 448.0)).clamp(min=torch.finfo(torch.float32).tiny)
-    codes = (groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    is_int8 = case.code_dtype == torch.int8
+    most = torch.full_like(largest, 127.0 if is_int8 else 448.0)
+    scales = (largest / most).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (groups / scales).round() if is_int8 else (groups / scales).clamp(-448, 448).to(case.code_dtype)
     return (codes.float() * scales).view(len(rows), -1)[:, : rows.size(1)].to(rows.dtype)

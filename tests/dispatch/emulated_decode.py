@@ -20,7 +20,7 @@ GROUP_THREADS = 64
 
 def compile_decode(folder: Path, num_ranks: int) -> ctypes.CDLL:
     """Both kernels, with packets and flags."""
-    defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "FP8": 0}
+    defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": 0, "INT8": 0}
     return compile_kernels(folder, dict.fromkeys(KERNELS, GROUP_THREADS), **defines)
 
 
@@ -65,7 +65,7 @@ class Decode(Session):
         super().__init__(library, num_ranks, seed, blocks)
         self.timeout_ns, self._blocks = timeout_ns, blocks
         self.layout = BatchLayout(
-            num_ranks=num_ranks, capacity=CAPACITY, hidden_size=HIDDEN, topk=TOPK, fp8=False, device_api=False
+            num_ranks=num_ranks, capacity=CAPACITY, hidden_size=HIDDEN, topk=TOPK, code_dtype=None, device_api=False
         )
         self.row_packet_tokens = self.random.choice([0, 1, self.layout.row_packet_tokens])
         # Batches are counted anew behind 2^32, and old flags written again behind each 2^20.

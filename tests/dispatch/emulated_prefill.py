@@ -44,9 +44,10 @@ THREADS = {"plan": 1024, "dispatch": 32 * WARPS, "combine": 32 * WARPS}
 _POISON = 0x7F
 
 
-def compile_prefill(folder: Path, num_ranks: int, fp8: bool) -> ctypes.CDLL:
+def compile_prefill(folder: Path, num_ranks: int, code_dtype: torch.dtype | None) -> ctypes.CDLL:
     """The three kernels."""
-    defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "FP8": int(fp8)}
+    defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": int(code_dtype is not None)}
+    defines["INT8"] = int(code_dtype == torch.int8)
     return compile_kernels(folder, {f"high_throughput_{name}": THREADS[name] for name in KERNELS}, **defines)
 
 
@@ -80,9 +81,11 @@ class Prefill(Session):
         stalls: by rank and kernel, what the next launch of it comes behind.
     """
 
-    def __init__(self, library: ctypes.CDLL, num_ranks: int, seed: int, fp8: bool, timeout_ns: int = 0) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, num_ranks: int, seed: int, code_dtype: torch.dtype | None, timeout_ns: int = 0
+    ) -> None:
         super().__init__(library, num_ranks, seed, blocks=3)  # all of a kernel, as the backend must have them
-        self.fp8, self.timeout_ns = fp8, timeout_ns
+        self.code_dtype, self.timeout_ns = code_dtype, timeout_ns
         self.num_sms, self.replays = self.random.choice([1, 2, 3]), self.random.random() < 0.5
         self.batches_in_flight = self.random.choice([1, 1, 2])
         self._combines_at_once = self.random.choices([False, True], k=100)
@@ -91,7 +94,7 @@ class Prefill(Session):
             capacity=CAPACITY,
             hidden_size=HIDDEN,
             topk=TOPK,
-            fp8=fp8,
+            code_dtype=code_dtype,
             batches_in_flight=self.batches_in_flight,
         )
         self.memory = torch.full((num_ranks, self.layout.symmetric_bytes), _POISON, dtype=torch.uint8)
@@ -161,7 +164,7 @@ class Prefill(Session):
             dtype=torch.bfloat16,
             routing=self.random.choice(["random", "random", "masked", "any", "one_rank", "none"]),
             capacity=CAPACITY,
-            fp8=self.fp8,
+            code_dtype=self.code_dtype,
             seed=self.random.randrange(1000),
         )
 
@@ -203,7 +206,7 @@ class Prefill(Session):
 
     def _dispatch(self, rank: int, case: Case) -> Generator[None, None, tuple[Any, Step, Dispatched]]:
         backend, setting = self.backends[rank], make_setting(case, rank, self.num_ranks)
-        config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(torch.float8_e4m3fn if self.fp8 else None)
+        config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(self.code_dtype)
         pending = backend._begin(*dispatch_args((*prepare_args(setting, "cpu")[:-1], config)))
         parts = max(backend._block.batches, key=lambda parts: parts.number)
         step = Step(setting, torch.full_like(setting.inputs[rank].rows, float("nan")))

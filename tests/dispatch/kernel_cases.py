@@ -155,12 +155,12 @@ def check_weighted_and_sum(case: Case, device: str) -> None:
 
 def check_messages(case: Case, device: str) -> None:
     ids, weights, owners = inputs(case, device)
-    dtypes = [(dtype, False) for dtype in (torch.float32, torch.bfloat16)]
-    dtypes += [(dtype, True) for dtype in ROUNDING_DTYPES[device][1:]]
-    for dtype, quantized in dtypes:
+    dtypes: list[tuple[torch.dtype, torch.dtype | None]] = [(dtype, None) for dtype in (torch.float32, torch.bfloat16)]
+    dtypes += itertools.product(ROUNDING_DTYPES[device][1:], (torch.float8_e4m3fn, torch.int8))
+    for dtype, code_dtype in dtypes:
         rows = draw_rows(case.num_tokens, case.hidden_size, dtype, device)
-        if quantized:
-            rows = quantize.quantize_rows(rows)
+        if code_dtype is not None:
+            rows = quantize.quantize_rows(rows, code_dtype)
         layout = MessageLayout(case.num_experts, case.capacity, case.topk, rows.size(1) * rows.element_size())
         expected, found = (layout.empty(case.num_ranks, ids.device).zero_() for _ in range(2))
         slots = messages_module.pack_messages.plain(rows, ids, weights, owners, layout, expected)
@@ -168,11 +168,16 @@ def check_messages(case: Case, device: str) -> None:
         assert torch.equal(triton_pack_messages(rows, ids, weights, owners, *views), slots)
         assert torch.equal(found, expected)
         for receiver in range(case.num_ranks):
-            _check_open(case, layout, expected, receiver, dtype, quantized)
+            _check_open(case, layout, expected, receiver, dtype, code_dtype)
 
 
 def _check_open(
-    case: Case, layout: MessageLayout, sent: torch.Tensor, receiver: int, dtype: torch.dtype, quantized: bool
+    case: Case,
+    layout: MessageLayout,
+    sent: torch.Tensor,
+    receiver: int,
+    dtype: torch.dtype,
+    code_dtype: torch.dtype | None,
 ) -> None:
     """As if every rank had sent what this one did, each a token less than the one before."""
     received = sent[receiver].repeat(case.num_ranks, 1)
@@ -191,10 +196,10 @@ def _check_open(
             num_local, case.num_ranks * case.capacity, case.hidden_size, dtype=dtype, device=sent.device
         )
         if name == "plain":
-            opened = tuple(messages_module.open_messages.plain(received, layout, expert_map, batch, quantized))
+            opened = tuple(messages_module.open_messages.plain(received, layout, expert_map, batch, code_dtype))
         else:
             views = layout.rows(received), layout.meta(received), layout.header(received)
-            opened = triton_open_messages(*views, expert_map, batch, quantized)
+            opened = triton_open_messages(*views, expert_map, batch, code_dtype)
         made.append((batch, *opened))
     for expected, found in zip(*made, strict=True):
         assert torch.equal(found, expected)

@@ -78,7 +78,7 @@ def steps(draw: st.DrawFn) -> tuple[int, Case]:
         routing="random" if on_input else "any",
         placement=draw(st.sampled_from(["linear", "round_robin"])),
         num_shared=num_shared,
-        fp8=draw(st.booleans()),
+        code_dtype=draw(st.sampled_from([None, torch.float8_e4m3fn, torch.int8])),
         on_input=on_input,
         capacity=capacity,
         seed=draw(st.integers(0, 1000)),

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moe_ep.dispatch.nvshmem.high_throughput import KERNELS
 from tests.dispatch.emulated_gpu import COMPILER
@@ -15,16 +16,18 @@ TIMEOUT_NS = 200_000
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["bf16", "fp8"])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ctypes.CDLL, bool]:
-    """Those of two ranks, and whether rows travel as e4m3."""
+@pytest.fixture(scope="module", params=[None, torch.float8_e4m3fn, torch.int8], ids=str)
+def kernels(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ctypes.CDLL, torch.dtype | None]:
+    """Those of two ranks, and the dtype of rows on the wire, None for their own."""
     return compile_prefill(tmp_path_factory.mktemp("emulated"), 2, request.param), request.param
 
 
-def test_steps_with_random_pauses(kernels: tuple[ctypes.CDLL, bool]) -> None:
-    library, fp8 = kernels
+def test_steps_with_random_pauses(kernels: tuple[ctypes.CDLL, torch.dtype | None]) -> None:
+    library, code_dtype = kernels
     for seed in range(6):
-        session = Prefill(library, 2, seed, fp8)
+        session = Prefill(library, 2, seed, code_dtype)
         cases = [session.draw_case() for _ in range(3)]
         for rank in range(2):
             session.begin(rank, cases)
@@ -35,11 +38,11 @@ def test_steps_with_random_pauses(kernels: tuple[ctypes.CDLL, bool]) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_rank_that_comes_too_late_is_told(kernels: tuple[ctypes.CDLL, bool], kernel: str) -> None:
+def test_a_rank_that_comes_too_late_is_told(kernels: tuple[ctypes.CDLL, torch.dtype | None], kernel: str) -> None:
     """Rank 0 gives up; rank 1 goes on with that kernel then, and both have another batch behind it."""
-    library, fp8 = kernels
+    library, code_dtype = kernels
     for seed in range(2):
-        session = Prefill(library, 2, seed, fp8, timeout_ns=TIMEOUT_NS)
+        session = Prefill(library, 2, seed, code_dtype, timeout_ns=TIMEOUT_NS)
         cases = [replace(session.draw_case(), tokens=(5, 3), routing="random"), session.draw_case()]
         session.stalls[1, kernel] = lambda session=session: session.has_failed(0)
         for rank in range(2):

@@ -33,7 +33,8 @@ from moe_ep.kernels import jit
 from tests.dispatch.backend_cases import Case, make_setting
 from tests.ranks import ranks
 
-DEEPSEEK = BatchLayout(num_ranks=8, capacity=128, hidden_size=7168, topk=8, fp8=False)
+DEEPSEEK = BatchLayout(num_ranks=8, capacity=128, hidden_size=7168, topk=8, code_dtype=None)
+ODD = BatchLayout(num_ranks=3, capacity=7, hidden_size=2880, topk=32, code_dtype=None)
 DEEPSEEK_CASE = Case(hidden_size=7168, topk=8, num_experts=256, capacity=128, dtype=torch.bfloat16)
 
 
@@ -41,7 +42,8 @@ DEEPSEEK_CASE = Case(hidden_size=7168, topk=8, num_experts=256, capacity=128, dt
     ("layout", "dtype", "arch"),
     [
         (DEEPSEEK, torch.bfloat16, "sm_90a"),
-        (BatchLayout(num_ranks=3, capacity=7, hidden_size=2880, topk=32, fp8=True), torch.float16, "sm_80"),
+        (replace(ODD, code_dtype=torch.float8_e4m3fn), torch.float16, "sm_80"),
+        (replace(ODD, code_dtype=torch.int8), torch.bfloat16, "sm_90a"),
     ],
     ids=str,
 )
@@ -61,16 +63,18 @@ def test_kernels_across_hosts_compile() -> None:
         device_archive()
     except ImportError as error:
         pytest.skip(str(error))
-    layout = BatchLayout(num_ranks=16, capacity=8, hidden_size=128, topk=2, fp8=True, device_api=True)
+    layout = replace(ODD, num_ranks=16, hidden_size=128, topk=2, code_dtype=torch.float8_e4m3fn, device_api=True)
     for name in KERNELS:
         assert jit.compile_only(kernel_source(name, layout, torch.bfloat16), "sm_90a").registers <= 64, name
 
 
 @pytest.mark.parametrize("device_api", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("topk", [1, 8, 31])
-def test_buffers_do_not_overlap_and_are_aligned(fp8: bool, topk: int, device_api: bool) -> None:
-    layout = BatchLayout(num_ranks=3, capacity=5, hidden_size=2000, topk=topk, fp8=fp8, device_api=device_api)
+def test_buffers_do_not_overlap_and_are_aligned(code_dtype: torch.dtype | None, topk: int, device_api: bool) -> None:
+    layout = BatchLayout(
+        num_ranks=3, capacity=5, hidden_size=2000, topk=topk, code_dtype=code_dtype, device_api=device_api
+    )
     begins = list(layout.offsets.values())
     ends = [offset + layout.sizes[name] for name, offset in layout.offsets.items()]
     assert all(begin % 512 == 0 for begin in begins)
@@ -80,23 +84,25 @@ def test_buffers_do_not_overlap_and_are_aligned(fp8: bool, topk: int, device_api
     to_others = {"result_flags": 8 * rows, "results": 4000 * rows, "meta_outbox": meta}
     flags |= {name: size if device_api else 0 for name, size in to_others.items()}
     assert flags.items() <= layout.sizes.items()
-    # Rows in e4m3 travel as packets, of 112 bytes in 128 and four at a time; to ranks out of reach none do.
-    packets = {"row_packets": 3 * 5 * 128 * (20 if fp8 else 36), "result_packets": 3 * 5 * 128 * 36, "outbox": 0}
+    # Rows of 8 bits travel as packets, of 112 bytes in 128 and four at a time; to ranks out of reach none do.
+    packets = {"row_packets": 3 * 5 * 128 * (20 if code_dtype else 36), "result_packets": 3 * 5 * 128 * 36, "outbox": 0}
     if device_api:
         packets = {"row_packets": 0, "result_packets": 0, "outbox": 60000}
     assert packets.items() <= layout.sizes.items()
-    assert layout.sizes["rows"] == 3 * 5 * ((2064 if device_api else 0) if fp8 else 4000)
+    assert layout.sizes["rows"] == 3 * 5 * ((2064 if device_api else 0) if code_dtype else 4000)
 
 
-def test_rows_of_many_tokens_travel_as_packets_in_e4m3_alone() -> None:
+def test_rows_of_many_tokens_travel_as_packets_in_8_bits_alone() -> None:
     of_many = replace(DEEPSEEK, capacity=100)
-    tokens = [replace(of_many, **kind).row_packet_tokens for kind in ({}, {"fp8": True}, {"device_api": True})]
+    tokens = [
+        replace(of_many, **kind).row_packet_tokens for kind in ({}, {"code_dtype": torch.int8}, {"device_api": True})
+    ]
     assert tokens == [32, 100, 0] and replace(DEEPSEEK, capacity=7).row_packet_tokens == 7
 
 
 def test_symmetric_memory_at_deepseeks_shape_is_below_80_mb() -> None:
     assert DEEPSEEK.symmetric_bytes == 2 * DEEPSEEK.batch_bytes < 80e6
-    assert replace(DEEPSEEK, fp8=True).symmetric_bytes < 60e6
+    assert replace(DEEPSEEK, code_dtype=torch.float8_e4m3fn).symmetric_bytes < 60e6
 
 
 def test_size_hints_say_what_is_taken() -> None:
@@ -139,7 +145,7 @@ def test_experts_of_a_rank_are_numbered_in_the_order_of_their_ids() -> None:
         ({"capacity": 9}, "max_num_tokens is 8 on rank 0, 9 on rank 1"),
         ({"dtype": torch.float16}, "in_dtype is torch.bfloat16 on rank 0, torch.float16 on rank 1"),
         ({"placement": "round_robin"}, "expert_placement_strategy is linear on rank 0, round_robin on rank 1"),
-        ({"fp8": True}, "rows on the wire is torch.bfloat16 on rank 0, e4m3 on rank 1"),
+        ({"code_dtype": torch.int8}, "rows on the wire is torch.bfloat16 on rank 0, torch.int8 on rank 1"),
     ],
 )
 def test_what_ranks_must_agree_on(change: dict[str, object], named: str) -> None:
@@ -151,7 +157,9 @@ def disagree(rank: int, world_size: int, change: dict[str, Any]) -> str:
     case = replace(case, **change) if rank == 1 else case
     config = make_setting(case, rank, world_size).config
     with pytest.raises(ValueError, match="the ranks are configured differently") as raised:
-        check_agreement("name", shared_settings(config, fp8=case.fp8, device_api=False, batches_in_flight=2))
+        check_agreement(
+            "name", shared_settings(config, code_dtype=case.code_dtype, device_api=False, batches_in_flight=2)
+        )
     return str(raised.value)
 
 

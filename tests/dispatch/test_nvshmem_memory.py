@@ -22,8 +22,8 @@ from moe_ep.kernels import jit
 
 NUM_RANKS, RANK = 3, 1
 GROUP: Any = SimpleNamespace(rank=RANK, size=NUM_RANKS, group=None, detector=FailureDetector("", 0, 1))
-DECODE = BatchLayout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=False)
-PREFILL = Layout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=False, batches_in_flight=2)
+DECODE = BatchLayout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, code_dtype=None)
+PREFILL = Layout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, code_dtype=None, batches_in_flight=2)
 
 
 class Arena:
@@ -90,7 +90,7 @@ def test_decode_needs_all_memory_mapped_or_the_device_library() -> None:
     arena: Any = Arena(reaches=(1, 2))
     with pytest.raises(BackendUnavailableError, match="EP rank 1 cannot map the memory of 0 on its own host"):
         Channel(arena, DECODE, GROUP)
-    layout = BatchLayout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=False, device_api=True)
+    layout = BatchLayout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, code_dtype=None, device_api=True)
     buffers = Channel(arena, layout, GROUP).common(1).buffers
     assert buffers.peers[0] == 0 and buffers.peers[2] == arena.address(2) + layout.batch_bytes
     assert buffers.reachable == 0b110
@@ -158,7 +158,7 @@ def test_prefill_goes_on_behind_the_last_epoch_of_all_ranks() -> None:
 
 def test_rows_that_do_not_stay_where_they_arrive_are_read_elsewhere() -> None:
     arena: Any = Arena()
-    layout = Layout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=True)
+    layout = Layout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, code_dtype=torch.float8_e4m3fn)
     (parts,) = Block(arena, layout, GROUP, torch.float16).batches
     assert parts.rows.shape == (12, 32) and parts.rows.dtype == torch.float16
     assert not arena.address(RANK) <= parts.rows.data_ptr() < arena.address(RANK) + layout.symmetric_bytes

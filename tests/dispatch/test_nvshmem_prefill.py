@@ -16,30 +16,36 @@ from moe_ep.kernels import jit
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(
-    ("hidden_size", "topk", "num_ranks", "fp8", "dtype"),
-    [(7168, 8, 8, False, torch.bfloat16), (2880, 32, 1, True, torch.float16)],
+    ("hidden_size", "topk", "num_ranks", "code_dtype", "dtype"),
+    [
+        (7168, 8, 8, None, torch.bfloat16),
+        (2880, 32, 1, torch.float8_e4m3fn, torch.float16),
+        (2880, 32, 1, torch.int8, torch.bfloat16),
+    ],
 )
 def test_kernels_compile_without_spills(
-    arch: str, hidden_size: int, topk: int, num_ranks: int, fp8: bool, dtype: torch.dtype
+    arch: str, hidden_size: int, topk: int, num_ranks: int, code_dtype: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
-    layout = Layout(num_ranks=num_ranks, capacity=64, hidden_size=hidden_size, topk=topk, fp8=fp8)
+    layout = Layout(num_ranks=num_ranks, capacity=64, hidden_size=hidden_size, topk=topk, code_dtype=code_dtype)
     for name in KERNELS:
         resources = jit.compile_only(kernel_source(name, layout, dtype), arch)
         assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), name
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("topk", [1, 8, 32])
-def test_parts_of_the_block_do_not_overlap_and_are_aligned(fp8: bool, topk: int) -> None:
-    layout = Layout(num_ranks=4, capacity=5, hidden_size=2000, topk=topk, fp8=fp8, batches_in_flight=3)
+def test_parts_of_the_block_do_not_overlap_and_are_aligned(code_dtype: torch.dtype | None, topk: int) -> None:
+    layout = Layout(num_ranks=4, capacity=5, hidden_size=2000, topk=topk, code_dtype=code_dtype, batches_in_flight=3)
     ends = [offset + layout.sizes[name] for name, offset in layout.offsets.items()]
     begins = list(layout.offsets.values())
     assert all(begin % 512 == 0 for begin in begins)
     assert all(end <= begin for end, begin in zip(ends, [*begins[1:], layout.batch_bytes], strict=True))
-    fp8_row = {1: 2048, 8: 2176, 32: 2304}[topk]  # 2000 codes, 16 magnitudes, ids and weights, up to a multiple of 128
-    assert layout.sizes["rows"] == 4 * 5 * (fp8_row if fp8 else 4000)
+    quantized_row = {1: 2048, 8: 2176, 32: 2304}[
+        topk
+    ]  # 2000 codes, 16 magnitudes, ids and weights, up to a multiple of 128
+    assert layout.sizes["rows"] == 4 * 5 * (quantized_row if code_dtype else 4000)
     assert layout.sizes["results"] == 5 * min(4, topk) * 4000
     flags = {"counts": 2 * 4 * 4 * 16, "done": 4 * 16, "row_flags": 8 * 4 * 5, "result_flags": 8 * 5 * min(4, topk)}
     slots = {"ids": 4 * topk * 4 * 5, "weights": 4 * topk * 4 * 5}
@@ -48,15 +54,19 @@ def test_parts_of_the_block_do_not_overlap_and_are_aligned(fp8: bool, topk: int)
     of_hosts = replace(layout, device_api=True).sizes
     assert (of_hosts["staged_rows"] * 4, of_hosts["staged_results"]) == (of_hosts["rows"], 4000 * 4 * 5)
     assert layout.symmetric_bytes == 3 * layout.batch_bytes
-    assert layout.plain_bytes == 3 * (4 * 4 * 5 + (2 * 2000 * 4 * 5 if fp8 else 0))
+    assert layout.plain_bytes == 3 * (4 * 4 * 5 + (2 * 2000 * 4 * 5 if code_dtype else 0))
 
 
 @pytest.mark.parametrize(("num_ranks", "sending"), [(1, 24), (2, 16), (4, 12), (8, 10)])
 def test_few_sms_are_divided_into_those_that_send_and_those_that_take(num_ranks: int, sending: int) -> None:
-    layout = Layout(num_ranks=num_ranks, capacity=64, hidden_size=7168, topk=8, fp8=True)
+    layout = Layout(num_ranks=num_ranks, capacity=64, hidden_size=7168, topk=8, code_dtype=torch.float8_e4m3fn)
     assert senders_of(layout, 24) == (sending, 31)
     assert all(1 <= senders_of(layout, num_sms)[0] <= num_sms for num_sms in range(1, 133))
-    for other, num_sms in ((layout, 48), (replace(layout, fp8=False), 24), (replace(layout, device_api=True), 24)):
+    for other, num_sms in (
+        (layout, 48),
+        (replace(layout, code_dtype=None), 24),
+        (replace(layout, device_api=True), 24),
+    ):
         assert senders_of(other, num_sms) == (num_sms, 16)
 
 

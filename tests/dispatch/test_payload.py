@@ -188,7 +188,7 @@ def test_messages_there_and_back(routing: dict) -> None:
         num_local, expert_map, _ = determine_expert_map(num_ranks, rank, num_experts, routing["placement"])
         batch = torch.full((num_local, num_ranks * capacity, hidden_size), float("nan"))
         received = torch.stack([messages[rank] for messages in sent])
-        opened = open_messages(received, layout, expert_map, batch, quantized=False)
+        opened = open_messages(received, layout, expert_map, batch, None)
         for expert in range(num_experts):
             local = expert if expert_map is None else int(expert_map[expert])
             if local < 0:

@@ -13,8 +13,8 @@ from tests.kernels.test_triton_compiles import ARCHITECTURES, compiled_ptx, hand
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("quantized", [False, True])
-def test_messages_compile(arch: int, quantized: bool) -> None:
+@pytest.mark.parametrize(("quantized", "int8"), [(False, False), (True, False), (True, True)])
+def test_messages_compile(arch: int, quantized: bool, int8: bool) -> None:
     pack_types = {
         "rows_ptr": "*i32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "owners_ptr": "*i32", "send_rows_ptr": "*i32",
         "send_meta_ptr": "*i32", "headers_ptr": "*i32", "slots_ptr": "*i32",
@@ -32,7 +32,7 @@ def test_messages_compile(arch: int, quantized: bool) -> None:
         "weights_ptr": "*fp32", "totals_ptr": "*i32",
     }  # fmt: skip
     open_constants = {
-        "NUM_RANKS": 8, "TOPK": 8, "BLOCK_TOPK": 8, "HAS_MAP": True, "QUANTIZED": quantized,
+        "NUM_RANKS": 8, "TOPK": 8, "BLOCK_TOPK": 8, "HAS_MAP": True, "QUANTIZED": quantized, "INT8": int8,
         "GROUP": 128, "BLOCK_EXPERTS": 128, "BLOCK": 1024 if quantized else 512,
     }  # fmt: skip
     rows = ("rows_ptr", "num_columns", "row_stride", "rank_stride", "batch_ptr")

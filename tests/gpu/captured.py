@@ -30,10 +30,10 @@ def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def check_replays(rank: int, world_size: int, make_step: MakeStep, fp8: bool) -> int:
+def check_replays(rank: int, world_size: int, make_step: MakeStep, code_dtype: torch.dtype | None) -> int:
     """Replays one graph with each routing, twice; how many there were."""
     settings = [
-        make_setting(replace(CASE, fp8=fp8, routing=routing, seed=seed), rank, world_size)
+        make_setting(replace(CASE, code_dtype=code_dtype, routing=routing, seed=seed), rank, world_size)
         for seed, routing in enumerate(ROUTINGS)
     ]
     args = prepare_args(settings[0], "cuda")

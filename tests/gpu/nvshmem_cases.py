@@ -53,7 +53,7 @@ GRID = [
         num_experts=max(_EXPERTS[i ^ j], _TOPK[j]),
         capacity=128,
         dtype=BF16,
-        fp8=(i ^ _PRODUCT[3][j]) % 2 == 1,
+        code_dtype=(None, torch.float8_e4m3fn, None, torch.int8)[i ^ _PRODUCT[3][j]],
         seed=4 * i + j,
     )
     for i, j in itertools.product(range(4), repeat=2)
@@ -63,8 +63,8 @@ FORCE = "MOE_EP_NVSHMEM_FORCE_DEVICE_API"
 # What goes through NVSHMEM's device library in every run: few kernels, since they take long to compile. Everything does
 # with MOE_EP_NVSHMEM_FORCE_DEVICE_API=1.
 ACROSS_HOSTS = [
-    Case(dtype=BF16, hidden_size=256, fp8=fp8, **how)
-    for fp8 in (False, True)
+    Case(dtype=BF16, hidden_size=256, code_dtype=code_dtype, **how)
+    for code_dtype in (None, torch.float8_e4m3fn, torch.int8)
     for how in ({"placement": "round_robin"}, {"routing": "masked"}, {"routing": "one_rank"}, {"tokens": (0, 0, 7)})
 ]
 
@@ -88,7 +88,7 @@ def sources_of(cases: list[Case], rank: int, world_size: int, device_api: bool =
     """The kernels of these cases."""
     sources = set()
     for case in cases:
-        quant_config = FusedMoEQuantConfig(dispatch_dtype=torch.float8_e4m3fn if case.fp8 else None)
+        quant_config = FusedMoEQuantConfig(dispatch_dtype=case.code_dtype)
         layout = layout_of(make_setting(case, rank, world_size).config, quant_config, device_api)
         sources |= {kernel_source(name, layout, case.dtype) for name in KERNELS}
     return sources

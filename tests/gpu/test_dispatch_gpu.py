@@ -29,7 +29,15 @@ os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 LARGE_CASES = [
     Case(tokens=(128, 7, 0, 33), num_experts=64, topk=8, hidden_size=2048, dtype=torch.bfloat16, capacity=128),
-    Case(tokens=(16,), num_experts=64, topk=8, hidden_size=7168, dtype=torch.bfloat16, capacity=16, fp8=True),
+    Case(
+        tokens=(16,),
+        num_experts=64,
+        topk=8,
+        hidden_size=7168,
+        dtype=torch.bfloat16,
+        capacity=16,
+        code_dtype=torch.float8_e4m3fn,
+    ),
 ]
 
 WORLD_SIZES = [
@@ -106,13 +114,13 @@ def check_late_streams(rank: int, world_size: int) -> None:
         assert torch.equal(output.cpu(), expected_output(setting, world_size))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_captured_with_changing_routing(world_size: int, fp8: bool) -> None:
-    assert ranks(world_size, "nccl").run(check_captured, fp8) == [len(ROUTINGS)] * world_size
+def test_captured_with_changing_routing(world_size: int, code_dtype: torch.dtype | None) -> None:
+    assert ranks(world_size, "nccl").run(check_captured, code_dtype) == [len(ROUTINGS)] * world_size
 
 
-def check_captured(rank: int, world_size: int, fp8: bool) -> int:
+def check_captured(rank: int, world_size: int, code_dtype: torch.dtype | None) -> int:
     def make_step(setting, args, output):
         backend, experts = make_backend(setting, "batched_all_to_all"), expert_ids(setting, output.device)
 
@@ -123,4 +131,4 @@ def check_captured(rank: int, world_size: int, fp8: bool) -> int:
 
         return step
 
-    return check_replays(rank, world_size, make_step, fp8)
+    return check_replays(rank, world_size, make_step, code_dtype)

@@ -35,8 +35,8 @@ def test_against_plain_loops(world_size: int) -> None:
 def test_ranks_out_of_reach(world_size: int) -> None:
     pool = ranks(world_size, "nccl")
     assert pool.run(across_hosts, check_cases, ACROSS_HOSTS, limit_s=250) == [2 * len(ACROSS_HOSTS)] * world_size
-    for fp8 in (False, True):
-        assert pool.run(across_hosts, check_captured, "by_reference", fp8) == [len(ROUTINGS)] * world_size
+    for code_dtype in (None, torch.float8_e4m3fn, torch.int8):
+        assert pool.run(across_hosts, check_captured, "by_reference", code_dtype) == [len(ROUTINGS)] * world_size
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -82,14 +82,14 @@ def check_interleaved(rank: int, world_size: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_captured_with_changing_routing(world_size: int, face: str, fp8: bool) -> None:
-    assert ranks(world_size, "nccl").run(check_captured, face, fp8) == [len(ROUTINGS)] * world_size
+def test_captured_with_changing_routing(world_size: int, face: str, code_dtype: torch.dtype | None) -> None:
+    assert ranks(world_size, "nccl").run(check_captured, face, code_dtype) == [len(ROUTINGS)] * world_size
 
 
-def check_captured(rank: int, world_size: int, face: str, fp8: bool) -> int:
+def check_captured(rank: int, world_size: int, face: str, code_dtype: torch.dtype | None) -> int:
     def make_step(setting, args, output):
         backend, experts = make(setting, face), expert_ids(setting, output.device)
 
@@ -104,4 +104,4 @@ def check_captured(rank: int, world_size: int, face: str, fp8: bool) -> int:
 
         return step
 
-    return check_replays(rank, world_size, make_step, fp8)
+    return check_replays(rank, world_size, make_step, code_dtype)

@@ -60,7 +60,13 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
         for case in PREFILL_GRID
     ]
     layouts = [
-        Layout(num_ranks=num_ranks, capacity=MOST_TOKENS, hidden_size=case.hidden_size, topk=case.topk, fp8=case.fp8)
+        Layout(
+            num_ranks=num_ranks,
+            capacity=MOST_TOKENS,
+            hidden_size=case.hidden_size,
+            topk=case.topk,
+            code_dtype=case.code_dtype,
+        )
         for case in cases
     ]
     compile_several({kernel_source(name, layout, BF16) for layout in layouts for name in KERNELS}, COMPILERS)

@@ -1,4 +1,4 @@
-"""e4m3 codes of the NVSHMEM backends' kernels: every pair of mantissas of a column and its group's largest one."""
+"""8-bit codes of the NVSHMEM backends' kernels: every pair of mantissas of a column and its group's largest one."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ BINADES = 20
     [(torch.bfloat16, 7, (0, 3, -79, 88, -110, 127)), (torch.float16, 10, (15, 2))],
     ids=["bf16", "f16"],
 )
+@pytest.mark.parametrize("code_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
 def test_codes_of_all_mantissas(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mantissa_bits: int, largest_exponents: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    mantissa_bits: int,
+    largest_exponents: tuple[int, ...],
+    code_dtype: torch.dtype,
 ) -> None:
     groups = groups_of_all_mantissas(mantissa_bits)
     rows = groups[: len(groups) // 16 * 16].view(-1, HIDDEN_SIZE)
     on_one_gpu(monkeypatch, 1)
     shape = {"hidden_size": HIDDEN_SIZE, "topk": 1, "num_experts": 1, "tokens": (len(rows),), "capacity": len(rows)}
-    case = Case(dtype=dtype, fp8=True, **shape)
+    case = Case(dtype=dtype, code_dtype=code_dtype, **shape)
     ranks = Ranks(case, 1, "nvshmem_high_throughput")
     for exponent in largest_exponents:
         given = torch.ldexp(rows, torch.tensor(exponent, device="cuda")).to(dtype)
         ranks.args[0] = (given, *ranks.args[0][1:])
         (received,) = ranks.prepare()
-        expected = dequantize_rows(quantize_rows(given), HIDDEN_SIZE, dtype)
+        expected = dequantize_rows(quantize_rows(given, code_dtype), HIDDEN_SIZE, dtype, code_dtype)
         assert torch.equal(received[0].view(torch.int16), expected.view(torch.int16)), exponent
 
 

@@ -38,17 +38,26 @@ SHARED_CASES = [
 ]
 # Decode's values of each dimension, with both wires.
 GRID = [
-    Case(tokens=tokens, hidden_size=K, topk=topk, num_experts=E, capacity=600, dtype=BF16, fp8=fp8, seed=seed)
-    for seed, (tokens, K, topk, E, fp8) in enumerate(
+    Case(
+        tokens=tokens,
+        hidden_size=K,
+        topk=topk,
+        num_experts=E,
+        capacity=600,
+        dtype=BF16,
+        code_dtype=code_dtype,
+        seed=seed,
+    )
+    for seed, (tokens, K, topk, E, code_dtype) in enumerate(
         [
-            ((0,), 128, 1, 8, False),
-            ((32, 1), 128, 2, 64, True),
-            ((7, 32, 128), 2048, 16, 257, False),
-            ((31, 600, 0, 5), 2000, 32, 64, True),
-            ((512, 77), 2880, 2, 8, False),
-            ((128, 1, 7), 2880, 16, 257, True),
-            ((600, 0, 1, 33), 7168, 8, 256, False),
-            ((600,), 7168, 8, 256, True),
+            ((0,), 128, 1, 8, None),
+            ((32, 1), 128, 2, 64, torch.float8_e4m3fn),
+            ((7, 32, 128), 2048, 16, 257, None),
+            ((31, 600, 0, 5), 2000, 32, 64, torch.int8),
+            ((512, 77), 2880, 2, 8, None),
+            ((128, 1, 7), 2880, 16, 257, torch.float8_e4m3fn),
+            ((600, 0, 1, 33), 7168, 8, 256, None),
+            ((600,), 7168, 8, 256, torch.int8),
         ]
     )
 ]
@@ -97,15 +106,23 @@ def check_grid(rank: int, world_size: int) -> int:
     return len(GRID)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-def test_soak_with_delays_and_poison(world_size: int, fp8: bool) -> None:
-    assert ranks(world_size, "nccl").run(check_soak, fp8, limit_s=60) == [0] * world_size
+def test_soak_with_delays_and_poison(world_size: int, code_dtype: torch.dtype | None) -> None:
+    assert ranks(world_size, "nccl").run(check_soak, code_dtype, limit_s=60) == [0] * world_size
 
 
-def check_soak(rank: int, world_size: int, fp8: bool, num_batches: int = 300) -> int:
+def check_soak(rank: int, world_size: int, code_dtype: torch.dtype | None, num_batches: int = 300) -> int:
     """Batches that are wrong in any bit; what rows travel through is NaN before each of them."""
-    case = Case(tokens=(256, 3, 100, 0), hidden_size=2048, topk=6, num_experts=64, capacity=256, dtype=BF16, fp8=fp8)
+    case = Case(
+        tokens=(256, 3, 100, 0),
+        hidden_size=2048,
+        topk=6,
+        num_experts=64,
+        capacity=256,
+        dtype=BF16,
+        code_dtype=code_dtype,
+    )
     settings = [make_setting(replace(case, seed=seed), rank, world_size) for seed in range(4)]
     settings += [make_setting(replace(case, seed=9, routing="one_rank"), rank, world_size)]
     backend, reference = (make_backend(settings[0], name) for name in (NAME, "all_to_all"))
@@ -130,13 +147,13 @@ def check_soak(rank: int, world_size: int, fp8: bool, num_batches: int = 300) ->
     return int(wrong)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_captured_with_changing_routing(world_size: int, fp8: bool) -> None:
-    assert ranks(world_size, "nccl").run(check_captured, fp8, limit_s=60) == [len(ROUTINGS)] * world_size
+def test_captured_with_changing_routing(world_size: int, code_dtype: torch.dtype | None) -> None:
+    assert ranks(world_size, "nccl").run(check_captured, code_dtype, limit_s=60) == [len(ROUTINGS)] * world_size
 
 
-def check_captured(rank: int, world_size: int, fp8: bool) -> int:
+def check_captured(rank: int, world_size: int, code_dtype: torch.dtype | None) -> int:
     def make_step(setting, args, output):
         backend = make_backend(setting, NAME)
         assert backend.supports_cuda_graph()
@@ -154,18 +171,18 @@ def check_captured(rank: int, world_size: int, fp8: bool) -> int:
 
         return step
 
-    return check_replays(rank, world_size, make_step, fp8)
+    return check_replays(rank, world_size, make_step, code_dtype)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_two_batches_in_flight_on_a_stream_of_their_own(world_size: int, fp8: bool) -> None:
-    assert ranks(world_size, "nccl").run(check_in_flight, fp8) == [True] * world_size
+def test_two_batches_in_flight_on_a_stream_of_their_own(world_size: int, code_dtype: torch.dtype | None) -> None:
+    assert ranks(world_size, "nccl").run(check_in_flight, code_dtype) == [True] * world_size
 
 
-def check_in_flight(rank: int, world_size: int, fp8: bool) -> bool:
+def check_in_flight(rank: int, world_size: int, code_dtype: torch.dtype | None) -> bool:
     cases = [
-        Case(dtype=BF16, hidden_size=256, fp8=fp8, seed=seed, tokens=tokens)
+        Case(dtype=BF16, hidden_size=256, code_dtype=code_dtype, seed=seed, tokens=tokens)
         for seed, tokens in enumerate([(5, 0, 8), (3,)])
     ]
     settings = [make_setting(case, rank, world_size) for case in cases]

@@ -32,44 +32,55 @@ ODD = [
     (
         5,
         Case(
-            dtype=BF16, hidden_size=48, topk=3, num_experts=257, tokens=(4, 0, 1), capacity=4, routing="any", fp8=True
+            dtype=BF16,
+            hidden_size=48,
+            topk=3,
+            num_experts=257,
+            tokens=(4, 0, 1),
+            capacity=4,
+            routing="any",
+            code_dtype=torch.int8,
         ),
     ),
     (7, Case(dtype=BF16, hidden_size=16, topk=1, num_experts=3, tokens=(1,), capacity=1, routing="any")),
 ]
 FACES = pytest.mark.parametrize("by_reference", [False, True], ids=["expanded", "by reference"])
-WIRES = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+WIRES = pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8], ids=str)
 
 
 @WIRES
 @FACES
 @pytest.mark.parametrize("num_ranks", [3, 8])
-def test_decode(monkeypatch: pytest.MonkeyPatch, num_ranks: int, by_reference: bool, fp8: bool) -> None:
+def test_decode(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, by_reference: bool, code_dtype: torch.dtype | None
+) -> None:
     on_one_gpu(monkeypatch, num_ranks)
     for name, case in CASES.items():
-        check_decode(replace(case, fp8=fp8), name, num_ranks, by_reference)
+        check_decode(replace(case, code_dtype=code_dtype), name, num_ranks, by_reference)
 
 
 @WIRES
 @FACES
-def test_decode_of_many_tokens(monkeypatch: pytest.MonkeyPatch, by_reference: bool, fp8: bool) -> None:
+def test_decode_of_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, by_reference: bool, code_dtype: torch.dtype | None
+) -> None:
     on_one_gpu(monkeypatch, 8)
-    check_decode(replace(MANY, fp8=fp8), "many", 8, by_reference)
+    check_decode(replace(MANY, code_dtype=code_dtype), "many", 8, by_reference)
 
 
 @WIRES
 @FACES
-def test_decode_in_halves(monkeypatch: pytest.MonkeyPatch, by_reference: bool, fp8: bool) -> None:
+def test_decode_in_halves(monkeypatch: pytest.MonkeyPatch, by_reference: bool, code_dtype: torch.dtype | None) -> None:
     # What scripts/sanitize.sh runs.
     on_one_gpu(monkeypatch, 3)
-    check_decode(replace(SMALL, fp8=fp8), "small", 3, by_reference, in_halves=True)
+    check_decode(replace(SMALL, code_dtype=code_dtype), "small", 3, by_reference, in_halves=True)
 
 
 @pytest.mark.parametrize("backend", [LOW_LATENCY, "nvshmem_high_throughput"])
 @pytest.mark.parametrize(("num_ranks", "case"), ODD, ids=["5", "7"])
 def test_odd_numbers(monkeypatch: pytest.MonkeyPatch, num_ranks: int, case: Case, backend: str) -> None:
     on_one_gpu(monkeypatch, num_ranks)
-    ranks = Ranks(case, num_ranks, backend, by_reference=backend == LOW_LATENCY and case.fp8)
+    ranks = Ranks(case, num_ranks, backend, by_reference=backend == LOW_LATENCY and case.code_dtype is not None)
     for seed in range(4):
         ranks.redraw(seed=seed)
         (check_decode_step if backend == LOW_LATENCY else check_prefill_step)(ranks, seed)
@@ -95,10 +106,12 @@ def check_decode_step(ranks: Ranks, name: object) -> None:
 
 @WIRES
 @FACES
-def test_decode_when_batches_are_counted_anew(monkeypatch: pytest.MonkeyPatch, by_reference: bool, fp8: bool) -> None:
+def test_decode_when_batches_are_counted_anew(
+    monkeypatch: pytest.MonkeyPatch, by_reference: bool, code_dtype: torch.dtype | None
+) -> None:
     # All that lies in the buffers seems to be of batch 5, which comes soon, and late from two ranks.
     on_one_gpu(monkeypatch, 3)
-    ranks = Ranks(replace(SMALL, fp8=fp8), 3, LOW_LATENCY, by_reference)
+    ranks = Ranks(replace(SMALL, code_dtype=code_dtype), 3, LOW_LATENCY, by_reference)
     for each in ranks.backends:
         each._channel.region.local.view(torch.int32).fill_(5)
         each._channel._start([2**32 - 3] * 2)
@@ -206,17 +219,19 @@ def test_recovery_gives_up_the_batches_of_all_layers_of_the_shape(
 
 @WIRES
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
-def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int, fp8: bool) -> None:
+def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int, code_dtype: torch.dtype | None) -> None:
     on_one_gpu(monkeypatch, num_ranks)
     for name, case in CASES.items():
-        check_prefill(replace(case, fp8=fp8), name, num_ranks)
+        check_prefill(replace(case, code_dtype=code_dtype), name, num_ranks)
 
 
 @WIRES
-def test_prefill_of_a_rank_for_which_all_has_come(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+def test_prefill_of_a_rank_for_which_all_has_come(
+    monkeypatch: pytest.MonkeyPatch, code_dtype: torch.dtype | None
+) -> None:
     # What scripts/sanitize.sh runs, whose tools let kernels run one by one: what the others send is there before.
     on_one_gpu(monkeypatch, 3)
-    ranks = Ranks(replace(CASES["random"], fp8=fp8), 3, "nvshmem_high_throughput")
+    ranks = Ranks(replace(CASES["random"], code_dtype=code_dtype), 3, "nvshmem_high_throughput")
     ranks.present = (0,)
     first, *others = ranks.backends
 
@@ -236,22 +251,24 @@ def test_prefill_of_a_rank_for_which_all_has_come(monkeypatch: pytest.MonkeyPatc
     ranks.finalize([results, None, None], [(weights, ids), None, None], TopKWeightAndReduceNoOP())
     for rank, other in enumerate(others, start=1):
         sent = int((owners == rank).any(dim=1).sum())
-        assert sent and part(other, "row_flags", torch.int64, -1).tolist() == [int(fp8 and i < sent) for i in range(24)]
+        assert sent and part(other, "row_flags", torch.int64, -1).tolist() == [
+            int(code_dtype is not None and i < sent) for i in range(24)
+        ]
         assert part(other, "result_flags", torch.int64, -1).tolist() == [1] * 5 + [0] * 19
         home = part(other, "results", BF16, 24, 256)
         assert torch.equal(home[:5], results[mine + 5 * (rank - 1) :][:5])
 
 
 @WIRES
-def test_prefill_of_many_tokens(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+def test_prefill_of_many_tokens(monkeypatch: pytest.MonkeyPatch, code_dtype: torch.dtype | None) -> None:
     on_one_gpu(monkeypatch, 8)
-    check_prefill(replace(MANY, fp8=fp8), "many", 8)
+    check_prefill(replace(MANY, code_dtype=code_dtype), "many", 8)
 
 
 @WIRES
-def test_prefill_when_batches_are_counted_anew(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+def test_prefill_when_batches_are_counted_anew(monkeypatch: pytest.MonkeyPatch, code_dtype: torch.dtype | None) -> None:
     on_one_gpu(monkeypatch, 3)
-    ranks = Ranks(replace(CASES["random"], fp8=fp8), 3, "nvshmem_high_throughput")
+    ranks = Ranks(replace(CASES["random"], code_dtype=code_dtype), 3, "nvshmem_high_throughput")
     for last in (2**31, 2**32):
         for each in ranks.backends:
             each._block.batches[0].number = last - 4

@@ -20,8 +20,8 @@ os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NV
 WITHIN = "nvshmem_high_throughput"
 # Few kernels: those for ranks out of reach are linked with the device library, which takes long.
 CASES = [
-    Case(dtype=torch.bfloat16, hidden_size=256, fp8=fp8, **how)
-    for fp8 in (False, True)
+    Case(dtype=torch.bfloat16, hidden_size=256, code_dtype=code_dtype, **how)
+    for code_dtype in (None, torch.float8_e4m3fn)
     for how in ({"placement": "round_robin"}, {"routing": "masked"}, {"routing": "one_rank"}, {"tokens": (0, 0, 7)})
 ]
 
@@ -30,9 +30,13 @@ def compile_together(rank: int, world_size: int) -> None:
     """This rank's share of the kernels of both levels; plain rows within a host."""
     sources = [
         kernel_source(
-            name, Layout(num_ranks=2, capacity=1, hidden_size=256, topk=3, fp8=fp8, device_api=api), CASES[0].dtype
+            name,
+            Layout(num_ranks=2, capacity=1, hidden_size=256, topk=3, code_dtype=code_dtype, device_api=api),
+            CASES[0].dtype,
         )
-        for name, (fp8, api) in itertools.product(KERNELS, ((False, True), (True, True), (False, False)))
+        for name, (code_dtype, api) in itertools.product(
+            KERNELS, ((None, True), (torch.float8_e4m3fn, True), (None, False))
+        )
     ]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda source: source.compile_ahead(torch.device("cuda", rank)), sources[rank::world_size]))

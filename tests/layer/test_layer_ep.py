@@ -39,6 +39,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "biases": ({"has_bias": True}, UNEVEN),
     "bf16": ({"params_dtype": torch.bfloat16}, UNEVEN),
     "fp8 rows on the wire": ({"dispatch_dtype": torch.float8_e4m3fn, "params_dtype": torch.bfloat16}, UNEVEN),
+    "int8 rows on the wire": ({"dispatch_dtype": torch.int8, "params_dtype": torch.bfloat16}, UNEVEN),
+    "int8 rows from the wire to 4-bit experts": (
+        {"dispatch_dtype": torch.int8, "input_dtype": torch.int8, "quant_config": OnlineIntConfig()},
+        UNEVEN,
+    ),
     "top-1 with the weight on the input": (
         {"top_k": 1, "apply_router_weight_on_input": True, "renormalize": False},
         UNEVEN,
@@ -75,7 +80,7 @@ def make_pair(options: dict[str, Any], **parallel: Any) -> tuple[FusedMoE, Fused
 
 
 def check(output: torch.Tensor, expected: torch.Tensor, options: dict[str, Any]) -> None:
-    limit = tolerance(options.get("params_dtype", torch.float32), options.get("dispatch_dtype"))
+    limit = tolerance(*map(options.get, ("params_dtype", "dispatch_dtype", "input_dtype"), (torch.float32, None, None)))
     assert output.shape == expected.shape
     assert relative_error(output, expected) < limit
 

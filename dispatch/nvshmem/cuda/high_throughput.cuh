@@ -5,7 +5,7 @@
 //
 //   counts       [2, R, 4]              lines: how many rows source s sends to each rank, two numbers per line
 //   done         [R]                    lines: source s has written all of its rows, if rows have no flags (bf16, f16)
-//   row_flags    [R * C]                the epoch once that row has arrived, if rows are converted (e4m3, DEVICE_API)
+//   row_flags    [R * C]                the epoch once that row has arrived, if rows are converted (EIGHT_BIT, DEVICE_API)
 //   result_flags [C * min(R, TOPK)]     the epoch once that result has arrived
 //   ids, weights, rows   [R * C]        what arrives, ordered by (source, token), without gaps
 //   results      [C * min(R, TOPK)]     results for this rank's tokens, by (rank that computed, token), without gaps
@@ -19,7 +19,7 @@
 // With DEVICE_API peers' memory need not be mapped: counts are sent as signals, and rows, followed by their ids and
 // weights, as puts from staged copies; each rank extracts the parts that its experts read.
 //
-// In a dispatch of such or of e4m3 rows, and in the combine, some warps send and others receive row by row; senders
+// In a dispatch of such or of 8-bit rows, and in the combine, some warps send and others receive row by row; senders
 // join the receivers when everything is sent. Sending waits for no other rank, so receiving may wait for all. Half of
 // each block's warps send, or, in a dispatch, almost all warps of some blocks.
 #pragma once
@@ -31,9 +31,9 @@ constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kLinesOfCounts = 4;
 constexpr int kResultBytes = 2 * HIDDEN;
-constexpr bool kConvertsRows = FP8 || DEVICE_API;  // they do not stay where they arrive
-constexpr int kColumnBytes = FP8 ? HIDDEN : kResultBytes;
-constexpr int kScaleWords = FP8 ? (kGroups + 1) / 2 : 0;
+constexpr bool kConvertsRows = EIGHT_BIT || DEVICE_API;  // they do not stay where they arrive
+constexpr int kColumnBytes = EIGHT_BIT ? HIDDEN : kResultBytes;
+constexpr int kScaleWords = EIGHT_BIT ? (kGroups + 1) / 2 : 0;
 // Bytes of a row on the wire; high_throughput_dispatch.cu describes what follows the columns.
 constexpr int kRowBytes =
     kConvertsRows ? (kColumnBytes + 4 * (kScaleWords + 2 * TOPK) + 127) / 128 * 128 : kResultBytes;

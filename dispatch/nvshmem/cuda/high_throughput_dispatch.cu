@@ -3,7 +3,7 @@
 //
 // Layout in:   rows [T, HIDDEN], topk_ids and weights [T, TOPK]; slots and placement of high_throughput_plan.cu.
 // Layout out:  at each rank the rows of its tokens, by (source, token), with ids and weights. 16-bit rows are read
-//              where they arrive. e4m3 rows, and rows that were put, are converted to 16 bits in `out` [R * C, HIDDEN]
+//              where they arrive. 8-bit rows, and rows that were put, are converted to 16 bits in `out` [R * C, HIDDEN]
 //              as they arrive; a rank's own rows are written there at once.
 // Warp roles:  32 warps per block. 16-bit rows: all send; the last block to finish notifies all ranks and waits for
 //              them. Converted rows: in `sending` blocks, `senders` warps send and one releases their flags (Flag
@@ -14,7 +14,7 @@
 
 // ==== Wire format ====
 //
-// Converted rows (e4m3, or DEVICE_API) on the wire:
+// Converted rows (codes of 8 bits, or DEVICE_API) on the wire:
 //
 //   columns   HIDDEN codes, or HIDDEN columns of 16 bits
 //   largest   of codes: the largest magnitude of each 128 columns in 16 bits, from which the scale is recomputed
@@ -55,7 +55,7 @@ DEVICE void store_tail(const Tail& tail, u32 ranks, u64 target) {
   }
 }
 
-#if FP8
+#if EIGHT_BIT
 // Merges a thread's codes of two vectors, 32 apart, with its neighbour's: even threads return 16 bytes of the first two
 // vectors, odd threads of the others.
 DEVICE Vec merge_codes(Codes first, Codes second) {
@@ -184,7 +184,7 @@ DEVICE Rows rows_of(const Params& p, int token) {
 
 DEVICE int owner_of(const Params& p, int id) { return id >= 0 && id < p.num_ids ? p.owners[id] : -1; }
 
-#if FP8 || DEVICE_API
+#if EIGHT_BIT || DEVICE_API
 constexpr int kMostSenders = kWarps - 1;  // of a block; one more releases their flags
 
 // One token: converted at once for this rank, in wire format to the others.
@@ -339,7 +339,7 @@ DEVICE void finish(const Common& c, u32 epoch) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispatch(const __grid_constant__ Params p) {
   const Common& c = p.common;
-#if FP8 || DEVICE_API
+#if EIGHT_BIT || DEVICE_API
   __shared__ Tail tails[kMostSenders];
   __shared__ FlagQueue<kMostSenders> due;
   clear_queue(due);
@@ -351,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispat
   for (u64 i = begin + blockIdx.x * kThreads + threadIdx.x; i < end; i += gridDim.x * kThreads) {
     ids[i] = -1;
   }
-#if FP8 || DEVICE_API
+#if EIGHT_BIT || DEVICE_API
   const int block = static_cast<int>(blockIdx.x);
   if (block < p.sending && warp < p.senders) {
     if (!c.failed()) {

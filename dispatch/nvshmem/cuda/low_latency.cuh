@@ -2,15 +2,15 @@
 //
 // Every rank has the same buffers at the same offsets (layout.py computes them); part [s] of each is written by rank s.
 // R ranks, capacity C tokens per rank, K = HIDDEN columns, TOPK slots per token, M lines of meta per token. Results,
-// e4m3 rows, and rows of ranks with at most `row_packet_tokens` tokens are sent as flag-in-data packets (protocol.cuh),
+// 8-bit rows, and rows of ranks with at most `row_packet_tokens` tokens are sent as flag-in-data packets (protocol.cuh),
 // others as plain rows with a flag.
 //
 //   header          [2, R]         u64 {tokens of s, epoch}; even and odd epochs alternate
 //   meta            [2, R, C, M]   lines, alternating likewise: first those with four local experts of 16 bits each
 //                                  (0xffff for slots of other ranks), then those with two weights each
 //   row_flags       [R, C, 2]      u32, the epoch once that half of the row has arrived
-//   rows            [R, C]         row_bytes each; e4m3 codes, then scales, in fp8
-//   row_packets     [R, L, ...]    rows as packets, L = row_packet_tokens; in fp8 the eighth thread's line holds the
+//   rows            [R, C]         row_bytes each; 8-bit codes, then scales, if quantized
+//   row_packets     [R, L, ...]    rows as packets, L = row_packet_tokens; of 8-bit rows the eighth thread's line holds the
 //                   scales
 //                                  of the group that the packet's first code belongs to, and of the next
 //   result_packets  [R, C, ...]    results as packets
@@ -32,14 +32,14 @@
 constexpr int kThreads = 256;  // per group; a block has two, Senders and Receivers
 constexpr int kWarps = kThreads / 32;
 constexpr int kRowParts = 2;  // parts of a row with flags
-constexpr int kRowBytes = FP8 ? (HIDDEN + 4 * kGroups + 15) / 16 * 16 : 2 * HIDDEN;
+constexpr int kRowBytes = EIGHT_BIT ? (HIDDEN + 4 * kGroups + 15) / 16 * 16 : 2 * HIDDEN;
 // Packets that a warp moves at a time; rows are padded to a multiple.
 constexpr int kWarpPackets = 32 / kPacketThreads, kGroupPackets = kThreads / kPacketThreads;
 __device__ constexpr int packets_of(int vectors) {
   return (vectors + kWarpPackets * kPacketVectors - 1) / (kWarpPackets * kPacketVectors) * kWarpPackets;
 }
 constexpr int kResultPackets = packets_of(kVectors);
-constexpr int kRowPackets = packets_of(FP8 ? kVectors / 2 : kVectors);
+constexpr int kRowPackets = packets_of(EIGHT_BIT ? kVectors / 2 : kVectors);
 constexpr int kLocalsOfLine = 4, kWeightsOfLine = 2;
 constexpr int kLocalLines = (TOPK + kLocalsOfLine - 1) / kLocalsOfLine;
 constexpr int kMetaLines = kLocalLines + (TOPK + kWeightsOfLine - 1) / kWeightsOfLine;
@@ -63,9 +63,9 @@ struct Buffers {
   int capacity;
   int row_packet_tokens;
 
-  // Whether rows of a rank with so many tokens are packets. e4m3 rows always are: they are copied to be dequantized
+  // Whether rows of a rank with so many tokens are packets. 8-bit rows always are: they are copied to be dequantized
   // anyway.
-  DEVICE bool rows_are_packets(int tokens) const { return !DEVICE_API && (FP8 || tokens <= row_packet_tokens); }
+  DEVICE bool rows_are_packets(int tokens) const { return !DEVICE_API && (EIGHT_BIT || tokens <= row_packet_tokens); }
   DEVICE bool reaches(int peer) const { return !DEVICE_API || (reachable >> peer & 1); }
   DEVICE u8* at(int peer, u64 offset) const { return reinterpret_cast<u8*>(peers[peer]) + offset; }
   DEVICE u64 index(int source, int token) const { return static_cast<u64>(source) * capacity + token; }

@@ -4,7 +4,7 @@
 // Layout in:   rows [T, K], topk_ids and weights [T, TOPK] on each rank.
 // Layout out:  on the rank of expert e: expert_num_tokens [El]; its rows in the order (source, token), either copied to
 //              out [El, R * C, K], or by reference, as numbers s * C + t in expert_row_ids [El, R * C], of rows that
-//              stay where they arrive (in fp8, dequantized in out [R * C, K]); positions [R * C, TOPK]: the row of its
+//              stay where they arrive (8-bit ones, dequantized, in out [R * C, K]); positions [R * C, TOPK]: the row of its
 //              expert that each slot is, for the combine.
 // Warp roles:  16 warps. 0 to 7 send: they draw tasks by tickets (Tickets, protocol.cuh): meta of 16 tokens, or a part
 //              of a token's row, as flag-in-data packets (as NCCL's LL128) or plain with a flag. 8 to 15 receive: they
@@ -55,7 +55,7 @@ struct ExpertLocation {
 };
 
 struct Shared {
-#if FP8
+#if EIGHT_BIT
   alignas(16) uint2 codes[kStagedVectors];
   float scales[kStagedVectors / kScaleVectors + 1];
 #endif
@@ -80,7 +80,7 @@ DEVICE ExpertLocation location_of(const Params& p, const Shared& shared, int id)
 //
 // Headers and meta of the tokens, then the rows, to ranks within reach and, by puts, to others.
 
-#if FP8
+#if EIGHT_BIT
 DEVICE void store_codes(u8* row, Codes codes, float scale, int i) {
   reinterpret_cast<uint2*>(row)[i] = make_uint2(codes.low, codes.high);
   if (i % kScaleVectors == 0) {
@@ -91,7 +91,7 @@ DEVICE void store_codes(u8* row, Codes codes, float scale, int i) {
 
 // Stores one vector of a row to every destination.
 DEVICE void store_vector(const Buffers& b, Vec v, int i, bool is_inside, int token, u32 ranks) {
-#if FP8
+#if EIGHT_BIT
   float scale;
   const Codes codes = quantize(v, scale);
 #endif
@@ -100,7 +100,7 @@ DEVICE void store_vector(const Buffers& b, Vec v, int i, bool is_inside, int tok
     const int peer = (b.rank + step) % RANKS;
     if (is_inside && ranks >> peer & 1) {
       u8* row = b.row(peer, b.rank, token);
-#if FP8
+#if EIGHT_BIT
       store_codes(row, codes, scale, i);
 #else
       reinterpret_cast<Vec*>(row)[i] = v;
@@ -209,7 +209,7 @@ DEVICE void send_plain(const Params& p, const Shared& shared, Tickets<Senders>& 
   }
 }
 
-#if FP8
+#if EIGHT_BIT
 // The same as packets: each thread quantizes a vector, and packets are put together through shared memory.
 DEVICE void send_packets(const Params& p, Shared& shared, int token, int part, int parts, u32 epoch, u32 alive) {
   const int end = packet_begin<kStagedPackets / 2>(part + 1, parts, kRowPackets);
@@ -288,7 +288,7 @@ DEVICE void put_row(const Params& p, const Shared& shared, int token, u32 epoch,
   for (int base = 0; base < kVectors; base += kThreads) {
     const int i = base + threadIdx.x;
     const Vec v = i < kVectors ? row[i] : Vec{0, 0, 0, 0};
-#if FP8
+#if EIGHT_BIT
     float scale;
     const Codes codes = quantize(v, scale);
     if (i < kVectors) {
@@ -419,7 +419,7 @@ struct WireVector {
 
   WireVector() = default;
   DEVICE WireVector(const u8* row, int i) {
-#if FP8
+#if EIGHT_BIT
     const uint2 codes = __ldcv(reinterpret_cast<const uint2*>(row) + i);
     data.x = codes.x;
     data.y = codes.y;
@@ -430,7 +430,7 @@ struct WireVector {
   }
 
   // As the experts read it.
-  DEVICE Vec plain() const { return FP8 ? dequantize(Codes{data.x, data.y}, __uint_as_float(data.z)) : data; }
+  DEVICE Vec plain() const { return EIGHT_BIT ? dequantize(Codes{data.x, data.y}, __uint_as_float(data.z)) : data; }
 };
 
 // By a warp: copies a part of a row that has arrived to where the experts read it.
@@ -457,7 +457,7 @@ DEVICE void copy_row_part(const u8* row, int begin, int end, Vec* there) {
 // Stores this thread's vector of a packet as the experts read it.
 DEVICE void unpack_packet(Vec v, int packet, Vec* there) {
   const int vector = packet * kPacketVectors + packet_slot();
-#if FP8
+#if EIGHT_BIT
   constexpr int kGroupVectors = kScaleVectors / 2;  // vectors of sixteen codes per scale
   const u32 first = __shfl_sync(kAllLanes, v.x, threadIdx.x % 32 | kPacketVectors);
   const u32 next = __shfl_sync(kAllLanes, v.z, threadIdx.x % 32 | kPacketVectors);

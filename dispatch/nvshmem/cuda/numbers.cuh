@@ -1,5 +1,5 @@
-// Arithmetic on vectors of eight columns: 16 bytes of bf16 or f16 (ACT_BF16 selects), f32, or eight e4m3 codes; and
-// their quantization to e4m3 with one scale per 128 columns.
+// Arithmetic on vectors of eight columns: 16 bytes of bf16 or f16 (ACT_BF16 selects), f32, or eight codes of 8 bits; and
+// their quantization to e4m3, or with INT8 to int8, with one scale per 128 columns.
 #pragma once
 
 #include "protocol.cuh"
@@ -9,7 +9,7 @@ constexpr int kScaleVectors = 16;            // vectors that share a scale: 128 
 constexpr int kVectors = HIDDEN / kColumns;  // of a row
 constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr u32 kAllLanes = 0xffffffffu;
-constexpr float kLargestCode = 448.0f;
+constexpr float kLargestCode = INT8 ? 127.0f : 448.0f;
 constexpr float kTinyScale = 1.17549435e-38f;
 constexpr float kSmall = 8.2718061255302767e-25f;  // 2^-80
 constexpr float kLarge = 1.2379400392853803e27f;   // 2^90
@@ -66,9 +66,12 @@ DEVICE void add(Floats& sum, Vec v) {
   }
 }
 
-// Two codes, x in the lower byte; rounded to nearest even; magnitudes are at most 448, or NaN.
-#if __CUDA_ARCH__ >= 890
-DEVICE u32 to_e4m3(float x, float y) {
+// Two codes, x in the lower byte; rounded to nearest even; magnitudes are at most kLargestCode, or NaN, of which int8 has
+// none: 0.
+#if INT8
+DEVICE u32 to_codes(float x, float y) { return (__float2int_rn(x) & 0xff) | (__float2int_rn(y) & 0xff) << 8; }
+#elif __CUDA_ARCH__ >= 890
+DEVICE u32 to_codes(float x, float y) {
   unsigned short pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
   return pair;
@@ -88,12 +91,17 @@ DEVICE u32 to_e4m3(float x) {
   return sign | ((m >> 20) - (120 << 3));
 }
 
-DEVICE u32 to_e4m3(float x, float y) { return to_e4m3(x) | to_e4m3(y) << 8; }
+DEVICE u32 to_codes(float x, float y) { return to_e4m3(x) | to_e4m3(y) << 8; }
 #endif
 
 // Two codes as floats, the lower byte first; exact.
-#if __CUDA_ARCH__ >= 890
-DEVICE void from_e4m3(u32 pair, float& low, float& high) {
+#if INT8
+DEVICE void from_codes(u32 pair, float& low, float& high) {
+  low = static_cast<float>(static_cast<signed char>(pair));
+  high = static_cast<float>(static_cast<signed char>(pair >> 8));
+}
+#elif __CUDA_ARCH__ >= 890
+DEVICE void from_codes(u32 pair, float& low, float& high) {
   asm("{.reg .b32 both; .reg .b16 l, h; cvt.rn.f16x2.e4m3x2 both, %2; mov.b32 {l, h}, both;"
       " cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
       : "=f"(low), "=f"(high)
@@ -107,7 +115,7 @@ DEVICE float from_e4m3(u32 code) {
   return __uint_as_float((code & 0x80) << 24 | (magnitude == 0x7f ? 0x7fc00000 : __float_as_uint(value)));
 }
 
-DEVICE void from_e4m3(u32 pair, float& low, float& high) {
+DEVICE void from_codes(u32 pair, float& low, float& high) {
   low = from_e4m3(pair & 0xff);
   high = from_e4m3(pair >> 8 & 0xff);
 }
@@ -135,10 +143,14 @@ struct Inverse {
   DEVICE float times(float x) const { return __fmaf_rn(x, most, __fmul_rn(x, rest)); }
 };
 
-// The larger number of either half; NaN if both are.
+// The larger number of either half; NaN if both are, and with INT8, whose codes have no NaN, if one is.
 DEVICE u32 larger(u32 a, u32 b) {
   u32 c;
-#if ACT_BF16
+#if INT8 && ACT_BF16
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+#elif INT8
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+#elif ACT_BF16
   asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
 #else
   asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
@@ -155,6 +167,10 @@ constexpr u32 kMagnitude = 0x7fff, kMagnitudes = kMagnitude << 16 | kMagnitude;
 // Scale of a group from its largest magnitude (16 bits); NaN if the group is all NaN.
 DEVICE float scale_of(u32 largest) {
   const float x = low_half(largest);
+  if (INT8) {
+    const float scale = __fdiv_rn(x, kLargestCode);
+    return scale < kTinyScale ? kTinyScale : scale;  // NaN stays
+  }
   const bool is_usual = x > kSmall && x < kLarge;  // nothing underflows
   // fmaxf ignores NaN.
   return is_usual ? divide(x, kLargestCode, 1.0f / kLargestCode) : fmaxf(__fdiv_rn(x, kLargestCode), kTinyScale);
@@ -173,7 +189,7 @@ DEVICE Codes quantize(Vec v, float& scale, u32& largest) {
   const float x = low_half(largest);
   const Floats f = unpack(v);
   float q[kColumns];
-  if (x > kSmall && x < kLarge) {
+  if (!INT8 && x > kSmall && x < kLarge) {
     const Inverse inverse(scale);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
@@ -185,7 +201,7 @@ DEVICE Codes quantize(Vec v, float& scale, u32& largest) {
       q[i] = __fdiv_rn(f.v[i], scale);
     }
   }
-  return Codes{to_e4m3(q[0], q[1]) | to_e4m3(q[2], q[3]) << 16, to_e4m3(q[4], q[5]) | to_e4m3(q[6], q[7]) << 16};
+  return Codes{to_codes(q[0], q[1]) | to_codes(q[2], q[3]) << 16, to_codes(q[4], q[5]) | to_codes(q[6], q[7]) << 16};
 }
 
 DEVICE Codes quantize(Vec v, float& scale) {
@@ -197,7 +213,7 @@ DEVICE Vec dequantize(Codes codes, float scale) {
   Floats f;
 #pragma unroll
   for (int i = 0; i < kColumns; i += 2) {
-    from_e4m3((i < 4 ? codes.low : codes.high) >> (i % 4 * 8), f.v[i], f.v[i + 1]);
+    from_codes((i < 4 ? codes.low : codes.high) >> (i % 4 * 8), f.v[i], f.v[i + 1]);
     f.v[i] = __fmul_rn(f.v[i], scale);
     f.v[i + 1] = __fmul_rn(f.v[i + 1], scale);
   }

@@ -27,7 +27,7 @@ from moe_ep.registry import EXPERTS, QUANT_METHODS
 
 # The mean |difference| / mean |reference| of two correct results that rounding and the order of sums can cause.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-_FP8_DISPATCH_TOLERANCE = 5e-2
+_DISPATCH_TOLERANCES = {None: 0.0, torch.int8: 2e-2, torch.float8_e4m3fn: 5e-2}
 _INPUT_TOLERANCES = {None: 0.0, torch.int8: 3e-2, torch.float8_e4m3fn: 8e-2}
 
 
@@ -36,8 +36,7 @@ def tolerance(
 ) -> float:
     """The largest `relative_error` of two layers with the same weights, for these dtypes of activations and wire, and
     what experts may round rows to."""
-    wire = 0.0 if dispatch_dtype is None else _FP8_DISPATCH_TOLERANCE
-    return max(_TOLERANCES[dtype], wire + _INPUT_TOLERANCES[input_dtype])
+    return max(_TOLERANCES[dtype], _DISPATCH_TOLERANCES[dispatch_dtype] + _INPUT_TOLERANCES[input_dtype])
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
@@ -158,6 +157,8 @@ class FusedMoEMethodBase(ABC):
         if refusal is None:
             name, kwargs = self.experts_names(layer)[FusedMoEActivationFormat.Standard], self.expert_kwargs(layer)
             refusal = EXPERTS.load(name).refuses_input_dtype(self.moe_config, quant_config, device, **kwargs)
+        if refusal is None and layer.parallel_config.use_all2all and layer.dispatch_dtype not in (None, dtype):
+            refusal = f"dispatch_dtype is {layer.dispatch_dtype}, so that rows would be rounded twice"
         if asked != CHECKPOINT:
             if refusal is not None:
                 raise ValueError(
