@@ -146,7 +146,7 @@ class Kernel:
             rank=gpu,
         )
         slots = exchange.slots(gpu).cuda()
-        if layout.fp8:
+        if layout.is_quantized:
             self.received = torch.zeros_like(load.results)
         else:
             start = layout.offsets["rows"]
@@ -210,7 +210,7 @@ def main() -> None:
     regions: dict[bool, tuple[Layout, Region]] = {}
     for fp8 in (False, True):
         sizes: dict[str, Any] = {"num_ranks": args.ranks, "capacity": args.tokens, "hidden_size": args.hidden}
-        layout = Layout(**sizes, topk=args.topk, fp8=fp8)
+        layout = Layout(**sizes, topk=args.topk, code_dtype=torch.float8_e4m3fn if fp8 else None)
         regions[fp8] = (layout, symmetric.reserve(layout.symmetric_bytes, "stand-in"))
     for title, name, fp8 in KINDS:
         for num_sms in args.num_sms:

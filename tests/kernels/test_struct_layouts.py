@@ -40,7 +40,13 @@ extern "C" __global__ void nothing() {{}}
 BF16, SILU = torch.bfloat16, MoEActivation.SILU
 UINT4B8 = WEIGHT_TYPES[scalar_types.uint4b8.id]
 RANKS = 3
-SHAPE: dict[str, Any] = {"num_ranks": RANKS, "capacity": 7, "hidden_size": 2880, "topk": 5, "fp8": True}
+SHAPE: dict[str, Any] = {
+    "num_ranks": RANKS,
+    "capacity": 7,
+    "hidden_size": 2880,
+    "topk": 5,
+    "code_dtype": torch.float8_e4m3fn,
+}
 # Pointers and ints of the prefill kernels' parameters, in the order in which high_throughput.py passes them.
 PREFILL = {
     "plan": (("topk_ids", "owners", "slots", "arriving"), ("num_ids", "num_tokens", "batch")),
