@@ -38,6 +38,14 @@ class DispatchTimeoutError(MoeEpError):
         self.ranks = tuple(ranks)
 
 
+class RanksChangedError(DispatchTimeoutError):
+    """A collective step was ended because the gang has other ranks now (`moe_ep.distributed.membership`)."""
+
+
+class CoverError(MoeEpError):
+    """The ranks that are left cannot hold all experts; the message says how many they can."""
+
+
 class EplbError(MoeEpError):
     """A rearrangement of experts cannot continue: the ranks disagree, or one did not take part in time.
 

@@ -15,6 +15,7 @@ from moe_ep.launch.cli.options import (
     at_least,
     checkpoint_folder,
     endpoint,
+    flag,
     one_of,
     one_of_these,
     option,
@@ -28,6 +29,8 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 
 if TYPE_CHECKING:
     import torch
+
+    from moe_ep.layer.elastic import ElasticConfig
 
 
 LAUNCHERS = ("ray", "torchrun", "local", "slurm")
@@ -237,3 +240,67 @@ class ModelConfig(GangConfig):
             )
         if read_model_config(self.model).get("quantization_config") is not None:
             raise OptionError(f"--quantize is {self.quantize!r} and --model is quantized already; leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticOptions(ModelConfig):
+    """Whether a gang's workers may come and go."""
+
+    options_title: ClassVar[str] = "workers that come and go"
+
+    elastic: bool = field(
+        default=False, metadata=option(None, "go on without workers that die, hang or leave, and with those that join")
+    )
+    min_ranks: int | None = field(
+        default=None, metadata=option(at_least(1), "end where fewer workers than this are left (default: 1)", "N")
+    )
+    max_ranks: int | None = field(
+        default=None, metadata=option(at_least(1), "let workers join up to this many (default: --ep-size)", "N")
+    )
+    spare_slots: int | None = field(
+        default=None,
+        metadata=option(
+            at_least(0),
+            "empty expert slots of each worker, for those of one that is lost (default: as many as --min-ranks workers "
+            "need to hold all experts)",
+            "N",
+        ),
+    )
+    when_uncovered: str = field(
+        default="wait",
+        metadata=option(
+            one_of("wait", "skip"), "what tokens do whose experts are being read again: wait for them, or skip them"
+        ),
+    )
+
+    def check_elastic(self) -> None:
+        """Raises OptionError for an option that means nothing without --elastic, or numbers that do not fit."""
+        for name, default in (
+            ("min_ranks", None),
+            ("max_ranks", None),
+            ("spare_slots", None),
+            ("when_uncovered", "wait"),
+        ):
+            value = getattr(self, name)
+            if value != default and not self.elastic:
+                raise OptionError(f"{flag(name)} is {str(value)!r} without --elastic; add --elastic or leave it out")
+        if self.min_ranks and self.ep_size and self.min_ranks > self.ep_size:
+            raise OptionError(f"--min-ranks is {self.min_ranks} and --ep-size {self.ep_size}; start at least as many")
+        if self.max_ranks and self.max_ranks < (self.ep_size or self.min_ranks or 1):
+            raise OptionError(f"--max-ranks is {self.max_ranks}; it must be at least --ep-size and --min-ranks")
+        if self.elastic and self.launcher == "torchrun" and is_torchrun_rank():
+            raise OptionError(
+                "--elastic is given under torchrun, which ends all workers when one fails; leave torchrun out and run "
+                "moe-ep with --launcher torchrun, whose agent does not"
+            )
+
+    def elastic_config(self) -> ElasticConfig:
+        """The same for a gang."""
+        from moe_ep.layer.elastic import ElasticConfig
+
+        return ElasticConfig(
+            min_ranks=self.min_ranks or 1,
+            max_ranks=self.max_ranks,
+            spare_slots=self.spare_slots,
+            when_uncovered=self.when_uncovered,
+        )

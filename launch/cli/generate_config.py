@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_ep.files import parse_json
 from moe_ep.generation.conversation import TEMPLATE_FIELDS, Conversation
-from moe_ep.launch.cli.gang_options import ModelConfig
+from moe_ep.launch.cli.gang_options import ElasticOptions
 from moe_ep.launch.cli.options import OptionError, at_least, input_file, number, option, output_file
 
 _STDIN = Path("-")
@@ -69,7 +69,7 @@ def _some_text(raw: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(ModelConfig):
+class GenerateConfig(ElasticOptions):
     """The settings of one generation; the flags of `moe-ep generate` are these fields."""
 
     prompts: Path | None = option(
@@ -118,7 +118,7 @@ class GenerateConfig(ModelConfig):
     )
     eplb: bool = option(False, None, "balance the experts over the workers while they decode")
     num_redundant_experts: int = option(
-        0, at_least(0), "extra expert slots, over all workers, for replicas; with --eplb", "N"
+        0, at_least(0), "extra expert slots, over all workers, for replicas; with --eplb or --elastic", "N"
     )
     graphs: bool = option(True, None, "decode in CUDA graphs, where the backend and the experts allow it")
 
@@ -136,8 +136,15 @@ class GenerateConfig(ModelConfig):
                 "--return-routed-experts is given with --resume, and the file would lack the prompts of the "
                 "interrupted run; leave one out"
             )
-        if self.num_redundant_experts and not self.eplb:
-            raise OptionError(f"--num-redundant-experts is {self.num_redundant_experts} without --eplb; add it")
+        self.check_elastic()
+        if self.return_routed_experts is not None and self.elastic:
+            raise OptionError(
+                "--return-routed-experts is given with --elastic, and what a worker recorded is lost with it; leave one out"
+            )
+        if self.num_redundant_experts and not (self.eplb or self.elastic):
+            raise OptionError(
+                f"--num-redundant-experts is {self.num_redundant_experts} without --eplb or --elastic; add one"
+            )
         self.check_quantize()
         for flag, value, default in (("--top-k", self.top_k, 0), ("--top-p", self.top_p, 1.0)):
             if self.temperature == 0 and value != default:

@@ -180,3 +180,24 @@ class CompletionRelay:
     @staticmethod
     def _key(rank: int, number: int) -> str:
         return f"moe_ep/completion/{rank}/{number}"
+
+
+class DirectRelay:
+    """Hands every rank's completions to the driver itself, which gets the items of all ranks where they come and go.
+
+    Args:
+        refused: the lines of prompts that the model does not take.
+    """
+
+    def __init__(self, num_prompts: int, refused: Sequence[dict[str, Any]]) -> None:
+        self._num_prompts = num_prompts - len(refused)
+        for told in refused:
+            progress.hand_over(told)
+
+    def leave(self, completion: dict[str, Any]) -> None:
+        """One of this rank's own."""
+        progress.hand_over(completion)
+
+    def collect(self, finished: Sequence[int]) -> None:
+        """Shows how far the ranks are, given how many sequences each has finished."""
+        progress.report("sequences", sum(finished), self._num_prompts)

@@ -25,7 +25,7 @@ class RankGeneration:
             left out.
         step_s: seconds of its steps by kind: prefill, decode (eager), replayed (decode in a CUDA graph), serve.
         elapsed_s: from the first step to the last, the same steps on every rank.
-        balancedness: of all steps, layers and ranks together.
+        rank_loads: rows that it sent to each rank, by layer, over all steps, or those since the ranks last changed.
         memory_bytes: on a GPU the most that was allocated, else the most the process ever held.
         routing: what is recorded of its prompts' routing; None where nothing is.
     """
@@ -47,7 +47,7 @@ class RankGeneration:
     not_applied: dict[str, Any]
     step_s: dict[str, list[float]]
     elapsed_s: float
-    balancedness: float
+    rank_loads: list[list[int]]
     memory_bytes: int
     routing: RoutingFile | None = None
 
@@ -58,13 +58,29 @@ class RankGeneration:
 
 
 class GenerationReport:
-    """The report over all ranks."""
+    """The report over all ranks.
 
-    def __init__(self, config: GenerateConfig, command: str, ranks: Sequence[RankGeneration]) -> None:
+    Args:
+        recoveries: what each loss of a rank took (`Gang.run_elastic`).
+        handed_over: completions that came while the ranks worked, those of ranks that are lost among them.
+    """
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        command: str,
+        ranks: Sequence[RankGeneration],
+        recoveries: Sequence[dict[str, Any]] = (),
+        handed_over: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self.config, self.command, self.ranks = config, command, list(ranks)
+        self.recoveries = list(recoveries)
         self.elapsed_s = max(rank.elapsed_s for rank in ranks)
         self.refused = [told for rank in ranks for told in rank.refused]
-        self.failed = [told for rank in ranks for told in rank.completions if told["finish"] == "failed"]
+        completed = {told["index"]: told for rank in ranks for told in rank.completions}
+        self.of_lost = [told for told in handed_over if told["index"] not in completed and told["finish"] != "refused"]
+        everything = (*completed.values(), *self.of_lost)
+        self.failed = [told for told in everything if told["finish"] == "failed"]
 
     def routing(self) -> RoutingFile:
         """What was recorded on all ranks."""
@@ -105,15 +121,33 @@ class GenerationReport:
             "tokens_per_rank": num_tokens,
             "elapsed_s": self.elapsed_s,
             "tokens_per_s_per_rank": [count / self.elapsed_s for count in num_tokens],
-            "tokens_per_s": sum(num_tokens) / self.elapsed_s,
+            "tokens_per_s": self._num_tokens / self.elapsed_s,
             "step_ms": {kind: self.step_ms(kind) for kind in ("prefill", "decode", "replayed", "serve")},
-            "balancedness": first.balancedness,
+            "balancedness": self._balancedness(),
             "load_s": max(rank.load_s for rank in self.ranks),
             "memory_bytes_per_rank": [rank.memory_bytes for rank in self.ranks],
             "versions": first.versions,
             "commit": checkout_commit(),
             "command": self.command,
+            "recoveries": self.recoveries,
         }
+
+    def _balancedness(self) -> float:
+        """Mean over maximum (`moe_ep.eplb.balancedness`) of the rows that all ranks sent to each rank, over all layers.
+
+        Without torch, whose import takes longer than all else that a driver does.
+        """
+        by_layer = [[sum(of_rank) for of_rank in zip(*rows, strict=True)] for rows in self._loads_by_layer()]
+        busiest = sum(max(loads) for loads in by_layer)
+        return sum(sum(loads) / len(loads) for loads in by_layer) / busiest if busiest else 1.0
+
+    def _loads_by_layer(self) -> Iterator[tuple[list[int], ...]]:
+        return zip(*(rank.rank_loads for rank in self.ranks), strict=True)
+
+    @property
+    def _num_tokens(self) -> int:
+        """Those of ranks that are lost among them."""
+        return sum(rank.num_tokens for rank in self.ranks) + sum(told["num_tokens"] for told in self.of_lost)
 
     def lines(self) -> Iterator[str]:
         """What goes to the terminal."""
@@ -140,13 +174,18 @@ class GenerationReport:
         yield ""
         yield from self._times(summary["step_ms"])
         yield (
-            f"{summary['tokens_per_s']:,.1f} tokens/s ({sum(summary['tokens_per_rank'])} in {self.elapsed_s:.2f} s), "
+            f"{summary['tokens_per_s']:,.1f} tokens/s ({self._num_tokens} in {self.elapsed_s:.2f} s), "
             f"balancedness {summary['balancedness']:.3f}"
         )
         if summary["not_applied"]:
             settings = ", ".join(f"{name} ({value})" for name, value in summary["not_applied"].items())
             yield f"not applied, of generation_config.json: {settings}"
-        total = len(self.refused) + sum(summary["prompts_per_rank"])
+        for loss in self.recoveries:
+            yield (
+                f"rank {loss['rank']} was lost ({loss['cause']}): found after {loss['detected_s']:.2f} s, served again "
+                f"after {loss['serving_s']:.2f} s, {loss['experts_read']} experts read again"
+            )
+        total = len(self.refused) + sum(summary["prompts_per_rank"]) + len(self.of_lost)
         for what, several in (("refused", self.refused), ("failed at", self.failed)):
             if several:
                 first = min(several, key=lambda told: told["index"])["error"]

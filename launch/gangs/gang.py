@@ -21,13 +21,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_ep import env
-from moe_ep.errors import ConfigError, DispatchTimeoutError, GangError, MoeEpError, NoRoomError
+from moe_ep.errors import ConfigError, CoverError, DispatchTimeoutError, GangError, MoeEpError, NoRoomError
 from moe_ep.launch.gangs import interrupts
 from moe_ep.launch.gangs.rank_env import RankEnv
-from moe_ep.launch.gangs.rendezvous import destroy_process_group, init_process_group
+from moe_ep.launch.gangs.rendezvous import destroy_process_group, init_process_group, use_interface_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from moe_ep.layer.elastic import ElasticConfig
 
 # How long a failure that looks like the echo of another waits for that other to be reported.
 ECHO_GRACE_S = 3.0
@@ -51,6 +53,7 @@ class WorkerFailure:
         traceback: of the exception, empty where the process died.
         echo: whether it looks like the consequence of a peer's failure.
         refusal: whether the worker refused its settings: nothing is broken but what it was told to do.
+        is_final: whether a gang whose ranks come and go cannot go on after it.
     """
 
     rank: int
@@ -59,6 +62,7 @@ class WorkerFailure:
     traceback: str = ""
     echo: bool = False
     refusal: bool = False
+    is_final: bool = False
 
     def __str__(self) -> str:
         where = f"rank {self.rank} on node {self.node} failed: {self.cause}"
@@ -141,6 +145,24 @@ class Gang(ABC):
         """Frees what the gang holds beyond its workers; `run` does it too, and a second time does no harm."""
         return
 
+    def run_elastic(
+        self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        """As `run`, for a gang whose ranks come and go: a worker that dies is left out, and the others go on.
+
+        Args:
+            fn: is called with `membership=`, this worker's `Membership`, too, and makes the process group by it.
+            on_item: gets the items of all ranks.
+
+        Returns:
+            The results of the ranks that are left, in rank order, and what each loss took (`ElasticOutcomes`).
+
+        Raises:
+            GangError: fewer ranks are left than config says, or their slots are too few for all experts.
+            ConfigError: this launcher cannot do it, or as `run`.
+        """
+        raise ConfigError(f"--elastic is given and {type(self).__name__} has no ranks that come and go")
+
     @abstractmethod
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
         """Runs fn(rank_env, *args) in every worker, with the process group initialised; results in rank order.
@@ -189,6 +211,29 @@ def run_rank(
         return Outcome(failure=failure_of(error, rank_env.rank))
 
 
+def run_member(
+    rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any], store: dist.Store, timeout_s: float | None = None
+) -> Outcome:
+    """As `run_rank`, of a gang whose ranks come and go.
+
+    Args:
+        store: of the gang, which no rank serves.
+    """
+    try:
+        import torch
+
+        from moe_ep.distributed.membership import Membership
+
+        set_up_logging(rank_env.rank)
+        rank_env.export()
+        torch.set_num_threads(_num_threads(rank_env))
+        use_interface_of(rank_env)
+        membership = Membership(store, rank_env.rank, device=rank_env.device, timeout_s=timeout_s)
+        return Outcome(fn(rank_env, *args, membership=membership))
+    except Exception as error:
+        return Outcome(failure=failure_of(error, rank_env.rank))
+
+
 def failure_of(error: BaseException, rank: int, node: str | None = None) -> WorkerFailure:
     """A worker's exception as a failure; an error of ours says what is wrong by itself and comes without traceback."""
     own = isinstance(error, MoeEpError) and env.LOG_LEVEL.get() != "DEBUG"
@@ -200,6 +245,7 @@ def failure_of(error: BaseException, rank: int, node: str | None = None) -> Work
         traceback="" if own else text,
         echo=isinstance(error, (DispatchTimeoutError, ConnectionError)) or bool(_ECHO.search(str(error))),
         refusal=isinstance(error, ConfigError),
+        is_final=isinstance(error, CoverError),
     )
 
 

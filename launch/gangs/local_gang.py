@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -15,10 +16,10 @@ from dataclasses import dataclass, replace
 from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_ep.errors import ConfigError, GangError, rank_list
-from moe_ep.launch.gangs import interrupts, progress, waiting
+from moe_ep.launch.gangs import elastic, interrupts, progress, waiting
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -29,12 +30,16 @@ from moe_ep.launch.gangs.gang import (
     death_of,
     failure_of,
     ignore,
+    run_member,
     run_rank,
 )
 from moe_ep.launch.gangs.processes import Process, children
 from moe_ep.launch.gangs.rank_env import LOOPBACK, RankEnv
-from moe_ep.launch.gangs.rendezvous import listen_store
+from moe_ep.launch.gangs.rendezvous import listen_store, open_clients_store
 from moe_ep.launch.gangs.waiting import Wait
+
+if TYPE_CHECKING:
+    from moe_ep.layer.elastic import ElasticConfig
 
 POLL_S = 0.5
 # Workers import torch and the program before they answer, which takes some seconds on a busy machine.
@@ -81,6 +86,23 @@ class LocalGang(Gang):
                         outcomes.add(event.rank, event.content)
         return outcomes.results()
 
+    def run_elastic(
+        self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        ranks = local_rank_envs(self.world_size, self.device, source=self._source)
+        store = listen_store(LOOPBACK, self._timeout_s)
+        workers = LocalWorkers(self._context, ranks, self._timeout_s, fn, args, store.port)
+        outcomes = elastic.ElasticOutcomes(store, range(self.world_size), config, workers.kill)
+        with workers:
+            while not outcomes.are_final:
+                for event in workers.events(elastic.POLL_S):
+                    if event.kind == "item":
+                        on_item(event.content)
+                    else:
+                        outcomes.add(event.rank, event.content)
+                outcomes.look()
+            return outcomes.results(), outcomes.recoveries
+
 
 def local_rank_envs(
     count: int, device: str, *, source: str, first: int = 0, world_size: int | None = None, node_rank: int = 0,
@@ -115,6 +137,9 @@ class LocalWorkers:
     """Worker processes of this machine that wait for rank 0's port, run a function and answer; a context manager, at
     whose end none of them is left.
 
+    Args:
+        port: of a store that this process serves, for ranks that come and go; None where rank 0 serves it.
+
     Raises:
         ConfigError: the function cannot be imported by another process.
     """
@@ -126,8 +151,10 @@ class LocalWorkers:
         timeout_s: float | None,
         fn: Callable[..., Any],
         args: Sequence[Any],
+        port: int | None = None,
     ) -> None:
         _check_importable(fn)
+        self._port = port
         self._context, self._ranks = context, ranks
         self._timeout_s, self._fn, self._args = timeout_s, fn, args
         self._processes: dict[Connection, tuple[int, ForkServerProcess]] = {}
@@ -142,16 +169,7 @@ class LocalWorkers:
         try:
             _wait_for_fork_server(self._context, self._start)
             for rank_env in self._ranks:
-                ours, theirs = self._context.Pipe()
-                worker = self._context.Process(
-                    target=_serve,
-                    args=(theirs, os.getpid(), dict(os.environ), rank_env, self._timeout_s, self._fn, self._args),
-                    daemon=True,
-                )
-                worker.start()
-                theirs.close()
-                self._processes[ours] = (rank_env.rank, worker)
-                self._open.add(ours)
+                self.start(rank_env)
         except BaseException:
             self.__exit__()
             raise
@@ -164,6 +182,27 @@ class LocalWorkers:
         for connection, (_, worker) in self._processes.items():
             worker.join()
             connection.close()
+
+    def start(self, rank_env: RankEnv) -> None:
+        """Starts another worker."""
+        ours, theirs = self._context.Pipe()
+        worker = self._context.Process(
+            target=_serve,
+            args=(theirs, os.getpid(), dict(os.environ), rank_env, self._timeout_s, self._fn, self._args, self._port),
+            daemon=True,
+        )
+        worker.start()
+        theirs.close()
+        self._processes[ours] = (rank_env.rank, worker)
+        self._open.add(ours)
+        if self._port is not None:
+            progress.say_plain(f"rank {rank_env.rank}: pid {worker.pid} on {socket.gethostname()}")
+
+    def kill(self, rank: int) -> None:
+        """Ends a rank's process, stopped or not, if it is there."""
+        for number, worker in self._processes.values():
+            if number == rank:
+                worker.kill()
 
     def events(self, timeout_s: float, also: Sequence[Any] = ()) -> Iterator[Event]:
         """Waits for messages and yields them; a worker that died has a failure for its outcome. Progress is shown.
@@ -313,26 +352,32 @@ def _serve(
     timeout_s: float | None,
     fn: Callable[..., Any],
     args: Sequence[Any],
+    port: int | None,
 ) -> None:
-    """The worker process: meets its peers at rank 0's store, runs the function and answers."""
+    """The worker process: meets its peers at rank 0's store, or the driver's, runs the function and answers."""
     end_with(driver_pid)
     # The server's environment is that of the driver's first gang.
     os.environ.clear()
     os.environ.update(environment)
     if rank_env.rank == 0:
         progress.set_sink(lambda report: connection.send(("progress", report)))
+    if rank_env.rank == 0 or port is not None:
         progress.set_receiver(lambda item: connection.send(("item", item)))
     try:
         try:
             connection.send(("started", None))
             store = None
-            if rank_env.rank == 0:
-                store = listen_store(rank_env.master_addr, timeout_s)
-                port = store.port
-                connection.send(("port", port))
+            if port is not None:
+                store = open_clients_store(rank_env.master_addr, port, timeout_s)
+                outcome = run_member(replace(rank_env, master_port=port), fn, args, store, timeout_s)
             else:
-                port = connection.recv()
-            outcome = run_rank(replace(rank_env, master_port=port), fn, args, timeout_s, store)
+                if rank_env.rank == 0:
+                    store = listen_store(rank_env.master_addr, timeout_s)
+                    port = store.port
+                    connection.send(("port", port))
+                else:
+                    port = connection.recv()
+                outcome = run_rank(replace(rank_env, master_port=port), fn, args, timeout_s, store)
             progress.set_sink(None)
             connection.send(("outcome", outcome))
         except (EOFError, BrokenPipeError):

@@ -37,6 +37,11 @@ def say(text: str) -> None:
         _write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}moe-ep: {text}\n")
 
 
+def say_plain(text: str) -> None:
+    """Writes a line to this process's stderr as it is."""
+    _write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{text}\n")
+
+
 def set_sink(sink: Callable[[Progress], None] | None) -> None:
     """Sets where this process's reports go."""
     global _sink

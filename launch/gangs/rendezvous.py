@@ -104,6 +104,21 @@ def init_process_group(
     return store
 
 
+def use_interface_of(rank_env: RankEnv) -> None:
+    """Has gloo connect over the interface that leads to the others: loopback where all ranks are on this machine."""
+    if rank_env.local_world_size == rank_env.world_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        _use_interface_of(rank_env.master_addr)
+
+
+def open_clients_store(address: str, port: int, timeout_s: float | None) -> dist.TCPStore:
+    """A connection to a store that another process serves there."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(address, port, is_master=False, timeout=_timeout(timeout_s), wait_for_workers=False)
+
+
 def destroy_process_group() -> None:
     """Leaves the default process group; does nothing where there is none."""
     import torch.distributed as dist

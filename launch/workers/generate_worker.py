@@ -20,7 +20,7 @@ from moe_ep.bench.results import peak_memory
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.distributed.exchange import gather_texts
-from moe_ep.eplb.metrics import balancedness
+from moe_ep.distributed.membership import Membership
 from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.eplb.trace import model_name
 from moe_ep.errors import ConfigError
@@ -33,7 +33,7 @@ from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.steps import StepCoordinator
 from moe_ep.launch.cli.gang_options import layer_input_dtype, torch_dtype
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
-from moe_ep.launch.cli.generate_lines import CompletionRelay
+from moe_ep.launch.cli.generate_lines import CompletionRelay, DirectRelay
 from moe_ep.launch.cli.generate_report import RankGeneration
 from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.rank_env import RankEnv
@@ -60,12 +60,17 @@ _OTHER_SETTINGS: dict[str, Any] = {
 
 
 def run_generate(
-    rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine], first: int = 0
+    rank_env: RankEnv,
+    config: GenerateConfig,
+    prompts: Sequence[PromptLine],
+    first: int = 0,
+    membership: Membership | None = None,
 ) -> RankGeneration:
     """One rank's part of the generation, in its process group.
 
     Args:
         first: the prompt to begin with; rank 0's counts, whose node has the output of an interrupted run.
+        membership: of ranks that come and go; then no rank needs another before the first step.
 
     Raises:
         CheckpointError: the checkpoint does not hold what it says.
@@ -76,15 +81,24 @@ def run_generate(
     dtype = torch_dtype(config.dtype, device)
     folder = config.model if config.model is not None else demo_checkpoint()
     tokenizer = ModelTokenizer(folder)
-    prompts = prompts[_share("first", first)[0] :]
-    requests, refused = _requests(tokenizer, rank_env, prompts)
+    if membership is None:
+        prompts = prompts[_share("first", first)[0] :]
+        mine = prompts[rank_env.rank :: rank_env.world_size]
+        requests, refused = _together(_share("requests", _tokenized(tokenizer, rank_env.rank, mine)))
+    else:
+        prompts = prompts[first:]
+        requests, refused = _together([_tokenized(tokenizer, rank_env.rank, prompts)])
     started = time.perf_counter()
-    model = _load(config, folder, device, dtype)
+    model = _load(config, folder, device, dtype, membership)
     load_s = time.perf_counter() - started
     steps = steps_of(model)
     for layer in steps.layers:
         layer.counts_load = True
-    relay = CompletionRelay(rank_env.rank, len(prompts), refused)
+    relay: CompletionRelay | DirectRelay
+    if membership is None:
+        relay = CompletionRelay(rank_env.rank, len(prompts), refused)
+    else:
+        relay = DirectRelay(len(prompts), refused)
     generation = Generation(
         model,
         requests,
@@ -100,13 +114,17 @@ def run_generate(
         records=_records(config),
         on_progress=relay.collect,
         on_completion=lambda completion: relay.leave(_told(tokenizer, completion, rank_env.rank, config.stop)),
+        membership=membership,
+        on_ranks=lambda: _serves(membership, steps),
     )
-    dist.barrier()
+    if membership is None:
+        dist.barrier()
     started = time.perf_counter()
     completions = generation.run()
     elapsed_s = time.perf_counter() - started
     if steps.eplb is not None:
-        steps.eplb.finish()
+        if membership is None:
+            steps.eplb.finish()
         steps.end_balancing()
     progress.report("sequences", len(prompts), len(prompts))
     return RankGeneration(
@@ -124,35 +142,46 @@ def run_generate(
         versions=versions() | {"transformers": transformers.__version__},
         completions=[_told(tokenizer, completion, rank_env.rank, config.stop) for completion in completions],
         not_applied=_not_applied(model.generation_config),
-        refused=[told for told in refused if told["rank"] == rank_env.rank],
+        refused=[
+            told for told in refused if told["rank"] == rank_env.rank and (membership is None or not membership.ep_rank)
+        ],
         step_s=asdict(generation.times),
         elapsed_s=elapsed_s,
-        balancedness=_balancedness(steps),
+        rank_loads=_rank_loads(steps),
         memory_bytes=peak_memory(device),
         routing=None if config.return_routed_experts is None else _routing(folder, steps, completions),
     )
 
 
-def _requests(
-    tokenizer: ModelTokenizer, rank_env: RankEnv, prompts: Sequence[PromptLine]
-) -> tuple[list[Request], list[dict[str, Any]]]:
-    """All requests, the same on every rank, and what is told of the prompts that the model cannot take: one that it
-    cannot does not keep it from the others. ConfigError where it can take none."""
+def _serves(membership: Membership | None, steps: StepCoordinator) -> None:
+    """Tells the launcher that the first step of these ranks begins, and what it took to come there."""
+    if membership is not None and steps.elastic is not None:
+        took = steps.elastic.recovery.to_dict() | {"serving_at": time.time()}
+        membership.log.report(membership.epoch, membership.rank, took)
+
+
+def _tokenized(tokenizer: ModelTokenizer, rank: int, prompts: Sequence[PromptLine]) -> dict[str, Any]:
+    """The requests of these prompts, and what is told of those that the model cannot take, as JSON has them."""
     requests: list[Any] = []
     refused: list[dict[str, Any]] = []
-    for line in prompts[rank_env.rank :: rank_env.world_size]:
+    for line in prompts:
         try:
             if line.prompt is None:
                 raise ConfigError(line.error)
             ids = tokenizer.token_ids(line.prompt)
         except ConfigError as error:
             said = str(error) if line.prompt is None else f"{line.where}: {error}"
-            refused.append({"index": line.index, "finish": "refused", "error": said, "rank": rank_env.rank})
+            refused.append({"index": line.index, "finish": "refused", "error": said, "rank": rank})
         else:
             ends = [] if isinstance(line.prompt, str) else tokenizer.end_ids
             requests.append([line.index, ids.tolist(), ends])
     tokenizer.close()
-    by_rank = _share("requests", {"requests": requests, "refused": refused})
+    return {"requests": requests, "refused": refused}
+
+
+def _together(by_rank: Sequence[dict[str, Any]]) -> tuple[list[Request], list[dict[str, Any]]]:
+    """All requests, the same on every rank, and what is told of the prompts that the model cannot take: one that it
+    cannot does not keep it from the others. ConfigError where it can take none."""
     everything = [
         Request(index, torch.tensor(ids), tuple(ends)) for found in by_rank for index, ids, ends in found["requests"]
     ]
@@ -168,7 +197,9 @@ def _share(what: str, mine: Any) -> list[Any]:
     return [json.loads(text) for text in gather_texts(what, json.dumps(mine))]
 
 
-def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+def _load(
+    config: GenerateConfig, folder: Path, device: torch.device, dtype: torch.dtype, membership: Membership | None
+) -> Any:
     return moe_ep.parallelize(
         folder,
         backend=config.backend,
@@ -183,6 +214,8 @@ def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: tor
         # Decoding sends few rows, and on GPUs a backend of fixed capacity needs no host for that.
         decode_max_num_tokens=min(config.batch_size, DECODE_MAX_NUM_TOKENS) if device.type == "cuda" else None,
         on_layer=lambda done, total: progress.report("loading layers", done, total),
+        membership=membership,
+        elastic=None if membership is None else config.elastic_config(),
     )
 
 
@@ -249,11 +282,9 @@ def _backends(steps: StepCoordinator, batch_size: int) -> tuple[str, str]:
         return prefill, backend_name(layer.prepare_finalize)
 
 
-def _balancedness(steps: StepCoordinator) -> float:
-    """Of the rows that all ranks sent to each rank, over all layers and steps."""
+def _rank_loads(steps: StepCoordinator) -> list[list[int]]:
+    """Rows that this rank sent to each rank, by layer, over all steps."""
     parallel = steps.layers[0].parallel_config
     owners = expert_owner_table(parallel.ep_size, steps.layers[0].load.numel(), parallel.expert_placement_strategy)
     loads = torch.stack([layer.load.cpu() for layer in steps.layers])
-    per_rank = loads.new_zeros(len(loads), parallel.ep_size).index_add_(1, owners.long(), loads)
-    dist.all_reduce(per_rank)
-    return balancedness(per_rank)
+    return loads.new_zeros(len(loads), parallel.ep_size).index_add_(1, owners.long(), loads).tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -137,11 +137,18 @@ def layer_options(
     }
 
 
-def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, layer: Any) -> None:
+def load_moe_layer(
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    layer_index: int,
+    layer: Any,
+    experts: Collection[int] | None = None,
+) -> None:
     """Loads this rank's experts of one layer into a `FusedMoE`, and finishes it for use.
 
     Args:
         layer: a `FusedMoE`; its parameters are named `w13_` or `w2_` and the last part of the tensors' names.
+        experts: after `begin_reload`, the logical experts to load; None for all.
 
     Raises:
         CheckpointError: a tensor that is missing, of another shape or dtype than the config says, or that the layer
@@ -153,7 +160,7 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
     layer.check_open(spec.expert_prefix(layer_index))
     _check_gate(layer, spec, layer_index)
     quantization = layer_quantization(reader.quantization, spec, layer_index, reader)
-    plan = plan_layer(reader, spec, layer_index, layer, quantization)
+    plan = plan_layer(reader, spec, layer_index, layer, quantization, experts)
     params = dict(layer.named_parameters(recurse=False))
     with _one_copying_thread():
         for source, raw in _read(reader, plan):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -448,11 +448,13 @@ def plan_layer(
     layer_index: int,
     layer: Any,
     quantization: LayerQuantization | None,
+    experts: Collection[int] | None = None,
 ) -> list[Source]:
     """The sources of all experts that this rank holds, each once.
 
     Args:
         quantization: of this layer's experts, as `layer_quantization` gives it.
+        experts: only these of the routed experts, and no shared ones; None for all.
 
     Raises:
         CheckpointError: more or fewer experts on disk than in the config, a tensor that is missing, of another shape or
@@ -461,7 +463,7 @@ def plan_layer(
     """
     params = [name for name, _ in layer.named_parameters(recurse=False)]
     sources: dict[str, Source] = {}
-    for linear in _linears(reader, spec, layer_index, layer, quantization):
+    for linear in _linears(reader, spec, layer_index, layer, quantization, experts):
         wanted = {name.removeprefix(linear.param_prefix) for name in params if name.startswith(linear.param_prefix)}
         for suffix in sorted(wanted | linear.found.keys() | linear.layouts.keys()):
             stored, layout = linear.found.get(suffix), linear.layouts.get(suffix)
@@ -511,6 +513,7 @@ def _linears(
     layer_index: int,
     layer: Any,
     quantization: LayerQuantization | None,
+    only: Collection[int] | None,
 ) -> Iterator[_Linear]:
     experts = ExpertTensors(reader, spec, layer_index, quantization)
     projections = spec.projections
@@ -523,7 +526,7 @@ def _linears(
         role = roles[weight_name.removesuffix(".").rsplit(".", 1)[-1]]
         param_prefix = param_name.removeprefix("experts.")
         shards[role] = (param_prefix, shard_id)
-        if layer.is_local_expert(expert_id):
+        if layer.is_local_expert(expert_id) and (only is None or expert_id % spec.num_experts in only):
             expert, layouts = expert_id % spec.num_experts, experts.layouts(role)
             yield _Linear(
                 stem=f"{spec.moe_prefix(layer_index)}.{weight_name}",
@@ -535,7 +538,7 @@ def _linears(
                 layouts=layouts,
                 expert_layouts=layouts,
             )
-    if layer.num_fused_shared_experts:
+    if layer.num_fused_shared_experts and only is None:
         yield from _fused_shared_linears(reader, spec, layer_index, layer, quantization, shards)
 
 

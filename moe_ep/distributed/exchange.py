@@ -107,6 +107,11 @@ def gather_values(
     return [decode(text.encode()) for text in texts]
 
 
+def count_exchanges_anew() -> None:
+    """Forgets the numbers of the exchanges so far, as the default group is made again, over a store without them."""
+    _counts.clear()
+
+
 def check_agreement(name: str, settings: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
     """Checks that all ranks have the same settings.
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from moe_ep import env
 from moe_ep.distributed.liveness import Processes
 from moe_ep.distributed.store import LOOK_S, ask_store, listen_to_store, name_in_store, rendezvous_store
-from moe_ep.errors import DispatchTimeoutError, MoeEpError, rank_list
+from moe_ep.errors import DispatchTimeoutError, MoeEpError, RanksChangedError, rank_list
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,12 @@ def deadline_of(process_group: dist.ProcessGroup) -> float:
     """Seconds that a step of the ranks may take: MOE_EP_DISPATCH_TIMEOUT_S, or the group's timeout if shorter."""
     of_group = timeout_of(process_group)
     return min(env.DISPATCH_TIMEOUT_S.get(), math.inf if of_group is None else of_group.total_seconds())
+
+
+def end_all_waits(why: str) -> None:
+    """Ends this process's waits for other ranks, now and later, in all groups that there are; no rank is asked."""
+    for detector in list(_detectors.values()):
+        detector.end_waits(why)
 
 
 class Verdict(NamedTuple):
@@ -139,6 +145,7 @@ class FailureDetector:
         self._members = None if members is None else tuple(members)
         self._processes = None if size == 1 or members is None else Processes.of_job()
         self.logs_refusals = False
+        self._ended_by = ""
         self._begin(epoch=0, live=range(size))
         if size > 1:
             self.dead()  # from now on, processes are looked for
@@ -155,6 +162,10 @@ class FailureDetector:
     def exclude(self, ranks: Collection[int]) -> None:
         """Goes on without these ranks of the group, in a new epoch; all others call it, when none of them waits."""
         self._begin(self.epoch + 1, [rank for rank in self.live if rank not in ranks])
+
+    def end_waits(self, why: str) -> None:
+        """Ends the waits for these ranks for good, with a `RanksChangedError`."""
+        self._ended_by, self.has_ended = why, True
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> FailureDetector:
@@ -190,10 +201,10 @@ class FailureDetector:
             while True:
                 left = deadline - time.monotonic()
                 try:
-                    work.wait(timedelta(seconds=max(min(left, LOOK_S), 1e-3)))
+                    work.wait(timedelta(seconds=max(min(left, _POLL_S), 1e-3)))
                     return
                 except RuntimeError:
-                    if not work.is_completed() and (left <= LOOK_S or self.is_hopeless()):
+                    if not work.is_completed() and (left <= _POLL_S or self.is_hopeless()):
                         raise
                     if work.is_completed():
                         work.wait(timedelta(seconds=LOOK_S))  # raises what it failed with
@@ -325,12 +336,15 @@ class FailureDetector:
         """
         number: Callable[[int], int] = (lambda rank: rank) if ranks is None else ranks.__getitem__
         try:
+            self._check_not_ended()
             refusals = self.refusals()
             if refusals:
                 reasons = "; ".join(f"rank {number(rank)} {reason}" for rank, reason in refusals.items())
                 return DispatchTimeoutError(f"{story}: {reasons}", [number(rank) for rank in refusals])
             verdict = self.verdict()
         except RuntimeError as error:
+            if self._ended_by:
+                return RanksChangedError(f"{story}: {self._ended_by}")
             return DispatchTimeoutError(f"{story}, and the ranks' store cannot be reached ({error}): {cause}")
         named = verdict._replace(
             silent=[number(rank) for rank in verdict.silent],
@@ -338,6 +352,10 @@ class FailureDetector:
             dead=tuple(number(rank) for rank in verdict.dead),
         )
         return DispatchTimeoutError(f"{story}: {named}: {cause}", named.failed_ranks)
+
+    def _check_not_ended(self) -> None:
+        if self._ended_by:
+            raise RuntimeError(self._ended_by)
 
     def listen(self, store: dist.Store) -> None:
         """Answers once a rank asks who failed, and learns what other ranks refuse."""
@@ -367,6 +385,7 @@ class FailureDetector:
         self.has_ended = True
         deadline = time.monotonic() + _ANSWER_S
         while not store.check([f"{self._prefix}/verdict"]):
+            self._check_not_ended()
             answers = {rank: self._answer(store, rank) for rank in self.live}
             dead = self.dead()
             if dead or time.monotonic() > deadline or all(answer == _WAITS for answer in answers.values()):

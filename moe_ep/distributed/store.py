@@ -62,6 +62,11 @@ def name_in_store(group: dist.ProcessGroup) -> str:
     return _names[group]
 
 
+def name_groups_anew() -> None:
+    """Forgets the names of the groups so far: the default group is made again, over a store that knows none of them."""
+    _namesakes.clear()
+
+
 def ask_store(question: Callable[[dist.Store], T], limit_s: float) -> T:
     """Returns what `question` finds in the store, over a connection of its own: another one may be blocked in a wait.
 

@@ -84,20 +84,33 @@ class SlotDecoder:
         self._by_table = self._batch_invariant or can_attend(model)
         self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
         # Linear attention cannot tell sequences in one row apart.
-        self._packs = self._by_table and all(
-            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers
-        )
+        self._repeats = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+        self._packs = self._by_table and self._repeats
         self._kinds = getattr(model.config.get_text_config(), "layer_types", None)
         self._fused = FusedModules(model)
-        graphs = graphs and self._can_capture()
         # A row for each slot and position, written as the cache is.
         self._log: RoutingLog | None = None
         self._recording = contextlib.ExitStack()
         if records != "nothing":
             self._log = RoutingLog(self.steps.layers, num_slots * max_length, weights=records == "weights")
             self._recording.enter_context(self._log.recording(self.steps.layers))
-        self._decode = _Captured(self._decode_pass, self.steps, num_slots, graphs)
-        self._serve = _Captured(self.steps.pass_without_tokens, self.steps, num_slots, graphs)
+        self._graphs = graphs
+        self.capture_anew()
+
+    def capture_anew(self) -> None:
+        """Captures decoding once more, of other ranks' layers."""
+        graphs = self._graphs and self._can_capture()
+        self._decode = _Captured(self._decode_pass, self.steps, self.num_slots, graphs)
+        self._serve = _Captured(self.steps.pass_without_tokens, self.steps, self.num_slots, graphs)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a decoding pass that failed half way may be made once more: its caches are written by position."""
+        return self._repeats
+
+    def resume(self, slot: int, token: int, position: int) -> None:
+        """Has a slot go on with a token at a position, whatever a pass that failed has left of it."""
+        self._tokens[slot], self._positions[slot], self._active[slot] = token, position, True
 
     @property
     def batch_invariant(self) -> bool:

@@ -8,12 +8,14 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
 
 from moe_ep.arguments import INTEGER_NAMES, INTEGERS
+from moe_ep.distributed.exchange import gather_values
+from moe_ep.distributed.membership import FinishedError, Membership
 from moe_ep.errors import ConfigError, check_at_least, one_of
 from moe_ep.generation.decoder import Records, SlotDecoder
 from moe_ep.generation.sampling import Sampling, SequenceRandom, next_tokens
@@ -34,15 +36,23 @@ class Request:
         index: its number among all prompts.
         token_ids: integer `[length]`.
         stop_ids: tokens that end its continuation, beside those that end all.
+        continued: tokens that another rank has continued it by.
     """
 
     index: int
     token_ids: torch.Tensor
     stop_ids: tuple[int, ...] = ()
+    continued: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
-        return self.token_ids.numel()
+        """Tokens that are read before the next one is known."""
+        return self.token_ids.numel() + len(self.continued)
+
+    @property
+    def all_ids(self) -> torch.Tensor:
+        """int64 `[length]`."""
+        return torch.cat([self.token_ids, self.token_ids.new_tensor(self.continued)])
 
 
 class PromptQueue:
@@ -176,6 +186,55 @@ class StepTimes:
     serve: list[float] = field(default_factory=list)
 
 
+class TokenLog:
+    """The tokens of all ranks' sequences in the store of their gang, so that they outlive whoever computes them.
+
+    Each rank appends what it adds; a rank that takes a sequence over gets the same tokens where it draws some again.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._members = membership.log
+        self._store: Any = membership.log.store
+        self._key = self._key_of(membership.rank)
+        self._new: list[str] = []
+
+    def add(self, index: int, position: int, token: int) -> None:
+        """A sequence's token at a position of its continuation."""
+        self._new.append(f"{index} {position} {token}")
+
+    def end(self, index: int) -> None:
+        """A sequence that was finished."""
+        self._new.append(f"{index}")
+
+    def flush(self) -> None:
+        """Writes what was added."""
+        if self._new:
+            self._store.append(self._key, "".join(f"{line}\n" for line in self._new))
+            self._new.clear()
+
+    def read(self) -> tuple[dict[int, list[int]], set[int]]:
+        """Of all ranks ever: the continuations by index, and which were finished."""
+        tokens: dict[int, dict[int, int]] = {}
+        ended: set[int] = set()
+        for key in map(self._key_of, sorted(self._members.all_ranks())):
+            told = self._store.get(key).decode() if self._store.check([key]) else ""
+            for line in told.splitlines():
+                index, *more = map(int, line.split())
+                if more:
+                    tokens.setdefault(index, {})[more[0]] = more[1]
+                else:
+                    ended.add(index)
+        found = {}
+        for index, at in tokens.items():
+            known = next((position for position in range(len(at)) if position not in at), len(at))
+            found[index] = [at[position] for position in range(known)]
+        return found, ended
+
+    @staticmethod
+    def _key_of(rank: int) -> str:
+        return f"moe_ep/tokens/{rank}"
+
+
 class Generation:
     """Continuous batching over ranks: continues prompts until all ranks are done; `run` is a collective call.
 
@@ -199,6 +258,10 @@ class Generation:
         records: what is recorded of the routing of each completion: nothing, "ids" of experts, or "weights" too.
         on_progress: called before each step.
         on_completion: called with each of this rank's as it is finished, before on_progress counts it on any rank.
+        membership: of a gang whose ranks come and go, that the model was made with: where they change, the ranks go on
+            with the sequences of those that are gone, each from its last token. A completion of a rank that is lost may
+            be told again, the same, by another.
+        on_ranks: called when a step begins that is the first of its ranks.
 
     Raises:
         ConfigError: more logprobs than the model has tokens.
@@ -224,6 +287,8 @@ class Generation:
         records: Records = "nothing",
         on_progress: OnProgress | None = None,
         on_completion: Callable[[Completion], None] | None = None,
+        membership: Membership | None = None,
+        on_ranks: Callable[[], None] | None = None,
     ) -> None:
         check_at_least(1, max_new_tokens=max_new_tokens, num_slots=num_slots, prefill_tokens=prefill_tokens)
         steps_of(model)
@@ -240,6 +305,7 @@ class Generation:
             raise ValueError(one_of("records", records, get_args(Records)))
         self._decoder = SlotDecoder(model, num_slots, self._max_length, graphs=graphs, records=records)
         self._requests = requests
+        self._prefill_tokens = prefill_tokens
         self._prompts = PromptQueue(requests, num_slots, prefill_tokens, self._decoder.num_rows)
         self._running: list[Completion | None] = [None] * num_slots
         self._sampling = sampling or Sampling()
@@ -251,6 +317,11 @@ class Generation:
         self._on_completion = on_completion or (lambda completion: None)
         self.completions: list[Completion] = []
         self.times = StepTimes()
+        self._membership, self._on_ranks = membership, on_ranks or (lambda: None)
+        self._are_new_ranks = False
+        self._log = None if membership is None else TokenLog(membership)
+        if membership is not None:
+            membership.follow(self._regroup)
 
     def _make_randoms(self, requests: Sequence[Request]) -> dict[int, SequenceRandom]:
         """The random numbers of each request: by its number, or where the batch must not matter by its tokens, and how
@@ -268,25 +339,91 @@ class Generation:
     def run(self) -> list[Completion]:
         """The completions that are this rank's, in the order of their numbers."""
         try:
-            self._check_requests()
-            while (step := self._plan()) is not None:
-                with self._decoder.steps.planned(step[0]):
-                    self._make(*step)
+            if self._membership is None:
+                self._check_requests()
+                self._run()
+            else:
+                self._run_with(self._membership)
         finally:
             self._decoder.close()
         return sorted(self.completions, key=lambda completion: completion.index)
 
-    def _check_requests(self) -> None:
-        """Raises ValueError where the ranks have different requests or numbers of slots."""
+    def _run(self) -> None:
+        while (step := self._plan()) is not None:
+            with self._decoder.steps.planned(step[0]):
+                if self._are_new_ranks:
+                    self._on_ranks()
+                    self._are_new_ranks = False
+                self._make(*step)
+
+    def _run_with(self, membership: Membership) -> None:
+        """The same where ranks come and go."""
+        error: Exception | None = None
+        try:
+            membership.settle()
+            while True:
+                try:
+                    self._run()
+                    break
+                except Exception as caught:
+                    error = caught
+                membership.settle(error)
+            membership.finish()
+        except FinishedError:
+            return
+
+    def _regroup(self, membership: Membership) -> None:
+        """Divides what is left over the present ranks, all of which call it."""
+        log, decoder = self._log, self._decoder
+        if log is None:
+            return
+        log.flush()
+        decoder.capture_anew()
+        for slot, sequence in enumerate(self._running):
+            if sequence is not None and decoder.can_repeat and self._num_logprobs is None:
+                last = sequence.token_ids[-1]
+                decoder.resume(slot, last, sequence.num_prompt_tokens + len(sequence.token_ids) - 1)
+            else:
+                self._running[slot] = None
+                decoder.free(slot)
+        mine: dict[str, Any] = {
+            "check": self._checksum(),
+            "running": [sequence.index for sequence in self._running if sequence is not None],
+        }
+        if membership.ep_rank == 0:
+            mine["tokens"], ended = log.read()
+            mine["ended"] = sorted(ended)
+        group = membership.group
+        told = [mine] if group is None else gather_values("sequences", mine, group)
+        _check_alike([of_rank["check"] for of_rank in told])
+        running = {index for of_rank in told for index in of_rank["running"]}
+        tokens, ended = told[0]["tokens"], set(told[0]["ended"])
+        # Log-probabilities of the tokens so far are nowhere else, so such sequences begin again.
+        known = {} if self._num_logprobs is not None else tokens
+        waiting = [
+            replace(request, continued=tuple(known.get(request.index, ())))
+            for request in self._requests
+            if request.index not in running | ended
+        ]
+        randoms = self._make_randoms(self._requests)
+        for request in waiting:
+            self._randoms[request.index] = randoms[request.index]
+            for _ in request.continued:
+                self._randoms[request.index].draw()
+        self._prompts = PromptQueue(waiting, decoder.num_slots, self._prefill_tokens, decoder.num_rows)
+        self._are_new_ranks = True
+
+    def _checksum(self) -> list[int]:
+        """Numbers that are the same on ranks with the same requests and numbers of slots."""
         check = 0
         for request in self._requests:
             check = zlib.crc32(request.token_ids.cpu().numpy().tobytes(), zlib.crc32(b"%d" % request.index, check))
-        told = self._decoder.steps.scheduler.exchange(len(self._requests), self._decoder.num_slots, check)
-        if told.count(told[0]) < len(told):
-            raise ValueError(
-                f"the ranks have {[row[0] for row in told]} requests and {[row[1] for row in told]} slots, which must "
-                f"be the same, token by token; give every rank the requests of all"
-            )
+        return [len(self._requests), self._decoder.num_slots, check]
+
+    def _check_requests(self) -> None:
+        """Raises ValueError where the ranks have different requests or numbers of slots."""
+        first, second, third = self._checksum()
+        _check_alike(self._decoder.steps.scheduler.exchange(first, second, third))
 
     def _plan(self) -> tuple[Step, list[Request]] | None:
         """The ranks' next step and what this one reads in it; None where all are through."""
@@ -317,21 +454,24 @@ class Generation:
             self._decoder.serve()
             spent = self.times.serve
         spent.append(time.perf_counter() - started)
+        if self._log is not None:
+            self._log.flush()
 
     def _read(self, prompts: list[Request]) -> None:
         slots = [slot for slot, sequence in enumerate(self._running) if sequence is None][: len(prompts)]
-        logits = self._decoder.prefill(slots, [prompt.token_ids for prompt in prompts])
+        logits = self._decoder.prefill(slots, [prompt.all_ids for prompt in prompts])
         tokens = self._next_tokens(logits, [self._randoms[prompt.index].draw() for prompt in prompts])
         self._decoder.append(slots, tokens)
         logprobs = self._logprobs(tokens, logits)
         for number, token in enumerate(self._on_host(tokens, logits)):
             slot, prompt = slots[number], prompts[number]
-            self._running[slot] = Completion(prompt.index, prompt.length)
+            self._running[slot] = Completion(prompt.index, prompt.token_ids.numel(), list(prompt.continued))
             self._take(slot, token, None if logprobs is None else logprobs[number])
 
     def _decode(self) -> None:
-        draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
         logits = self._decoder.decode()
+        # Behind the pass: one that fails is made again, with the same draws.
+        draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
         tokens = self._next_tokens(logits, draws)
         self._decoder.append(slice(None), tokens)
         logprobs = self._logprobs(tokens, logits)
@@ -377,7 +517,10 @@ class Generation:
         if sequence is None:
             return
         num_fed = sequence.num_prompt_tokens + len(sequence.token_ids)
+        num_before = len(sequence.token_ids)
         sequence.finish = self._finish(sequence, token)
+        if self._log is not None and len(sequence.token_ids) > num_before:
+            self._log.add(sequence.index, num_before, token)
         if logprobs is not None and len(sequence.logprobs) < len(sequence.token_ids):
             sequence.logprobs.append(logprobs)
         if not sequence.finish:
@@ -392,6 +535,8 @@ class Generation:
         sequence.routing = self._decoder.routing(slot, num_fed)
         self._on_completion(sequence)
         self.completions.append(sequence)
+        if self._log is not None:
+            self._log.end(sequence.index)
         self._running[slot] = None
         self._decoder.free(slot)
 
@@ -413,6 +558,14 @@ def _rows_alone(logits: torch.Tensor) -> list[torch.Tensor]:
     """Each row `[1, vocabulary]` in memory of its own: sums and sorts may follow the number of rows and where they
     begin."""
     return [row.clone() for row in logits.split(1)]
+
+
+def _check_alike(told: Sequence[Sequence[int]]) -> None:
+    if any(row != told[0] for row in told):
+        raise ValueError(
+            f"the ranks have {[row[0] for row in told]} requests and {[row[1] for row in told]} slots, which must "
+            f"be the same, token by token; give every rank the requests of all"
+        )
 
 
 def _check_requests(requests: Sequence[Request], max_length: int | None, vocabulary: int) -> None:

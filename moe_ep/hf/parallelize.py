@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
@@ -25,6 +25,7 @@ from moe_ep import env
 from moe_ep.checkpoint import CheckpointReader, check_experts, load_moe_layer, model_spec
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.distributed.membership import Membership
 from moe_ep.distributed.process_groups import check_member, is_initialized
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import ConfigError, check_whole, missing_extra, one_of
@@ -38,6 +39,7 @@ from moe_ep.hf.experts import (
 from moe_ep.hf.parallelized import make_parallelized, steps_of
 from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS, RoutedExperts, load_shard, make_routed_experts
 from moe_ep.hf.steps import StepCoordinator
+from moe_ep.layer.elastic import ElasticConfig, ElasticExperts, ElasticSlots, Read
 from moe_ep.layer.stack import expert_quantization, layer_quant_config
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.registry import ALL2ALL_BACKENDS
@@ -76,6 +78,8 @@ def parallelize(
     input_dtype: torch.dtype | str | None = None,
     batch_invariant: bool | None = None,
     on_layer: OnLayer | None = None,
+    membership: Membership | None = None,
+    elastic: ElasticConfig | None = None,
 ) -> Any:
     """Shards the experts of a transformers model over the ranks; a collective call.
 
@@ -103,6 +107,9 @@ def parallelize(
         batch_invariant: the experts give a token the same bits in every batch, and so does all of the model in
             `moe-ep generate` and `Generation` (docs/rollouts.md); None takes it from MOE_EP_BATCH_INVARIANT.
         on_layer: called with (layers loaded, layers) as loading goes on.
+        membership: of a gang whose ranks come and go (docs/elastic.md). The model is loaded without any other rank, and
+            runs from `membership.settle()` on, which is the collective call then.
+        elastic: how many slots its ranks have, with `membership`.
 
     Returns:
         The model, in evaluation mode.
@@ -125,7 +132,14 @@ def parallelize(
     if max_num_tokens is None:
         named = backend != "auto" or env.ALL2ALL_BACKEND.get() != "auto"
         max_num_tokens = DECODE_MAX_NUM_TOKENS if named else PREFILL_MAX_NUM_TOKENS
-    parallel, group = _ranks(ep_size, backend, process_group)
+    if membership is None:
+        parallel, group = _ranks(ep_size, backend, process_group)
+        slots = None
+    else:
+        if process_group is not None or ep_size is not None:
+            raise ConfigError("membership is given, whose ranks are the model's; leave out ep_size and process_group")
+        slots = ElasticSlots(membership, elastic or ElasticConfig(), num_redundant_experts, fills=bool(eplb))
+        parallel, group = slots.parallel_config(backend), None
     steps = StepCoordinator(group)
     options: dict[str, Any] = {
         "parallel_config": parallel,
@@ -138,6 +152,7 @@ def parallelize(
         "enable_eplb": bool(eplb),
         "num_redundant_experts": num_redundant_experts,
         "batch_invariant": batch_invariant,
+        "slots": slots,
     }
     with torch.no_grad():
         if isinstance(model_or_path, (str, os.PathLike)):
@@ -157,13 +172,41 @@ def parallelize(
             model = _from_model(model_or_path, device, quantize, options, on_layer or _nobody)
     model.requires_grad_(False).eval()
     decoder = make_parallelized(model, steps)
+    if membership is not None:
+        membership.follow(lambda membership: steps.regroup(membership.group))
+        steps.elastic = ElasticExperts(membership, steps.layers, _reading_again(model_or_path, allow_nonfinite, steps))
     if eplb:
-        from moe_ep.eplb.manager import EPLBManager
-
-        steps.eplb = EPLBManager(steps.layers, eplb if isinstance(eplb, EplbConfig) else None)
+        config = eplb if isinstance(eplb, EplbConfig) else None
+        if membership is None:
+            _balance(steps, config)
+        else:
+            membership.follow(lambda membership: _balance(steps, config))
         # The manager keeps the layers, and these the steps: break the cycle when the model is dropped.
         weakref.finalize(decoder, setattr, steps, "eplb", None).atexit = False
     return model
+
+
+def _balance(steps: StepCoordinator, config: EplbConfig | None) -> None:
+    """Begins to balance the model's experts, anew where its ranks have changed."""
+    from moe_ep.eplb.manager import EPLBManager
+
+    steps.end_balancing()
+    steps.eplb = EPLBManager(steps.layers, config)
+
+
+def _reading_again(source: Any, allow_nonfinite: bool, steps: StepCoordinator) -> Read | None:
+    """How ranks that are left read the experts of one that is lost."""
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    reader = CheckpointReader(Path(source), allow_nonfinite)
+    spec = model_spec(reader.config, reader)
+
+    def read(number: int, experts: Collection[int]) -> int:
+        before, layer = reader.bytes_read, steps.layers[number]
+        load_moe_layer(reader, spec, layer.layer_index, layer, experts)
+        return reader.bytes_read - before
+
+    return read
 
 
 def serve(model: Any) -> int:
@@ -257,6 +300,7 @@ def _from_path(
             quant_config = layer_quant_config(quantization, spec, shape.layer_index, reader)
             shape = hf_loading.as_trained(model, shape, spec)
             layer = make_routed_experts(shape, _top_k(model), device=device, quant_config=quant_config, **options)
+            layer.layer_index = shape.layer_index
             load_moe_layer(reader, spec, shape.layer_index, layer)
             _put(model, shape, layer, options["coordinator"])
         on_layer(len(shapes), len(shapes))

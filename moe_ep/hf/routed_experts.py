@@ -19,6 +19,7 @@ from moe_ep.hf.replay import CallGraphs, may_capture
 from moe_ep.hf.steps import Step, StepCoordinator
 from moe_ep.layer.custom_ops import without_autocast
 from moe_ep.layer.dispatcher import LayerDispatcher
+from moe_ep.layer.elastic import ElasticSlots
 from moe_ep.layer.fused_moe import FusedMoE
 from moe_ep.modular_kernel import FusedMoEPrepareAndFinalize, make_prepare_finalize
 from moe_ep.observability import stages
@@ -81,6 +82,10 @@ class StepDispatcher(LayerDispatcher):
             self._decode_backend = make_prepare_finalize(name, moe_config, None, self.groups.ep)
         return self._decode_backend
 
+    def regroup(self, process_group: dist.ProcessGroup | None) -> None:
+        super().regroup(process_group)
+        self._decode_backend = None
+
     def backends(self) -> Iterator[FusedMoEPrepareAndFinalize]:
         yield from super().backends()
         if self._decode_backend is not None:
@@ -111,6 +116,8 @@ class RoutedExperts(FusedMoE):
 
     load: torch.Tensor
     dispatcher: StepDispatcher
+    # Of all layers of the model, dense ones included.
+    layer_index: int = 0
 
     @torch.inference_mode(False)
     def __init__(
@@ -233,6 +240,10 @@ class RoutedExperts(FusedMoE):
         super().forget_kernels()
         self._graphs.clear()
 
+    def regroup(self, *ranks: Any) -> None:
+        super().regroup(*ranks)
+        self.load = self.load.new_zeros(self.moe_config.num_experts)
+
     def to_physical(self, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = super().to_physical(topk_weights, topk_ids)
         if self.counts_load:
@@ -258,11 +269,15 @@ def make_routed_experts(
     device: torch.device | str,
     process_group: dist.ProcessGroup | None = None,
     max_num_tokens: int = PREFILL_MAX_NUM_TOKENS,
+    slots: ElasticSlots | None = None,
     **options: Any,
 ) -> RoutedExperts:
     """The layer that takes the place of an experts module, its parameters not loaded yet."""
+    if slots is not None:
+        num_redundant = slots.num_redundant_experts(shape.num_experts)
+        options |= {"enable_eplb": True, "num_redundant_experts": num_redundant}
     with torch.device(device):
-        return RoutedExperts(
+        layer = RoutedExperts(
             num_experts=shape.num_experts,
             top_k=top_k,
             hidden_size=shape.hidden_size,
@@ -278,6 +293,9 @@ def make_routed_experts(
             max_num_tokens=max_num_tokens,
             **options,
         )
+    if slots is not None:
+        slots.place(layer)
+    return layer
 
 
 def load_shard(layer: RoutedExperts, module: Any) -> None:

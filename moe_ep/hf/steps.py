@@ -24,6 +24,7 @@ from moe_ep.errors import ConfigError, DispatchTimeoutError
 
 if TYPE_CHECKING:
     from moe_ep.eplb.manager import EPLBManager
+    from moe_ep.layer.elastic import ElasticExperts
 
 
 # Numbers that a rank tells the others before a step.
@@ -72,6 +73,7 @@ class StepCoordinator:
         current: the step under way, None between steps.
         scheduler: of the models that are parallelized over the same ranks.
         eplb: balances the experts between steps, or None.
+        elastic: places the experts anew when the ranks change, or None where they do not.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -81,6 +83,7 @@ class StepCoordinator:
         self._layers: list[weakref.ref[SteppedLayer]] = []
         self.current: Step | None = None
         self.eplb: EPLBManager | None = None
+        self.elastic: ElasticExperts | None = None
         # Layers that the pass under way has yet to call, and whether it is inside of one.
         self._due: deque[SteppedLayer] | None = None
         self._inside = False
@@ -95,6 +98,15 @@ class StepCoordinator:
         if self.size > 1:
             raise ConfigError("a parallelized model cannot be copied; copy it before parallelize")
         return StepCoordinator(None)  # of other layers, which whoever copies them adds; nothing balances them
+
+    def regroup(self, process_group: dist.ProcessGroup | None) -> None:
+        """Goes on over other ranks, from a step that did not end; a collective call of them. Nothing balances the
+        experts from here on."""
+        self.end_balancing()
+        self.scheduler = StepScheduler.of(process_group)
+        self._number = self.scheduler.join(self)
+        self.current = self._due = None
+        self._inside = False
 
     @property
     def layers(self) -> list[Any]:

@@ -39,6 +39,12 @@ class LayerDispatcher:
         if is_initialized() or not self.parallel.spans_ranks:
             self._backend = self._make()
 
+    def regroup(self, process_group: dist.ProcessGroup | None) -> None:
+        """Goes on over the ranks of the method's configuration; their backend is made in the first pass."""
+        self.parallel = self.method.moe_config.moe_parallel_config
+        self.groups = layer_groups(self.parallel, process_group)
+        self._backend = None
+
     @property
     def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
         """The backend of the present pass."""

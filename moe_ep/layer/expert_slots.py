@@ -6,7 +6,7 @@ expert p holds the checkpoint's expert p mod E; EPLB changes that while serving.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,23 +60,29 @@ class LayerEplbState(FixedTensors):
 
     def __init__(self, num_experts: int, num_redundant_experts: int) -> None:
         super().__init__()
-        replicas = initial_replicas(num_experts, num_redundant_experts)
-        width = max(map(len, replicas))
-        padded = [row + [-1] * (width - len(row)) for row in replicas]
-        state = {
-            "expert_load_view": [0] * (num_experts + num_redundant_experts),
-            "logical_to_physical_map": padded,
-            "logical_replica_count": [len(row) for row in replicas],
-            "_one": [1] * num_experts,
-        }
-        for name, values in state.items():
-            tensor = torch.tensor(values, dtype=torch.int32, device=table_device())
-            self.register_buffer(name, tensor, persistent=False)
         # An EPLBManager replaces these.
         self.replica_rule = "levelled"
         self.is_balanced: Callable[[], bool] = bool
         self.is_moving: Callable[[], bool] = bool
+        self.place(initial_physical_to_logical(num_experts, num_redundant_experts), num_experts, table_device())
+
+    def place(self, physical_to_logical: Sequence[int], num_experts: int, device: torch.device) -> None:
+        """Makes tensors of this layer's own for a placement `[P]`, in which -1 is an empty slot; loads begin at 0."""
         self.in_doubt = False
+        replicas: list[list[int]] = [[] for _ in range(num_experts)]
+        for physical, logical in enumerate(physical_to_logical):
+            if logical >= 0:
+                replicas[logical].append(physical)
+        width = max(map(len, replicas))
+        state = {
+            "expert_load_view": [0] * len(physical_to_logical),
+            "logical_to_physical_map": [row + [-1] * (width - len(row)) for row in replicas],
+            "logical_replica_count": [len(row) for row in replicas],
+            "_one": [1] * num_experts,
+        }
+        for name, values in state.items():
+            tensor = torch.tensor(values, dtype=torch.int32, device=device)
+            self.register_buffer(name, tensor, persistent=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Nobody balances a copy."""
@@ -155,12 +161,16 @@ class ExpertSlots:
     ) -> None:
         self.num_experts = num_experts
         self.num_fused_shared_experts = num_fused_shared_experts
-        self.num_physical_experts = num_experts + num_redundant_experts
+        self.place(num_redundant_experts, expert_map)
+        self._replicas = replicas or self._initial.__getitem__
+
+    def place(self, num_redundant_experts: int, expert_map: torch.Tensor | None) -> None:
+        """Goes on with another number of ranks, and thus of physical experts."""
+        self.num_physical_experts = self.num_experts + num_redundant_experts
         physical_ids = range(self.num_physical_experts)
         self._local = list(physical_ids) if expert_map is None else expert_map.tolist()[: self.num_physical_experts]
         self.num_local_routed = sum(slot >= 0 for slot in self._local)
-        self._initial = initial_replicas(num_experts, num_redundant_experts)
-        self._replicas = replicas or self._initial.__getitem__
+        self._initial = initial_replicas(self.num_experts, num_redundant_experts)
 
     @property
     def num_local(self) -> int:
@@ -189,12 +199,18 @@ class ExpertSlots:
         return self._slots(self._replicas(expert))
 
     def logical_of_physical(self) -> list[int]:
-        """The current logical expert of each physical one, over all ranks."""
+        """The current logical expert of each physical one, over all ranks; -1 for an empty slot."""
         logical = [-1] * self.num_physical_experts
         for expert in range(self.num_experts):
             for physical in self._replicas(expert):
                 logical[physical] = expert
         return logical
+
+    @property
+    def local_experts(self) -> list[int]:
+        """The logical expert in each of this rank's routed slots; -1 for an empty one."""
+        logical = self.logical_of_physical()
+        return [logical[physical] for physical, slot in enumerate(self._local) if slot >= 0]
 
     def _slots(self, physical_experts: list[int]) -> list[int]:
         return [self._local[physical] for physical in physical_experts if self._local[physical] >= 0]

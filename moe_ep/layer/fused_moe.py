@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -819,6 +820,7 @@ class FusedMoE(MoELayer):
                 with torch.inference_mode(False), torch.no_grad(), without_autocast():
                     self.quant_method.process_weights_after_loading(self)
                 self.quant_method.input_rows(self)  # refuses what these weights do not go with
+                self.loader.complete()
                 self._processed, self._reloading = True, False
 
     def begin_reload(self) -> None:
@@ -900,6 +902,61 @@ class FusedMoE(MoELayer):
         if self.eplb_state is None:
             raise ValueError(f"the layer {self.layer_name} was made without EPLB; make it with enable_eplb=True")
         self.eplb_state.set(moe_layer_idx, expert_load_view, logical_to_physical_map, logical_replica_count)
+
+    # ---- Other ranks
+
+    @torch.inference_mode(False)
+    def place(self, physical_to_logical: Sequence[int]) -> None:
+        """Says which logical expert each physical one is, before the layer is loaded.
+
+        Args:
+            physical_to_logical: as many as the layer has physical experts, slots in rank order; -1 for an empty slot.
+
+        Raises:
+            ConfigError: the layer was made without enable_eplb.
+        """
+        if self.eplb_state is None:
+            raise ConfigError(f"the layer {self.layer_name} was made without EPLB; make it with enable_eplb=True")
+        there = self.eplb_state.expert_load_view.device
+        self.eplb_state.place(physical_to_logical, self.num_experts, there)
+
+    @torch.inference_mode(False)
+    def regroup(
+        self,
+        parallel_config: FusedMoEParallelConfig,
+        process_group: dist.ProcessGroup | None,
+        physical_to_logical: Sequence[int],
+    ) -> None:
+        """Goes on over other ranks; this rank keeps its slots and what is in them.
+
+        Every rank calls it, when none has the layer in a pass, and the next pass makes the backend: a collective step.
+
+        Args:
+            parallel_config: of as many slots per rank as before.
+            process_group: the new ranks; None for this process alone.
+            physical_to_logical: as in `place`, over the slots of the new ranks.
+
+        Raises:
+            ConfigError: as `place`.
+        """
+        device = next(self.parameters(), next(self.buffers())).device
+        self.place(physical_to_logical)
+        num_physical = len(physical_to_logical)
+        self.parallel_config, self.num_redundant_experts = parallel_config, num_physical - self.num_experts
+        _, expert_map, _ = determine_expert_map(
+            parallel_config.ep_size,
+            parallel_config.ep_rank,
+            num_physical,
+            parallel_config.expert_placement_strategy,
+            self.num_fused_shared_experts,
+            return_expert_mask=True,
+        )
+        self.register_buffer("expert_map", None if expert_map is None else expert_map.to(device), persistent=False)
+        self.slots.place(self.num_redundant_experts, expert_map)
+        self.moe_config = replace(self.moe_config, num_experts=num_physical, moe_parallel_config=parallel_config)
+        self.quant_method.moe_config = self.moe_config
+        self.dispatcher.regroup(process_group)
+        self.forget_kernels()
 
     # ---- Tensors that are moved, replaced or copied
 

@@ -102,6 +102,10 @@ class ExpertWeightLoader:
         """Marks the parameters' storage as freed; loading from here on is an error."""
         self._closed = True
 
+    def complete(self) -> None:
+        """Marks that nothing is missing any more."""
+        self._pending.clear()
+
     def reopen(self) -> None:
         """Marks the storage as present again, to load all experts or some; a slot must then get all tensors or none."""
         self._closed, self._again, self._has_begun = False, True, False
@@ -125,12 +129,17 @@ class ExpertWeightLoader:
         """What has not arrived, as "w13_weight of local expert 3 (shard w1)"; empty before loading begins."""
         if not (self._has_begun and self._pending):
             return []
-        again = self.slots_loaded_again
+        again, empty = self.slots_loaded_again, self.empty_slots
         return [
             f"{param_name} of local expert {slot} (shard {shard})"
             for param_name, slot, shard in sorted(self._pending)
-            if again is None or slot in again
+            if slot not in empty and (again is None or slot in again)
         ]
+
+    @property
+    def empty_slots(self) -> list[int]:
+        """The local slots that hold no expert at present, and need none."""
+        return [slot for slot, expert in enumerate(self.slots.local_experts) if expert < 0]
 
     def load(
         self,

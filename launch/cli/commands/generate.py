@@ -47,13 +47,25 @@ def main(args: argparse.Namespace) -> int:
         return 1 if finished.failures else 0
     config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
     lines = CompletionLines(fields, config.output, finished)
+    recoveries: list[dict[str, Any]] = []
+    completions: dict[int, dict[str, Any]] = {}
+
+    def take(completion: dict[str, Any]) -> None:
+        completions.setdefault(completion["index"], completion)
+        lines.take(completion)
+
     try:
         if config.model is None:
             from moe_ep.checkpoint.demo import demo_checkpoint
 
             # Here for its progress bar; workers of other nodes make their own.
             demo_checkpoint()
-        results = gang.run(_work, config, prompts, finished.lines, on_item=lines.take)
+        if config.elastic:
+            results, recoveries = gang.run_elastic(
+                _work, config, prompts, finished.lines, config=config.elastic_config(), on_item=take
+            )
+        else:
+            results = gang.run(_work, config, prompts, finished.lines, on_item=lines.take)
     except BaseException:
         lines.close()
         if lines.num_written:
@@ -67,20 +79,22 @@ def main(args: argparse.Namespace) -> int:
         gang.close()
     if not gang.is_driver:
         return 0
-    report = GenerationReport(config, args.shown, results)
+    report = GenerationReport(config, args.shown, results, recoveries, list(completions.values()))
     if config.return_routed_experts is not None:
         report.routing().save(config.return_routed_experts)
     _tell(lines, report)
     return 1 if report.refused or report.failed or finished.failures else 0
 
 
-def _work(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine], first: int) -> RankGeneration:
+def _work(
+    rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine], first: int, membership: Any = None
+) -> RankGeneration:
     """The worker's part; what it needs is imported there, so that the driver starts without torch."""
     # Read when the hub's library is imported. transformers asks it for kernels of some families.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from moe_ep.launch.workers.generate_worker import run_generate
 
-    return run_generate(rank_env, config, prompts, first)
+    return run_generate(rank_env, config, prompts, first, membership)
 
 
 def _prompts(config: GenerateConfig) -> tuple[list[PromptLine], list[dict[str, Any]]]:

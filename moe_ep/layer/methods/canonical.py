@@ -52,7 +52,13 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
                 f"process_weights_after_loading() before"
             )
         params = {name: param for name, param in layer.named_parameters(recurse=False) if not name.endswith("_bias")}
-        again = layer.loader.slots_loaded_again
+        again, empty = layer.loader.slots_loaded_again, layer.loader.empty_slots
+        if again is None and empty:
+            # An empty slot has some expert's tensors, so that all of them are valid; no map names it.
+            filled = next((slot for slot in range(layer.slots.num_local) if slot not in empty), None)
+            for param in params.values() if filled is not None else ():
+                if param.stride(0):  # otherwise all slots share one value
+                    param.data[empty] = param.data[filled].clone()
         if again is not None:
             for param in params.values():
                 param.data = param.data[again]

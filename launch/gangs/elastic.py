@@ -1,0 +1,127 @@
+"""A gang whose ranks come and go, seen from its launcher: who is in it, how it ends, and what each loss took.
+
+The launcher serves the store, so that any rank may die. It removes a rank as soon as it sees its process end
+(`moe_ep.distributed.membership` says who else may), ends the processes of ranks that others have removed, and tells
+what happens on stderr. The gang ends when every rank that is left has answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from moe_ep.errors import GangError
+from moe_ep.launch.gangs import progress
+from moe_ep.launch.gangs.gang import Outcome, WorkerFailure, first_cause, gang_error
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from moe_ep.distributed.membership import Epoch
+    from moe_ep.layer.elastic import ElasticConfig
+
+# How often a launcher looks at the store.
+POLL_S = 0.05
+
+
+class ElasticOutcomes:
+    """The members of a gang and their outcomes, as they become known.
+
+    Args:
+        store: of the gang, which this process serves.
+        ranks: that the gang begins with.
+        end_process: ends the process of a rank, if it is there.
+
+    Attributes:
+        recoveries: what each loss took, in the order of the losses; seconds since the rank last showed that it lives.
+    """
+
+    def __init__(
+        self, store: dist.Store, ranks: Iterable[int], config: ElasticConfig, end_process: Callable[[int], None]
+    ) -> None:
+        from moe_ep.distributed.membership import MembershipLog
+
+        self._log = MembershipLog(store, list(ranks))
+        self._config, self._end_process = config, end_process
+        self._epoch = self._log.latest()
+        self._served = -1
+        self._values: dict[int, Any] = {}
+        self._failures: list[WorkerFailure] = []
+        self.recoveries: list[dict[str, Any]] = []
+        # Losses after which the others have not served yet, each with its time.
+        self._open: list[tuple[dict[str, Any], float]] = []
+
+    def add(self, rank: int, outcome: Outcome) -> None:
+        """Records a rank's outcome, and removes the rank where it failed.
+
+        Raises:
+            ConfigError, GangError: a failure that the gang cannot go on after.
+        """
+        if rank in self._values or rank not in self._log.latest().ranks:
+            return
+        if outcome.failure is None:
+            self._values[rank] = outcome.value
+            return
+        self._failures.append(outcome.failure)
+        if outcome.failure.refusal or outcome.failure.is_final:
+            raise gang_error(outcome.failure)
+        self._log.propose(remove={rank: outcome.failure.cause})
+
+    def look(self) -> None:
+        """Learns of changes and tells of them; to be called every `POLL_S`.
+
+        Raises:
+            GangError: fewer ranks are left than the gang goes on with.
+        """
+        while (epoch := self._log.next_of(self._epoch)) is not None:
+            self._epoch = epoch
+            self._note(epoch)
+        reports = self._log.reports(self._epoch) if self._served < self._epoch.number else None
+        if reports is not None:
+            self._served = self._epoch.number
+            self._serves(reports)
+
+    @property
+    def are_final(self) -> bool:
+        return set(self._log.latest().ranks) <= self._values.keys()
+
+    def results(self) -> list[Any]:
+        """The values of the ranks that are left, in rank order."""
+        self.look()
+        self._close(time.time(), 0, 0, 0.0)
+        return [self._values[rank] for rank in self._epoch.ranks]
+
+    def _note(self, epoch: Epoch) -> None:
+        for rank, cause in epoch.removed.items():
+            self._end_process(rank)
+            seen = epoch.last_seen.get(rank, epoch.decided_at)
+            loss = {"rank": rank, "cause": cause, "detected_s": max(epoch.decided_at - seen, 0.0)}
+            self.recoveries.append(loss)
+            self._open.append((loss, seen))
+        if len(epoch.ranks) < self._config.min_ranks:
+            lost = "; ".join(f"rank {loss['rank']}: {loss['cause']}" for loss in self.recoveries)
+            if not self._failures or self._config.min_ranks > 1:
+                raise GangError(
+                    f"{len(epoch.ranks)} ranks are left, fewer than --min-ranks ({self._config.min_ranks}): {lost}"
+                )
+            raise gang_error(first_cause(self._failures))
+
+    def _serves(self, reports: list[dict[str, float]]) -> None:
+        progress.say_plain(f"serving: {len(self._epoch.ranks)} ranks")
+        experts, size = (int(sum(report[key] for report in reports)) for key in ("experts_read", "bytes_read"))
+        covered = max(report["covered_at"] for report in reports)
+        self._close(max(report["serving_at"] for report in reports), experts, size, covered)
+
+    def _close(self, serving_at: float, experts: int, size: int, covered_at: float) -> None:
+        """Completes what is known of the losses that the ranks serve again after."""
+        for loss, seen in self._open:
+            loss["serving_s"] = max(serving_at - seen, 0.0)
+            loss["covered_s"] = max(covered_at - seen, 0.0)
+            loss["experts_read"], loss["bytes_read"] = experts, size
+            progress.say(
+                f"rank {loss['rank']} was lost ({loss['cause']}); {progress.workers(len(self._epoch.ranks))} serve "
+                f"again after {loss['serving_s']:.2f} s, with {experts} experts ({size / 2**20:.1f} MiB) read again"
+            )
+            experts = size = 0  # of the losses together; the first one tells them
+        self._open.clear()

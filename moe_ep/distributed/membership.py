@@ -1,0 +1,434 @@
+"""Which ranks a gang has at present: epochs that all members learn of through a store, and groups made anew for each.
+
+    membership = Membership(store, rank)         # a worker; the store is served by no rank, so that any rank may die
+    membership.follow(callback)                  # callback(membership): makes anew what depends on the ranks
+    membership.settle()                          # meets the others, makes the process group, runs the callbacks
+    try:
+        ...                                      # collective steps of the present ranks
+    except Exception as error:
+        membership.settle(error)                 # the same for the next epoch; raises `error` if there is none
+
+Who decides. An epoch is a numbered set of ranks. `MembershipLog.propose` writes the next one with a compare-and-set, so
+the first proposal wins and all processes see the same sequence. A launcher proposes a rank's removal as soon as it sees
+its process end; that needs no majority. Ranks that merely cannot be reached are removed by `Membership.settle` after a
+deadline has passed, if the others are the majority of the epoch or half of it: whoever can propose has the store.
+
+What a launcher does (`moe_ep.launch.gangs.elastic`): it serves the store, writes epoch 0, gives every worker a
+`Membership`, proposes removals and admissions through a `MembershipLog`, and ends the processes of removed ranks.
+
+The order of steps in `settle`. (1) A thread of every member sees the new epoch within `_POLL_S` and ends all waits for
+other ranks with `RanksChangedError`. (2) The groups of the old epoch are abandoned: kept, since gloo threads may still
+wait in them, and never used again. (3) The members of the new epoch meet in the store. (4) They make the default
+process group anew, under a prefix of the store of its own. (5) The callbacks run in the order in which they were added;
+each may make collective calls. Where another change comes meanwhile, all of it begins again with the newest epoch.
+
+A rank keeps its number for good, and a rank that joins gets a new one. In the process group of an epoch, members are
+numbered in the order of their ranks: `Membership.ep_rank` of `Membership.ep_size`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep import env
+from moe_ep.distributed import failure_detection
+from moe_ep.distributed.exchange import count_exchanges_anew
+from moe_ep.distributed.store import close_at_exit, name_groups_anew
+from moe_ep.errors import DispatchTimeoutError, GangError, rank_list
+
+logger = logging.getLogger(__name__)
+
+# How often members look for a new epoch, and how often they show that they live.
+_POLL_S, _HEARTBEAT_S = 0.03, 0.2
+# How long an error may precede the news of the change that caused it.
+_NEWS_S = 3.0
+# A group whose construction a removal interrupts may still be completed for so long.
+_GRACE_S = 0.3
+# A launcher has so long to say that a process ended.
+_LAUNCHER_S = 0.5
+_STEP_S = 0.005
+_PREFIX = "moe_ep/membership"
+
+
+class RemovedError(GangError):
+    """This rank was removed from its gang."""
+
+
+class FinishedError(GangError):
+    """The gang's work ended while this rank looked for the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """A set of ranks.
+
+    Attributes:
+        number: from 0.
+        ranks: in rising order.
+        removed: ranks of the epoch before that are gone, each with the cause, which completes "rank 1 ...".
+        admitted: ranks that the epoch before did not have.
+        decided_at: seconds since 1970, of the clock of whoever proposed it.
+        last_seen: of removed ranks, when they last showed that they live, where that is known.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    removed: dict[int, str] = field(default_factory=dict)
+    admitted: tuple[int, ...] = ()
+    decided_at: float = 0.0
+    last_seen: dict[int, float] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Epoch:
+        told = json.loads(text)
+        return cls(
+            number=int(told["number"]),
+            ranks=tuple(map(int, told["ranks"])),
+            removed={int(rank): str(cause) for rank, cause in told["removed"].items()},
+            admitted=tuple(map(int, told["admitted"])),
+            decided_at=float(told["decided_at"]),
+            last_seen={int(rank): float(seen) for rank, seen in told["last_seen"].items()},
+        )
+
+
+class MembershipLog:
+    """The epochs of a gang in its store; a process may have several.
+
+    Args:
+        store: of the gang, over a connection that no wait blocks.
+        first: the ranks of epoch 0, from the launcher; None for a gang that has begun.
+
+    Attributes:
+        first: epoch 0.
+    """
+
+    def __init__(self, store: dist.Store, first: Sequence[int] | None = None) -> None:
+        self.store = store
+        if first is not None:
+            begun = Epoch(number=0, ranks=tuple(sorted(first)), admitted=tuple(sorted(first)), decided_at=time.time())
+            store.set(_key(0), begun.to_json())
+        self.first = self._latest = Epoch.from_json(store.get(_key(0)).decode())
+        self._ever = set(self.first.ranks)
+
+    def latest(self) -> Epoch:
+        """The present epoch."""
+        while (after := self.next_of(self._latest)) is not None:
+            self._latest = after
+            self._ever.update(after.ranks)
+        return self._latest
+
+    def all_ranks(self) -> set[int]:
+        """The ranks of all epochs."""
+        self.latest()
+        return set(self._ever)
+
+    def next_of(self, epoch: Epoch) -> Epoch | None:
+        """The epoch that follows, where it was decided."""
+        key = _key(epoch.number + 1)
+        return Epoch.from_json(self.store.get(key).decode()) if self.store.check([key]) else None
+
+    def propose(self, remove: Mapping[int, str] | None = None, admit: Collection[int] = ()) -> Epoch:
+        """Removes and admits ranks, and returns the epoch in which that is so.
+
+        Args:
+            remove: ranks, each with the cause; those that are gone already are left out.
+        """
+        while True:
+            epoch = self.latest()
+            gone = {rank: cause for rank, cause in (remove or {}).items() if rank in epoch.ranks}
+            new = sorted(set(admit) - set(epoch.ranks))
+            if not gone and not new:
+                return epoch
+            after = Epoch(
+                number=epoch.number + 1,
+                ranks=tuple(sorted({*epoch.ranks, *new} - gone.keys())),
+                removed=gone,
+                admitted=tuple(new),
+                decided_at=time.time(),
+                last_seen={rank: seen for rank in gone if (seen := self.last_seen(rank)) is not None},
+            )
+            self.store.compare_set(_key(after.number), "", after.to_json())
+
+    def last_seen(self, rank: int) -> float | None:
+        """When a rank last showed that it lives; None if it never did."""
+        key = f"{_PREFIX}/alive/{rank}"
+        return float(self.store.get(key)) if self.store.check([key]) else None
+
+    def report(self, epoch: Epoch, rank: int, values: Mapping[str, float]) -> None:
+        """Says that a rank serves in an epoch, and what it took."""
+        self.store.set(f"{_PREFIX}/serves/{epoch.number}/{rank}", json.dumps(dict(values)))
+
+    def reports(self, epoch: Epoch) -> list[dict[str, float]] | None:
+        """What all ranks of an epoch have said; None until they have."""
+        keys = [f"{_PREFIX}/serves/{epoch.number}/{rank}" for rank in epoch.ranks]
+        return [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else None
+
+    def finish(self) -> None:
+        """Says that the gang's work is done: members that look for others need not wait for them."""
+        self.store.set(f"{_PREFIX}/finished", "")
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.store.check([f"{_PREFIX}/finished"]))
+
+
+Callback = Callable[["Membership"], None]
+
+
+class Membership:
+    """One member's view of its gang (the module's docstring).
+
+    Args:
+        store: of the gang; it must outlive every rank. Clones of it are used.
+        rank: of this process, for good.
+        device: "cpu", or the GPU of this rank.
+        timeout_s: deadline of every collective step; None for MOE_EP_DISPATCH_TIMEOUT_S.
+
+    Attributes:
+        rank: as given.
+        epoch: the epoch that this member has settled in, or is settling in.
+        ranks: its ranks.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, *, device: torch.device | str = "cpu", timeout_s: float | None = None
+    ) -> None:
+        self.rank, self.device = rank, torch.device(device)
+        self.timeout_s = env.DISPATCH_TIMEOUT_S.get() if timeout_s is None else timeout_s
+        self._store = store
+        self.log = MembershipLog(_clone(store))
+        self.epoch = self._seen = self.log.latest()
+        self._callbacks: list[Callback] = []
+        self._is_settled = False
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._watching = MembershipLog(_clone(store))
+        self._abandoned: list[Any] = []
+        self._thread = threading.Thread(target=self._watch, name="moe_ep-membership", daemon=True)
+        self._thread.start()
+        close_at_exit(self)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.epoch.ranks
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The ranks that the gang began with."""
+        return self.log.first.ranks
+
+    @property
+    def ep_rank(self) -> int:
+        """This member's place among the ranks."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def ep_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether there is an epoch that this member has not settled in."""
+        return not self._is_settled or self._seen.number > self.epoch.number
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The present ranks' group; None for one rank."""
+        return dist.group.WORLD if self.ep_size > 1 else None
+
+    def follow(self, callback: Callback) -> None:
+        """Has `settle` call this on every member, after those added before it."""
+        self._callbacks.append(callback)
+
+    def remove(self, ranks: Mapping[int, str]) -> None:
+        """Removes ranks that are known to be gone, each with the cause; returns when it is decided."""
+        self.log.propose(remove=ranks)
+
+    def admit(self, ranks: Collection[int]) -> None:
+        """Takes in ranks whose processes have a `Membership` and call `settle`."""
+        self.log.propose(admit=ranks)
+
+    def finish(self) -> None:
+        """Says that all work is done, so that members that settle end too."""
+        self.log.finish()
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Returns when this member and all others of the newest epoch have a group and what depends on it.
+
+        Args:
+            error: what a step failed with; it is raised again if the ranks do not change.
+
+        Raises:
+            RemovedError: this rank is not in the newest epoch.
+            FinishedError: another rank has said that all work is done.
+        """
+        if error is not None:
+            self._await_change(error)
+        while True:
+            with self._lock:
+                self.epoch, self._is_settled = self._seen, False
+            if self.rank not in self.ranks:
+                raise RemovedError(f"rank {self.rank} was removed from the gang; end its process")
+            try:
+                self._make_groups(self.epoch)
+                for callback in list(self._callbacks):
+                    callback(self)
+            except (RemovedError, FinishedError):
+                raise
+            except Exception as failure:
+                self._await_change(failure)
+            else:
+                self._is_settled = True
+                return
+
+    def close(self) -> None:
+        """Ends the thread; a second time does no harm."""
+        self._closed.set()
+
+    # ---- Changes
+
+    def _watch(self) -> None:
+        beat = 0.0
+        while not self._closed.wait(_POLL_S):
+            try:
+                if time.monotonic() >= beat:
+                    self._watching.store.set(f"{_PREFIX}/alive/{self.rank}", repr(time.time()))
+                    beat = time.monotonic() + _HEARTBEAT_S
+                newest = self._watching.latest()
+            except RuntimeError as error:
+                # Only the launcher's end takes the store away, and it ends its workers.
+                logger.debug("the gang's store cannot be reached: %s", error)
+                continue
+            with self._lock:
+                self._seen = newest
+                if newest.number > self.epoch.number:
+                    failure_detection.end_all_waits("the ranks have changed")
+
+    def _await_change(self, error: BaseException) -> None:
+        """Returns when there is a newer epoch than the present one; raises the error if none comes."""
+        began = time.monotonic()
+        while not self._is_outdated():
+            waited = time.monotonic() - began
+            if waited > _NEWS_S or not isinstance(error, Exception):
+                raise error
+            if self.log.is_finished:
+                raise FinishedError("the work is done")
+            # A launcher that sees a death says more of it.
+            if waited > _LAUNCHER_S and isinstance(error, DispatchTimeoutError) and error.ranks:
+                self._remove_failed(error)
+            time.sleep(_STEP_S)
+
+    def _is_outdated(self) -> bool:
+        with self._lock:
+            return self._seen.number > self.epoch.number
+
+    def _remove_failed(self, error: DispatchTimeoutError) -> None:
+        """Removes the ranks that a verdict names, where the others may go on without them."""
+        group = self.group
+        dead = set() if group is None else set(failure_detection.FailureDetector.of(group).dead())
+        found = {self.ranks[at]: at in dead for at in error.ranks if at < self.ep_size}
+        unreachable = [rank for rank, is_dead in found.items() if not is_dead]
+        if self.rank in found:
+            raise error
+        if 2 * len(unreachable) > self.ep_size - (len(found) - len(unreachable)):
+            raise GangError(
+                f"rank {self.rank} cannot reach {rank_list(unreachable)}, the majority of the {self.ep_size} ranks, "
+                f"which may go on without it; this side ends"
+            ) from error
+        late = f"did not answer within {self.timeout_s:g} s (stuck, or out of reach)"
+        self.remove({rank: "died (its process ended)" if is_dead else late for rank, is_dead in found.items()})
+
+    # ---- Groups
+
+    def _make_groups(self, epoch: Epoch) -> None:
+        self._abandon()
+        self._meet(epoch)
+        # A stuck construction holds its connection.
+        connection = _clone(self._store)
+        name = f"{_PREFIX}/epoch/{epoch.number}"
+        made: list[BaseException | None] = []
+
+        def make() -> None:
+            try:
+                self._make_default(dist.PrefixStore(name, connection))
+                made.append(None)
+            except BaseException as error:
+                made.append(error)
+
+        thread = threading.Thread(target=make, name="moe_ep-make-group", daemon=True)
+        thread.start()
+        ends_at = float("inf")
+        while thread.is_alive():
+            thread.join(_STEP_S)
+            if self._is_outdated():
+                ends_at = min(ends_at, time.monotonic() + _GRACE_S)
+                if time.monotonic() > ends_at:
+                    raise DispatchTimeoutError("the ranks changed while their group was made")
+        if made[0] is not None:
+            raise made[0]
+
+    def _make_default(self, store: dist.Store) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        # Ranks that joined later have made fewer groups.
+        dist.distributed_c10d._world.group_count = 0
+        name_groups_anew()
+        count_exchanges_anew()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            store=store,
+            rank=self.ep_rank,
+            world_size=self.ep_size,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+
+    def _abandon(self) -> None:
+        """Leaves the groups of the epoch before, without waiting for what goes on in them."""
+        if not dist.is_initialized():
+            return
+        world = dist.distributed_c10d._world
+        self._abandoned.extend(world.pg_map)
+        if self.device.type == "cuda":
+            for group in list(world.pg_map):
+                group.abort()
+        dist.destroy_process_group()
+
+    def _meet(self, epoch: Epoch) -> None:
+        """Returns when all members of the epoch are settling in it."""
+        prefix = f"{_PREFIX}/here/{epoch.number}"
+        self.log.store.set(f"{prefix}/{self.rank}", "")
+        keys = [f"{prefix}/{rank}" for rank in epoch.ranks]
+        until = time.monotonic() + self.timeout_s
+        while not self.log.store.check(keys):
+            if self.log.is_finished:
+                raise FinishedError("the work is done")
+            if self._is_outdated():
+                raise DispatchTimeoutError("the ranks changed while they met")
+            if time.monotonic() > until:
+                absent = [at for at, key in enumerate(keys) if not self.log.store.check([key])]
+                raise DispatchTimeoutError(
+                    f"{rank_list([epoch.ranks[at] for at in absent])} did not come to epoch {epoch.number} within "
+                    f"{self.timeout_s:g} s",
+                    absent,
+                )
+            time.sleep(_STEP_S)
+
+
+def _key(number: int) -> str:
+    return f"{_PREFIX}/epochs/{number}"
+
+
+def _clone(store: dist.Store) -> dist.Store:
+    return store.clone()  # type: ignore[attr-defined]

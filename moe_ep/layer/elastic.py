@@ -1,0 +1,263 @@
+"""The experts of a model whose ranks come and go: their slots, and who reads which experts again when a rank is lost.
+
+Every rank has equally many slots, some of them empty at first. When the ranks change (`moe_ep.distributed.membership`),
+each rank says what its slots hold, and the new placement is what all of them hold together. Experts that no rank holds
+are read again from the checkpoint, byte range by byte range, into empty slots or into those of experts with replicas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.distributed.exchange import gather_values
+from moe_ep.distributed.membership import Membership
+from moe_ep.errors import ConfigError, CoverError, check_at_least, one_of
+
+if TYPE_CHECKING:
+    from moe_ep.layer.fused_moe import FusedMoE
+
+EMPTY = -1
+# (layer, its logical experts) reads these again into their slots, after `begin_reload`; returns the bytes.
+Read = Callable[[int, Collection[int]], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """How a gang goes on without some of its ranks.
+
+    Attributes:
+        min_ranks: fewer do not go on.
+        max_ranks: more are not admitted; None for as many as there are at the start.
+        spare_slots: empty slots of each rank and layer; None for as many as min_ranks ranks need to hold all experts.
+        when_uncovered: what tokens do whose experts are being read again: "wait", or "skip" those experts.
+    """
+
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    spare_slots: int | None = None
+    when_uncovered: str = "wait"
+
+    def __post_init__(self) -> None:
+        check_at_least(1, min_ranks=self.min_ranks)
+        if self.max_ranks is not None:
+            check_at_least(self.min_ranks, max_ranks=self.max_ranks)
+        if self.spare_slots is not None:
+            check_at_least(0, spare_slots=self.spare_slots)
+        if self.when_uncovered not in ("wait", "skip"):
+            raise ConfigError(one_of("when_uncovered", self.when_uncovered, ["wait", "skip"]))
+
+    def num_slots(self, num_experts: int, num_ranks: int, num_redundant_experts: int = 0) -> int:
+        """Slots of each rank in a gang that begins with so many ranks: its experts, its replicas, and the spare ones.
+
+        Example: 8 experts on 4 ranks, min_ranks 2: two experts and two spare slots.
+        """
+        held = -(-num_experts // num_ranks)
+        fewest = -(-num_experts // self.min_ranks)
+        spare = max(fewest - held, 0) if self.spare_slots is None else self.spare_slots
+        return min(-(-(num_experts + num_redundant_experts) // num_ranks) + spare, max(num_experts, held))
+
+
+def first_placement(num_experts: int, num_ranks: int, num_slots: int, num_filled: int) -> list[int]:
+    """The logical expert in each slot `[num_ranks * num_slots]` at the start, in rank order; `EMPTY` for none.
+
+    Experts lie on the ranks in contiguous parts. Replicas follow, as many as fit into num_filled slots in all, each on
+    a rank that does not hold the expert.
+
+    Example: 3 experts, 2 ranks of 3 slots, 4 filled: [0, 1, -1, 2, 0, -1].
+    """
+    base, more = divmod(num_experts, num_ranks)
+    rows: list[list[int]] = []
+    for rank in range(num_ranks):
+        first = rank * base + min(rank, more)
+        rows.append(list(range(first, first + base + (rank < more))))
+    for number in range(max(num_filled - num_experts, 0)):
+        expert = number % num_experts
+        room = [row for row in rows if len(row) < num_slots and expert not in row]
+        if room:
+            min(room, key=len).append(expert)
+    return [expert for row in rows for expert in row + [EMPTY] * (num_slots - len(row))]
+
+
+def joining_row(num_experts: int, num_slots: int, rank: int) -> list[int]:
+    """What a rank that joins brings: replicas of as many experts as it has slots, others than a rank beside it."""
+    return [(rank * num_slots + slot) % num_experts for slot in range(num_slots)]
+
+
+def plan_cover(held: Sequence[Sequence[int]], num_experts: int) -> list[tuple[int, int, int]]:
+    """Which slots take the experts of one layer that no rank holds: (rank, slot, expert) for each.
+
+    Slots are chosen on the rank that has most of them to give: empty ones first, then those whose expert has replicas
+    elsewhere. The same arguments give the same plan on every rank.
+
+    Args:
+        held: the logical expert in each slot `[num_ranks][num_slots]`, `EMPTY` where there is none.
+
+    Raises:
+        CoverError: fewer slots than experts.
+    """
+    rows = [list(row) for row in held]
+    count = Counter(expert for row in rows for expert in row if expert != EMPTY)
+    given: Counter[int] = Counter()
+    plan = []
+    for expert in range(num_experts):
+        if count[expert]:
+            continue
+        free = {rank: row.count(EMPTY) for rank, row in enumerate(rows)}
+        rank = max(free, key=lambda one: (free[one] > 0, free[one] - given[one], -one))
+        if free[rank]:
+            slot = rows[rank].index(EMPTY)
+        else:
+            places = [(at, slot) for at, row in enumerate(rows) for slot in range(len(row))]
+            spare = [(count[rows[at][slot]], -given[at], -at, slot) for at, slot in places]
+            most, _, at, slot = max(spare, default=(0, 0, 0, 0))
+            if most < 2:
+                raise CoverError(
+                    f"{len(rows)} ranks with {len(rows[0]) if rows else 0} slots each in a layer cannot hold its "
+                    f"{num_experts} experts; start with more --spare-slots, or with a lower --min-ranks that has room "
+                    f"for them"
+                )
+            rank = -at
+            count[rows[rank][slot]] -= 1
+        rows[rank][slot] = expert
+        count[expert] += 1
+        given[rank] += 1
+        plan.append((rank, slot, expert))
+    return plan
+
+
+class ElasticSlots:
+    """The slots of a gang's ranks while a model is made, which no other rank is needed for.
+
+    Args:
+        num_redundant_experts: replicas at the start, over all ranks.
+        fills: whether replicas fill all slots, as EPLB needs them.
+    """
+
+    def __init__(
+        self, membership: Membership, config: ElasticConfig, num_redundant_experts: int = 0, *, fills: bool = False
+    ) -> None:
+        self._config, self._fills = config, fills
+        self._num_redundant = num_redundant_experts
+        self._first = membership.first_ranks
+        self._rank = membership.rank
+
+    def parallel_config(self, backend: str) -> FusedMoEParallelConfig:
+        """This rank's place among those of the start; a rank that joined later takes the place of one of them."""
+        size = len(self._first)
+        return FusedMoEParallelConfig.make(ep_size=size, rank=self._place, world_size=size, all2all_backend=backend)
+
+    def num_redundant_experts(self, num_experts: int) -> int:
+        """The physical experts of a layer beyond its own, over the ranks of the start."""
+        return len(self._first) * self._num_slots(num_experts) - num_experts
+
+    def place(self, layer: FusedMoE) -> None:
+        """Says what the layer's slots hold at the start, before it is loaded."""
+        E, num_slots, size = layer.num_experts, self._num_slots(layer.num_experts), len(self._first)
+        num_filled = size * num_slots if self._fills else E + self._num_redundant
+        placement = first_placement(E, size, num_slots, num_filled)
+        if self._rank not in self._first:
+            own = slice(self._place * num_slots, (self._place + 1) * num_slots)
+            placement[own] = joining_row(E, num_slots, self._rank)
+        layer.place(placement)
+
+    @property
+    def _place(self) -> int:
+        return self._first.index(self._rank) if self._rank in self._first else self._rank % len(self._first)
+
+    def _num_slots(self, num_experts: int) -> int:
+        return self._config.num_slots(num_experts, len(self._first), self._num_redundant)
+
+
+@dataclass
+class Recovery:
+    """What one change of the ranks took this rank.
+
+    Attributes:
+        epoch: its number.
+        experts_read, bytes_read: read again by this rank.
+        covered_at: seconds since 1970 when this rank had read them.
+    """
+
+    epoch: int
+    experts_read: int = 0
+    bytes_read: int = 0
+    covered_at: float = 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class ElasticExperts:
+    """Places the experts of a model's layers anew whenever its ranks change, as a callback of `Membership.follow`.
+
+    Args:
+        layers: made for `ElasticConfig.num_slots` slots on each rank.
+        read: reads experts of a layer again; None where there is no checkpoint to read from.
+
+    Attributes:
+        recovery: what the present epoch took.
+    """
+
+    def __init__(self, membership: Membership, layers: Sequence[FusedMoE], read: Read | None) -> None:
+        self._layers, self._read = list(layers), read
+        # (layer, slot) of experts that the maps name and that were not read yet.
+        self._unread: set[tuple[int, int]] = set()
+        self.recovery = Recovery(epoch=-1)
+        membership.follow(self.regroup)
+
+    def held(self) -> list[list[int]]:
+        """The logical expert in each of this rank's slots, by layer."""
+        rows = [layer.slots.local_experts for layer in self._layers]
+        for layer, slot in self._unread:
+            rows[layer][slot] = EMPTY
+        return rows
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def regroup(self, membership: Membership) -> None:
+        """Places the experts on the present ranks, and reads this rank's part of those that are lost.
+
+        Raises:
+            CoverError: the ranks have too few slots, or there is nothing to read lost experts from.
+        """
+        self.recovery = Recovery(epoch=membership.epoch.number)
+        group, rank = membership.group, membership.ep_rank
+        mine = self.held()
+        told = [mine] if group is None else gather_values("experts", mine, group)
+        parallel = FusedMoEParallelConfig.make(
+            ep_size=membership.ep_size,
+            rank=rank,
+            world_size=membership.ep_size,
+            all2all_backend=self._layers[0].parallel_config.all2all_backend,
+        )
+        lost: list[list[int]] = []
+        for number, layer in enumerate(self._layers):
+            rows = [list(of_rank[number]) for of_rank in told]
+            plan = plan_cover(rows, layer.num_experts)
+            if plan and self._read is None:
+                raise CoverError(
+                    f"{len(plan)} experts of {layer.layer_name} are on no rank that is left, and a model that was not "
+                    f"loaded from a folder cannot read them again; give parallelize the folder"
+                )
+            for at, slot, expert in plan:
+                rows[at][slot] = expert
+            own = {(number, slot) for at, slot, _ in plan if at == rank}
+            # Until the maps have changed, what they say of the slots of an interrupted change is not true either.
+            self._unread |= own
+            layer.regroup(parallel, group, [expert for row in rows for expert in row])
+            self._unread -= {(number, slot) for slot in range(len(mine[number]))} - own
+            lost.append([expert for at, _, expert in plan if at == rank])
+        for number, experts in enumerate(lost):
+            if experts and self._read is not None:
+                self._layers[number].begin_reload()
+                self.recovery.bytes_read += self._read(number, experts)
+                self.recovery.experts_read += len(experts)
+                self._unread -= {at for at in self._unread if at[0] == number}
+        self.recovery.covered_at = time.time()
