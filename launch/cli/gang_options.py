@@ -248,29 +248,18 @@ class ElasticOptions(ModelConfig):
 
     options_title: ClassVar[str] = "workers that come and go"
 
-    elastic: bool = field(
-        default=False, metadata=option(None, "go on without workers that die, hang or leave, and with those that join")
+    elastic: bool = option(False, None, "go on without workers that die, hang or leave, and with those that join")
+    min_ranks: int | None = option(None, at_least(1), "end where fewer workers than this are left (default: 1)", "N")
+    max_ranks: int | None = option(None, at_least(1), "let workers join up to this many (default: --ep-size)", "N")
+    spare_slots: int | None = option(
+        None,
+        at_least(0),
+        "empty expert slots of each worker, for those of one that is lost (default: as many as --min-ranks workers "
+        "need to hold all experts)",
+        "N",
     )
-    min_ranks: int | None = field(
-        default=None, metadata=option(at_least(1), "end where fewer workers than this are left (default: 1)", "N")
-    )
-    max_ranks: int | None = field(
-        default=None, metadata=option(at_least(1), "let workers join up to this many (default: --ep-size)", "N")
-    )
-    spare_slots: int | None = field(
-        default=None,
-        metadata=option(
-            at_least(0),
-            "empty expert slots of each worker, for those of one that is lost (default: as many as --min-ranks workers "
-            "need to hold all experts)",
-            "N",
-        ),
-    )
-    when_uncovered: str = field(
-        default="wait",
-        metadata=option(
-            one_of("wait", "skip"), "what tokens do whose experts are being read again: wait for them, or skip them"
-        ),
+    when_uncovered: str = option(
+        "wait", one_of("wait", "skip"), "what tokens do whose experts are being read again: wait for them, or skip them"
     )
 
     def check_elastic(self) -> None:

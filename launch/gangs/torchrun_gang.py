@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_ep.errors import ConfigError, GangError
 from moe_ep.launch.gangs import interrupts, progress, waiting
@@ -44,6 +44,9 @@ from moe_ep.launch.gangs.local_gang import (
 from moe_ep.launch.gangs.rank_env import RankEnv, resolve_rank_env
 from moe_ep.launch.gangs.rendezvous import addresses_of, init_process_group, listen_at
 from moe_ep.launch.gangs.waiting import Wait
+
+if TYPE_CHECKING:
+    from moe_ep.layer.elastic import ElasticConfig
 
 _CAUSE = "moe_ep/cause"
 # A signal finds a rank of torchrun's inside a library, where Python raises nothing: it ends after so long.
@@ -117,6 +120,15 @@ class TorchrunGang(Gang):
             gang = LocalGang(self._num_local, self.device, self._timeout_s, source="torchrun")
             return gang.run(fn, *args, on_item=on_item)
         return self._run_as_agent(fn, args, on_item)
+
+    def run_elastic(
+        self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        if self._env is not None or self._num_nodes > 1:
+            way = f"under {self._env.source}, which ends all ranks when one fails" if self._env else "on several nodes"
+            raise ConfigError(f"--elastic is given {way}; start moe-ep by itself, on one node or under Ray")
+        gang = LocalGang(self._num_local, self.device, self._timeout_s, source="torchrun")
+        return gang.run_elastic(fn, *args, config=config, on_item=on_item)
 
     def _run_as_rank(
         self, rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any], on_item: OnItem

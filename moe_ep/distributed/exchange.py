@@ -15,8 +15,8 @@ import mmap
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,6 @@ from moe_ep.distributed.plain_data import decode, encode
 from moe_ep.distributed.store import close_at_exit, name_in_store, rendezvous_store
 from moe_ep.errors import DispatchTimeoutError, rank_list
 
-_SHARED_MEMORY = Path("/dev/shm")
 _VALUE_BITS = 32
 
 _counts: Counter[str] = Counter()
@@ -225,7 +224,7 @@ class SharedMemoryExchange:
     every rank gave its own only after it had read those to q.
 
     Args:
-        path: a file that `make_file` made for these sizes.
+        path: a `shared_file` of these sizes.
         detector: of the ranks that share it.
         width: number of values in an answer.
         timeout_s: deadline of every question.
@@ -243,18 +242,26 @@ class SharedMemoryExchange:
         self._question, self._num_questions = 0, num_questions
 
     @staticmethod
-    def make_file(size: int, width: int, folder: Path | None = None) -> Path:
-        """Creates a file of zeros, by which the ranks that open it share memory; OSError if there is no room."""
-        if folder is None and _SHARED_MEMORY.is_dir():
-            folder = _SHARED_MEMORY
-        handle, name = tempfile.mkstemp(prefix="moe_ep_", dir=folder)
+    @contextmanager
+    def shared_file(size: int, width: int, folder: Path | None = None) -> Iterator[Path]:
+        """A file of zeros during the block, by which the ranks that open it share memory; OSError if there is no room.
+
+        On Linux it is memory of this process, of which nothing is left where the process dies.
+        """
+        if folder is None and hasattr(os, "memfd_create"):
+            handle = os.memfd_create("moe_ep")
+            path, is_named = Path(f"/proc/{os.getpid()}/fd/{handle}"), False
+        else:
+            handle, name = tempfile.mkstemp(prefix="moe_ep_", dir=folder)
+            path, is_named = Path(name), True
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(bytes(2 * size * width * np.dtype(np.int64).itemsize))
-        except OSError:
-            os.unlink(name)
-            raise
-        return Path(name)
+                file.flush()
+                yield path
+        finally:
+            if is_named:
+                path.unlink()
 
     def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
         """As `Exchange.gather`; every rank must call it equally often."""
@@ -336,17 +343,15 @@ def _share_memory(
     group: dist.ProcessGroup, detector: FailureDetector, width: int, timeout_s: float
 ) -> SharedMemoryExchange | None:
     """None if the ranks cannot share memory, though their hosts have one name."""
-    made, exchange = None, None
-    with suppress(OSError):  # the others learn of a failure by the empty name
-        made = SharedMemoryExchange.make_file(detector.size, width) if detector.rank == 0 else None
-    try:
-        name = gather_texts("shared memory", "" if made is None else str(made), group)[0]
+    with ExitStack() as stack:
+        made, exchange = "", None
+        with suppress(OSError):  # the others learn of a failure by the empty name
+            if detector.rank == 0:
+                made = str(stack.enter_context(SharedMemoryExchange.shared_file(detector.size, width)))
+        name = gather_texts("shared memory", made, group)[0]
         with suppress(OSError):
             exchange = SharedMemoryExchange(Path(name), detector, width, timeout_s) if name else None
         is_shared = "" not in gather_texts("shared memory is open", "" if exchange is None else "open", group)
-    finally:
-        if made is not None:
-            made.unlink()
     return exchange if is_shared else None
 
 

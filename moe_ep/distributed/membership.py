@@ -54,6 +54,8 @@ _POLL_S, _HEARTBEAT_S = 0.03, 0.2
 _NEWS_S = 3.0
 # A group whose construction a removal interrupts may still be completed for so long.
 _GRACE_S = 0.3
+# A rank that is silent for this share of the deadline is stopped, or cannot be reached.
+_SILENT = 0.8
 # A launcher has so long to say that a process ended.
 _LAUNCHER_S = 0.5
 _STEP_S = 0.005
@@ -215,6 +217,8 @@ class Membership:
         self._is_settled = False
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._watching = MembershipLog(_clone(store))
+        # Of other ranks: what they last showed, and when this process saw it first.
+        self._beats: dict[int, tuple[float, float]] = {}
         self._abandoned: list[Any] = []
         self._thread = threading.Thread(target=self._watch, name="moe_ep-membership", daemon=True)
         self._thread.start()
@@ -306,6 +310,7 @@ class Membership:
                 if time.monotonic() >= beat:
                     self._watching.store.set(f"{_PREFIX}/alive/{self.rank}", repr(time.time()))
                     beat = time.monotonic() + _HEARTBEAT_S
+                    self._remove_silent()
                 newest = self._watching.latest()
             except RuntimeError as error:
                 # Only the launcher's end takes the store away, and it ends its workers.
@@ -315,6 +320,25 @@ class Membership:
                 self._seen = newest
                 if newest.number > self.epoch.number:
                     failure_detection.end_all_waits("the ranks have changed")
+
+    def _remove_silent(self) -> None:
+        """Removes ranks whose processes have not shown for nearly the deadline that they live, as one that is stopped.
+
+        A rank that lives and does not come to a step is found by those that wait for it.
+        """
+        now, epoch = time.monotonic(), self._watching.latest()
+        silent = []
+        for rank in set(epoch.ranks) - {self.rank}:
+            beat = self._watching.last_seen(rank)
+            if beat is None:  # it has not begun
+                continue
+            if self._beats.get(rank, (None, 0.0))[0] != beat:
+                self._beats[rank] = beat, now
+            elif now - self._beats[rank][1] > _SILENT * self.timeout_s:
+                silent.append(rank)
+        if silent and self.rank in epoch.ranks and 2 * len(silent) <= len(epoch.ranks):
+            why = f"has not shown for {_SILENT * self.timeout_s:g} s that it lives (stopped, or out of reach)"
+            self._watching.propose(remove=dict.fromkeys(silent, why))
 
     def _await_change(self, error: BaseException) -> None:
         """Returns when there is a newer epoch than the present one; raises the error if none comes."""

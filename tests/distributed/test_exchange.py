@@ -187,5 +187,5 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_nothing_is_left_of_memory_that_has_no_room(tmp_path: Path) -> None:
     with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
-        SharedMemoryExchange.make_file(8, 1, tmp_path)
+        SharedMemoryExchange.shared_file(8, 1, tmp_path).__enter__()
     assert not [*tmp_path.iterdir()]

@@ -1,0 +1,56 @@
+"""Epochs of a gang's ranks, as its processes agree on them through a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from moe_ep.distributed.membership import MembershipLog
+
+
+@pytest.fixture
+def store() -> Iterator[dist.Store]:
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_removed_and_admitted(store: dist.Store) -> None:
+    launcher, member = MembershipLog(store, [2, 0, 1]), MembershipLog(store)
+    assert member.latest().ranks == (0, 1, 2)
+    launcher.propose(remove={1: "died"})
+    epoch = member.latest()
+    assert (epoch.number, epoch.ranks, epoch.removed) == (1, (0, 2), {1: "died"})
+    # A second proposal of the same changes nothing.
+    assert member.propose(remove={1: "did not answer"}).number == 1
+    member.propose(admit=[3])
+    assert (launcher.latest().ranks, launcher.latest().admitted) == ((0, 2, 3), (3,))
+    assert launcher.all_ranks() == {0, 1, 2, 3}
+
+
+def test_all_see_one_sequence_whoever_proposes(store: dist.Store) -> None:
+    MembershipLog(store, range(9))
+    logs = [MembershipLog(store.clone()) for _ in range(4)]  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(4) as threads:
+        list(
+            threads.map(lambda at: [logs[at].propose(remove={rank: f"by {at}"}) for rank in range(at, 8, 2)], range(4))
+        )
+    histories = []
+    for log in logs:
+        epochs = [log.first]
+        while (after := log.next_of(epochs[-1])) is not None:
+            epochs.append(after)
+        histories.append(epochs)
+    assert all(history == histories[0] for history in histories)
+    assert [epoch.number for epoch in histories[0]] == list(range(9))
+    assert histories[0][-1].ranks == (8,)
+
+
+def test_what_ranks_report_is_there_when_all_have(store: dist.Store) -> None:
+    log = MembershipLog(store, [0, 1])
+    epoch = log.latest()
+    log.report(epoch, 0, {"experts_read": 2})
+    assert log.reports(epoch) is None
+    log.report(epoch, 1, {"experts_read": 3})
+    assert log.reports(epoch) == [{"experts_read": 2}, {"experts_read": 3}]

@@ -1,0 +1,113 @@
+"""Gangs whose ranks come and go: real workers that are killed and stopped while they generate."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from moe_ep.checkpoint.demo import make_demo_checkpoint
+from tests.generation.alone import continue_alone, load_alone
+from tests.launch.jobs import all_end, session_pids, start_moe_ep
+
+pytestmark = pytest.mark.gang
+
+PROMPTS = ["def read(self, size):", "The list of", "import", "return None", "class", "for value in"]
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_demo_checkpoint(tmp_path_factory.mktemp("demo") / "model", progress=False)
+
+
+@pytest.fixture(scope="module")
+def texts(demo: Path) -> list[str]:
+    """What the model says without any other rank."""
+    alone, tokenizer = load_alone(demo), transformers.AutoTokenizer.from_pretrained(demo)
+    return [continue_alone(alone, tokenizer, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+class Job:
+    """`moe-ep generate --elastic` over the prompts, with what it says on stderr."""
+
+    def __init__(self, model: Path, folder: Path, *options: str, deadline_s: float = 60) -> None:
+        prompts, self._output = folder / "prompts.txt", folder / "out.jsonl"
+        prompts.write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+        self.process: subprocess.Popen[str] = start_moe_ep(
+            "generate", "--elastic", "--model", str(model), "--prompts", str(prompts), "--output", str(self._output),
+            "--device", "cpu", "--batch-size", "2", "--max-new-tokens", str(NUM_TOKENS), *options,
+            MOE_EP_DISPATCH_TIMEOUT_S=str(deadline_s), OMP_NUM_THREADS="1",
+        )  # fmt: skip
+        self.said: list[str] = []
+        self.pids: dict[int, int] = {}
+
+    def until(self, pattern: str) -> None:
+        """Reads on until a line that begins so."""
+        for line in self.lines():
+            if re.match(pattern, line):
+                return
+        raise AssertionError(f"{pattern} was not said: {''.join(self.said)}")
+
+    def lines(self) -> Iterator[str]:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if found := re.match(r"rank (\d+): pid (\d+) on ", line):
+                self.pids[int(found[1])] = int(found[2])
+            yield line
+
+    def end(self) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
+        """The exit code, the lines of the prompts and the summary; no process of the job is left."""
+        list(self.lines())
+        code = self.process.wait(60)
+        assert all_end(session_pids(self.process.pid))
+        *lines, summary = [json.loads(line) for line in self._output.read_text().splitlines()]
+        return code, lines, summary
+
+
+def check(job: Job, texts: Sequence[str], lost: Sequence[int]) -> dict[str, Any]:
+    code, lines, summary = job.end()
+    assert code == 0, "".join(job.said)
+    assert [line["index"] for line in lines] == list(range(len(texts)))
+    assert [line["text"] for line in lines] == list(texts)
+    assert [loss["rank"] for loss in summary["recoveries"]] == list(lost)
+    return summary
+
+
+def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_path: Path) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    job = Job(demo, tmp_path, "--launcher", "local", "--ep-size", "3", deadline_s=10)
+    job.until("serving: 3 ranks")
+    os.kill(job.pids[0], signal.SIGKILL)
+    job.until("serving: 2 ranks")
+    os.kill(job.pids[1], signal.SIGSTOP)
+    job.until("serving: 1 ranks")
+    summary = check(job, texts, [0, 1])
+    killed, stopped = summary["recoveries"]
+    assert "SIGKILL" in killed["cause"] and killed["detected_s"] < 2
+    assert killed["experts_read"] and killed["bytes_read"] and stopped["detected_s"] < 10
+    assert killed["detected_s"] <= killed["serving_s"] <= stopped["serving_s"]
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def test_fewer_than_the_least(demo: Path, tmp_path: Path) -> None:
+    job = Job(demo, tmp_path, "--launcher", "torchrun", "--ep-size", "2", "--min-ranks", "2")
+    job.until("rank 1: ")
+    time.sleep(0.5)
+    os.kill(job.pids[1], signal.SIGKILL)
+    job.until(r"moe-ep generate: .*--min-ranks \(2\): rank 1: .*SIGKILL")
+    assert job.process.wait(30) == 1
+    assert all_end(session_pids(job.process.pid))
