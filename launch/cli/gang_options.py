@@ -273,6 +273,8 @@ class ElasticOptions(ModelConfig):
             value = getattr(self, name)
             if value != default and not self.elastic:
                 raise OptionError(f"{flag(name)} is {str(value)!r} without --elastic; add --elastic or leave it out")
+        if self.when_uncovered == "skip":
+            raise OptionError("--when-uncovered is 'skip', which is not there yet; leave it out")
         if self.min_ranks and self.ep_size and self.min_ranks > self.ep_size:
             raise OptionError(f"--min-ranks is {self.min_ranks} and --ep-size {self.ep_size}; start at least as many")
         if self.max_ranks and self.max_ranks < (self.ep_size or self.min_ranks or 1):

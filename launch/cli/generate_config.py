@@ -139,7 +139,8 @@ class GenerateConfig(ElasticOptions):
         self.check_elastic()
         if self.return_routed_experts is not None and self.elastic:
             raise OptionError(
-                "--return-routed-experts is given with --elastic, and what a worker recorded is lost with it; leave one out"
+                "--return-routed-experts is given with --elastic, and what a worker records is lost with it; leave one "
+                "out"
             )
         if self.num_redundant_experts and not (self.eplb or self.elastic):
             raise OptionError(
