@@ -59,6 +59,8 @@ ELSEWHERE = {
         "test_ray_job.py::test_jobs_of_a_bare_checkout",
     "run --address auto --ep-size 16 --model DIR": "test_ray_job.py::test_a_driver_joins_a_running_cluster",
     "run --ep-size 4": "test_ray_job.py::test_jobs_of_a_bare_checkout",
+    "generate --elastic --launcher local --ep-size 4 --prompts prompts.txt --output completions.jsonl":
+        "test_elastic_gang.py::test_ranks_that_are_killed_and_stopped",
     "run --eplb --routing zipf:0.8": "test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "run --eplb --routing zipf:0.8 --device cpu --launcher local --ep-size 2 --tokens-per-rank 64":
         "test_run_eplb.py::test_experts_move_and_everything_is_verified",
