@@ -1,11 +1,13 @@
 """Packed experts with bf16 rows and with rows of 8 bits, on one GPU: times, and what rounding changes.
 
     python scripts/bench_eight_bit_rows.py --json results.jsonl
+    python scripts/bench_eight_bit_rows.py --peers deepgemm humming-int8 humming-fp8
 
 The experts of one of eight ranks, rows by sorted ids in random order, both GEMMs with the activation; with rounded rows
 the kernel that quantizes them too. "rested": bursts after rests, the median (gemm_timing.py). "sustained": the median
 of the second half of 0.4 s of the same calls, at the clock that the power limit leaves. Weights exceed the L2 cache or
-are copied until they do.
+are copied until they do. Peers run in processes of their own (gemm_peers.py), without the activation; DeepGEMM
+without quantizing too.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from bench_gemm import make_weights
-from gemm_cases import SHAPES, Shape, with_weights
+from bench_gemm import make_weights, peer_times, takes
+from gemm_cases import OF_PEERS, SHAPES, Shape, with_weights
 from gemm_timing import clock_mhz, num_copies, timed
 from on_gpu import this_gpu
 
@@ -41,6 +43,7 @@ COLUMNS = {
     "us": "8-bit rows, us", "ratio": "x", "tflops": "TFLOP/s",
     "rows_us": "quantizing", "sustained_bf16_us": "bf16, sustained", "sustained_us": "8-bit, sustained",
     "sustained_ratio": "x, sustained", "clock_mhz": "MHz", "error": "changed by", "taken": "taken",
+    "humming_int8": "humming int8", "humming_fp8": "humming fp8", "deepgemm": "DeepGEMM",
 }  # fmt: skip
 
 
@@ -105,6 +108,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["deepseek-v3", "qwen3-235b", "qwen3-30b"], choices=SHAPES)
     parser.add_argument("--weights", nargs="+", default=["int4", "fp8"], choices=ROWS)
     parser.add_argument("--rows", type=int, nargs="+", default=[48, 64, 128, 256, 1024])
+    parser.add_argument("--peers", nargs="*", default=[], choices=[name for name in OF_PEERS if name != "vllm"])
+    parser.add_argument("--peer-seconds", type=float, default=600, help="for one of them, compiling and timing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="what to record where this is no git checkout")
     parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
@@ -113,8 +118,14 @@ def main() -> None:
     device, found = this_gpu(), []
     about = facts(seed=options.seed, commit=options.commit)
     for name, scheme in itertools.product(options.shapes, options.weights):
-        for row in measure(name, scheme, with_weights(SHAPES[name], scheme), options.rows, device):
-            found.append(row)
+        shape = with_weights(SHAPES[name], scheme)
+        rows = list(measure(name, scheme, shape, options.rows, device))
+        for peer in (each for each in options.peers if takes(each, shape)):
+            for times in peer_times(peer, {name: shape}, options.rows, None, options.peer_seconds):
+                for row in rows:
+                    row |= times | {"rows": row["rows"]} if times["rows"] == str(row["rows"]) else {}
+        found += rows
+        for row in rows:
             if options.json is not None:
                 append_line(options.json, row | about)
     print(markdown_table(found, COLUMNS))

@@ -2,6 +2,7 @@
 
     python scripts/bench_gemm.py --peers torch humming vllm --vllm-library FILE     everything
     python scripts/bench_gemm.py --shapes deepseek-v3 --rows 8 64 --jsonl results.jsonl
+    python scripts/bench_gemm.py --shapes deepseek-v3 --weights fp8 --no-skew --peers deepgemm humming-fp8
 
 floor = max(weight bytes / 4.3 TB/s, FLOPs / 790 TFLOP/s); what this GPU reaches is measured in the same run and printed
 above the table. Every case is compared with weights dequantized to f32 before it is timed. Timing: ten calls in a CUDA
@@ -48,9 +49,11 @@ from moe_ep.kernels.marlin.weights import Weights
 
 RELATIVE_ERROR = 0.01
 ROWS_AT_ONCE = 3  # row counts that one process of a peer compiles for
+COMPILING = ("humming", "humming-int8", "humming-fp8", "deepgemm")  # peers that compile for each shape
 COLUMNS = {
     "shape": "shape", "rows": "rows", "us": "us", "p99_us": "p99", "floor_us": "floor", "floor_over_time": "floor/time",
-    "clock_mhz": "MHz", "relative_error": "error", "torch_bmm": "torch.bmm", "humming": "humming", "vllm": "vLLM",
+    "clock_mhz": "MHz", "relative_error": "error", "torch_bmm": "torch.bmm", "humming": "humming",
+    "humming_int8": "humming int8", "humming_fp8": "humming fp8", "deepgemm": "DeepGEMM", "vllm": "vLLM",
     "vllm_best": "vLLM best",
 }  # fmt: skip
 
@@ -179,8 +182,15 @@ def compile_all(
     ours = own_sources(shapes) if torch.cuda.get_device_capability() == (9, 0) else []
     # vLLM's kernels are the same for all shapes, torch has its own.
     parts = [row_counts[i : i + ROWS_AT_ONCE] for i in range(0, len(row_counts), ROWS_AT_ONCE)]
-    of_humming, of_vllm = ([shape for shape in shapes if takes(peer, shape)] for peer in ("humming", "vllm"))
-    theirs = [("humming", [shape], part) for shape in of_humming for part in parts if "humming" in peers]
+    of_vllm = [shape for shape in shapes if takes("vllm", shape)]
+    theirs = [
+        (peer, [shape], part)
+        for peer in peers
+        if peer in COMPILING
+        for shape in shapes
+        if takes(peer, shape)
+        for part in parts
+    ]
     theirs += [("vllm", of_vllm[:1], row_counts)] if "vllm" in peers and of_vllm else []
 
     def let_compile(peer: str, some: list[Shape], counts: list[int]) -> None:
@@ -224,7 +234,7 @@ def peer_times(
 def summary(results: list[dict[str, Any]]) -> str:
     """How much faster than each peer: geometric mean and least over all rows that it computed."""
     lines = []
-    for peer in ("torch_bmm", "humming", "vllm", "vllm_best"):
+    for peer in ("torch_bmm", "humming", "humming_int8", "humming_fp8", "deepgemm", "vllm", "vllm_best"):
         ratios = [row[peer] / row["us"] for row in results if row.get(peer)]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))

@@ -77,7 +77,14 @@ WEIGHTS = {
 
 
 # Those that peers are timed with.
-OF_PEERS = {"torch": ("int4",), "humming": ("int4", "int4-g32", "int8", "fp8", "mxfp8", "mxfp4"), "vllm": ("int4",)}
+OF_PEERS = {
+    "torch": ("int4",),
+    "humming": ("int4", "int4-g32", "int8", "fp8", "mxfp8", "mxfp4"),
+    "humming-int8": ("int4", "int8"),
+    "humming-fp8": ("int4", "fp8", "mxfp4"),
+    "vllm": ("int4",),
+    "deepgemm": ("fp8",),
+}
 
 
 def with_weights(shape: Shape, name: str) -> Shape:

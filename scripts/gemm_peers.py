@@ -9,6 +9,11 @@ more are used. All compute the GEMMs alone, without the activation between them;
 Humming is `humming-kernels` from PyPI with its default tuning, asked for these row counts alone: its choices for all
 row counts up to 65536 take it 7 s a GEMM in Python, and are the same. Its first calls compile, 8 s a kernel and two to
 a row count; it keeps what it compiled in HUMMING_CACHE_DIR, by the paths and times of its files.
+humming-int8 and humming-fp8 are the same with rows that it rounds to int8 or e4m3, one scale a row, in the timed call.
+DeepGEMM is `deep_gemm` alone (sgl-deep-gemm from PyPI; 0.1.4 with apache-tvm-ffi 0.1.11 loads beside torch 2.11) or as
+vLLM's wheel carries it, vllm/third_party/deep_gemm: e4m3 weights with scales of 128 x 128, e4m3 rows with one for every
+128 columns, the masked form, the two products alone: rows are quantized and scales laid out beforehand. It compiles by
+nvcc at the first call.
 vLLM's batched Marlin is the file vllm/_moe_C_stable_libtorch.abi3.so of its wheel (or that file as .xz), loaded alone:
 "vllm" has block size 64, as vLLM chooses it from the buffer's capacity, "vllm_best" the best of that and the two
 smallest sizes that hold an expert's rows. The file has these kernels as code of sm_80 and as PTX, which the driver
@@ -22,6 +27,8 @@ shapes and rows are measured, and the exit code is 1. The recorded tables are fr
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import importlib.metadata
 import json
 import lzma
@@ -29,14 +36,17 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from gemm_cases import OF_PEERS, Shape, with_weights
 from gemm_timing import capacity_of, num_copies, timed
 
+from moe_ep.kernels.quantize import GROUP_SIZE, quantize_rows, split_rows
 from moe_ep.scalar_type import scalar_types
 
+# As modules: alone, and in vLLM's wheel.
+DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 VLLM_BLOCKS, VLLM_USUAL_BLOCK = (8, 16, 32, 48, 64), 64
 
 Call = Callable[[int], None]
@@ -55,8 +65,9 @@ class Buffers:
 
 
 class Humming:
-    """Its grouped_masked form."""
+    """Its grouped_masked form, with rows in bf16."""
 
+    NAME, ROWS = "humming", None
     GEMM_TYPE = "grouped_masked"
     CONFIGS: ClassVar[dict[str, dict[str, str | int]]] = {
         "int4": {"dtype": "uint4", "group_size": 128},
@@ -83,6 +94,7 @@ class Humming:
             shape_n=out,
             shape_k=columns,
             weight_config=dict(self._config),
+            input_config=None if self.ROWS is None else {"dtype": self.ROWS, "group_size": 0},
             num_experts=experts,
             torch_dtype=torch.bfloat16,
         ).cuda()
@@ -111,10 +123,74 @@ class Humming:
             w13(buffers.input, outputs=buffers.gate_up, tuning_config=first, **more)
             w2(buffers.hidden, outputs=buffers.output, tuning_config=second, **more)
 
-        return {"humming": call}
+        return {self.NAME: call}
 
     def named(self, times: dict[str, float]) -> dict[str, float]:
         return times
+
+
+class HummingInt8(Humming):
+    """It rounds rows to int8, which is timed too."""
+
+    NAME, ROWS = "humming_int8", "int8"
+
+
+class HummingFp8(Humming):
+    """It rounds rows to e4m3, which is timed too."""
+
+    NAME, ROWS = "humming_fp8", "float8e4m3"
+
+
+class DeepGemm:
+    """Its masked form on e4m3 weights and rows, without quantizing."""
+
+    def __init__(self, shape: Shape, options: argparse.Namespace) -> None:
+        self._library = deep_gemm()
+        self._pairs = [
+            (self._weights(shape.experts, 2 * shape.N, shape.K), self._weights(shape.experts, shape.K, shape.N))
+            for _ in range(num_copies(shape.num_bytes))
+        ]
+
+    def _weights(self, experts: int, out: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randn(experts, out, columns, dtype=torch.bfloat16, device="cuda").to(torch.float8_e4m3fn)
+        return codes, torch.rand(experts, -(-out // GROUP_SIZE), -(-columns // GROUP_SIZE), device="cuda")
+
+    def _rows(self, buffer: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `[experts, capacity, columns]` as codes, and scales as its kernels read them."""
+        codes, scales = split_rows(quantize_rows(buffer), buffer.size(1), torch.float8_e4m3fn)
+        lay_out = self._library.get_mn_major_tma_aligned_tensor
+        return codes.contiguous().unflatten(0, (experts, -1)), lay_out(scales.contiguous().unflatten(0, (experts, -1)))
+
+    def calls(self, buffers: Buffers, rows: int) -> dict[str, Call]:
+        experts = buffers.counts.numel()
+        taken, hidden = self._rows(buffers.input, experts), self._rows(buffers.hidden, experts)
+        gate_up, output = (each.unflatten(0, (experts, -1)) for each in (buffers.gate_up, buffers.output))
+        product = self._library.fp8_m_grouped_gemm_nt_masked
+
+        def call(i: int) -> None:
+            w13, w2 = self._pairs[i % len(self._pairs)]
+            product(taken, w13, gate_up, buffers.counts, rows)
+            product(hidden, w2, output, buffers.counts, rows)
+
+        return {"deepgemm": call}
+
+    def named(self, times: dict[str, float]) -> dict[str, float]:
+        return times
+
+
+def deep_gemm() -> Any:
+    """The package, alone or as vLLM carries it.
+
+    Raises:
+        ImportError: neither can be imported.
+    """
+    said = []
+    for name in DEEP_GEMM:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            said.append(f"{name}: {error}")
+    raise ImportError(f"install sgl-deep-gemm or vllm ({'; '.join(said)})")
 
 
 class Vllm:
@@ -201,7 +277,21 @@ class Torch:
         return times
 
 
-PEERS: dict[str, type[Humming | Vllm | Torch]] = {"humming": Humming, "vllm": Vllm, "torch": Torch}
+PEERS: dict[str, type[Humming | DeepGemm | Vllm | Torch]] = {
+    "humming": Humming,
+    "humming-int8": HummingInt8,
+    "humming-fp8": HummingFp8,
+    "deepgemm": DeepGemm,
+    "vllm": Vllm,
+    "torch": Torch,
+}
+# Packages that a peer may be in, by the beginning of its name.
+PACKAGES = {
+    "humming": ("humming-kernels",),
+    "deepgemm": ("sgl-deep-gemm", "deep-gemm", "vllm"),
+    "vllm": ("vllm",),
+    "torch": ("torch",),
+}
 
 
 def unpacked(library: Path) -> str:
@@ -245,16 +335,16 @@ def run_shape(options: argparse.Namespace, shape: Shape) -> bool:
 
 def failure(options: argparse.Namespace, shape: Shape, row_counts: list[int], error: Exception) -> str:
     """What a peer could not compute and where in its code it failed, in one line."""
-    packages = {"humming": "humming-kernels", "vllm": "vllm", "torch": "torch"}
-    try:
-        version = importlib.metadata.version(packages[options.peer])
-    except importlib.metadata.PackageNotFoundError:
-        version = "(no package)"
+    packages = PACKAGES[options.peer.split("-")[0]]
+    package = f"{packages[0]} (no package)"
+    for name in reversed(packages):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            package = f"{name} {importlib.metadata.version(name)}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = "/".join(Path(frame.filename).parts[-3:])
     said = f": {error}" if str(error) else ""
     return (
-        f"{options.peer}: {packages[options.peer]} {version} fails with {options.weights} weights, E {shape.experts}, "
+        f"{options.peer}: {package} fails with {options.weights} weights, E {shape.experts}, "
         f"K {shape.K}, N {shape.N}, rows {', '.join(map(str, row_counts))}: {type(error).__name__}{said} at "
         f"{place}:{frame.lineno}, `{frame.line}`"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import bench_dispatch
+import gemm_peers
 import gemm_tables
+from gemm_cases import OF_PEERS, WEIGHTS
 from on_gang import measure_on_gang
 from on_gpu import this_gpu, use_gpu_of_rank
 
@@ -49,6 +52,30 @@ def test_options_of_a_gang_are_refused_in_one_sentence(
     error = capsys.readouterr().err
     assert caught.value.code == code
     assert sentence in error and error.startswith("bench_some.py: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("peer", "weights", "needs"), [("deepgemm", "fp8", "sgl-deep-gemm"), ("humming-int8", "int4", "humming")]
+)
+def test_a_peer_that_is_not_installed_is_one_line(
+    peer: str, weights: str, needs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if any(map(importlib.util.find_spec, ("deep_gemm", "humming"))):
+        pytest.skip("peers are installed")
+    options = ["gemm_peers.py", peer, "--shape", "2", "256", "128", "--rows", "8", "--weights", weights]
+    monkeypatch.setattr(sys, "argv", options)
+    with pytest.raises(SystemExit, match="1"):
+        gemm_peers.main()
+    told = capsys.readouterr().out
+    assert told.startswith(f"{peer}: ") and told.count("\n") == 1
+    assert needs in told and f"{weights} weights, E 2, K 256, N 128" in told
+
+
+def test_every_peer_has_weights_that_it_is_timed_with() -> None:
+    assert set(gemm_peers.PEERS) == set(OF_PEERS)
+    assert all(set(weights) <= set(WEIGHTS) for weights in OF_PEERS.values())
+    assert set(OF_PEERS["humming-int8"]) <= set(gemm_peers.HummingInt8.CONFIGS)
+    assert set(OF_PEERS["humming-fp8"]) <= set(gemm_peers.HummingFp8.CONFIGS)
 
 
 def test_files_that_hold_no_rows_are_refused(
