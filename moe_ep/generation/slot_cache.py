@@ -182,14 +182,14 @@ def _attend_invariantly(
     if softcap is not None:
         raise ConfigError(f"the attention caps its scores (softcap {softcap}), which batch_invariant does not support")
     window = _windows.get()[module.layer_idx]
-    form = choose_form(_attention_in_chunks, "slot_attention:triton_slot_attention", query, key)
+    form = choose_form(attention_in_chunks, "invariant:triton_slot_attention", query, key)
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
     queries, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     output = form(queries, keys, values, attention_mask.flatten(1), scale, window, s_aux)
     return output.unflatten(0, (query.size(0), -1)), None
 
 
-def _attention_in_chunks(
+def attention_in_chunks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

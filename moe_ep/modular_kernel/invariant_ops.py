@@ -5,7 +5,7 @@ computes the last elements of a tensor on a CPU by other code than the rest. Ins
 in a form that is fixed by the shape of the weights alone:
 
     products         on a CPU tiles of exactly TILE_ROWS rows, padded with zeros, each computed by one thread; on a GPU
-                     one Triton kernel with a fixed tile, which adds up K in order (`moe_ep.kernels.grouped.products`)
+                     one Triton kernel with a fixed tile, which adds up K in order (`moe_ep.kernels.invariant`)
     transcendental   whole vectors on a CPU: tensors are padded, and cut where torch would give a part to another thread
     means of rows    on a GPU the product with a column of ones, because torch's reduction depends on the number of rows
 
@@ -121,7 +121,7 @@ def invariant_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     Each row of the result is rounded once to the input's dtype.
     """
     rows = input.reshape(-1, input.size(-1))
-    form = choose_form(_linear_in_tiles, "grouped.products:triton_linear", rows, weight)
+    form = choose_form(_linear_in_tiles, "invariant:triton_linear", rows, weight)
     return form(rows, weight, bias).view(*input.shape[:-1], weight.size(0))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ep.errors import ConfigError
 from moe_ep.kernels.marlin import hopper, tuning
 from moe_ep.kernels.marlin.params import ExpertsParams, Rows
 from moe_ep.kernels.marlin.tuning import Problem
@@ -80,3 +81,12 @@ def test_forced_rows_decide_alone() -> None:
     with tuning.forced(16):
         chosen, params = divide(1, num_experts=8, max_rows=64)
     assert (chosen, params.max_small_m, params.launch_overhead) == (BOTH, 16, 0)
+
+
+def test_a_batch_invariant_launch_has_one_kernel_and_room_for_tiles_of_16() -> None:
+    params = ExpertsParams(num_experts=32, max_rows=256)
+    hopper.set_invariant_rows(params, Rows(torch.zeros(32), 256, most_rows=2048))
+    assert (params.max_small_m, params.launch_overhead, params.max_tiles) == (256, 0, 32 + 2048 // 16)
+    assert hopper.most_invariant_rows(32) == (512 - 32) * 16
+    with pytest.raises(ConfigError, match=r"batch_invariant .* 8192 rows .* above 7680"):
+        hopper.set_invariant_rows(params, Rows(torch.zeros(32), 256))

@@ -22,6 +22,8 @@ CHECKS = {
     ),
     "align": "from tests.kernels.align_cases import *; check_batched('cpu')",
     "rotary": "from tests.kernels.rotary_cases import *; check_rotary('cpu', (torch.float32,))",
+    "invariant products": "from tests.kernels.invariant_cases import *; check_linear('cpu', (torch.float32,))",
+    "invariant attention": "from tests.kernels.invariant_cases import *; check_attention('cpu', (torch.float32,))",
     "dispatch": "from tests.dispatch.kernel_cases import *; check_all('cpu', INTERPRETER_CASES)",
 }
 # Triton reads the switch when it is imported, so this is another process; one for all, as importing takes seconds.

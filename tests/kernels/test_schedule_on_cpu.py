@@ -35,8 +35,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "ptx.cuh").write_text("#pragma once\n" + "".join(types))
     for source in SOURCES.iterdir():
         shutil.copy(source, folder)
-    command = [str(COMPILER), "-std=c++17", "-O1", "decode_schedule.cpp", "-o", "decode_schedule"]
-    subprocess.run(command, cwd=folder, check=True)
+    for name, defines in (("decode_schedule", []), ("invariant_schedule", ["-DBATCH_INVARIANT=1"])):
+        command = [str(COMPILER), "-std=c++17", "-O1", *defines, "decode_schedule.cpp", "-o", name]
+        subprocess.run(command, cwd=folder, check=True)
     return folder / "decode_schedule"
 
 
@@ -47,3 +48,10 @@ def test_every_row_is_computed_once(program: Path, seed: int) -> None:
     numbers = [int(number) for number in re.findall(r"\d+", done.stdout)]
     assert len(numbers) == 5
     assert all(number > 0 for number in numbers), done.stdout
+
+
+def test_tiles_of_a_batch_invariant_build_are_whole(program: Path) -> None:
+    done = subprocess.run([program.with_name("invariant_schedule"), "1", "100"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    both, forced, alone, _, several = (int(number) for number in re.findall(r"\d+", done.stdout))
+    assert (both, forced) == (0, 0) and alone == 100 and several > 0

@@ -1,5 +1,6 @@
 // The decode kernel's schedule on a CPU: every row of every expert is computed once, by one of the two kernels, and
-// every step of every tile by one CTA. Usage: decode_schedule SEED CASES
+// every step of every tile by one CTA. In a batch-invariant build one CTA computes all of a tile, always as one of 16
+// tokens. Usage: decode_schedule SEED CASES
 #include "warp.h"
 
 #include "schedule.cuh"
@@ -29,6 +30,7 @@ struct Case {
     int n = one_of({1, 2, 8, 16, 31, 32, 33, 64, 128, 257}), most = one_of({4, 16, 32, 40, 64, 200, 2000});
     bool even = rand() % 4 == 0, rare = rand() % 4 == 0;
     p.max_rows = one_of({20, 33, 64, 100, 128, 512, 1024});
+    if (BATCH_INVARIANT) p.max_rows = min(p.max_rows, 512 / n * kDecodeTileTokens);  // what one launch has room for
     for (int e = 0; e < n; e++) {
       int rows = rand() % 3 == 0 ? 0 : even ? most : rand() % (most + 1);
       counts.push_back(rare && rand() % 8 ? rand() % 12 : rows);
@@ -40,7 +42,7 @@ struct Case {
     p.max_small_m = kDecodeTileTokens;
     int tiles = n * ((p.max_rows + kDecodeTileTokens - 1) / kDecodeTileTokens);
     if (rand() % 2) tiles = min(tiles, n + before.back() / kDecodeTileTokens);
-    launch = tiles <= 512 ? (Launch)(rand() % 3) : (Launch)(rand() % 2);
+    launch = BATCH_INVARIANT ? kAlone : tiles <= 512 ? (Launch)(rand() % 3) : (Launch)(rand() % 2);
     if (launch == kBoth) p.launch_overhead = shape[2], p.max_tiles = max(n, min(tiles, rand() % 300));
     if (launch == kForced) p.max_small_m = one_of({0, 8, 16, 24, 32});
     if (launch == kAlone) p.max_small_m = max(p.max_rows, kDecodeTileTokens), p.max_tiles = max(tiles, n);
@@ -81,6 +83,7 @@ void check_list(const Case& c, Schedule& s, int prefill_max_small_m) {
     cost += a.cost, large += a.rows > kSmallTileRows, largest = max(largest, a.rows);
     for (int r = 0; r < a.rows; r++) times[a.first_row + r]++;
   }
+  if (BATCH_INVARIANT && largest > 0) largest = kDecodeTileTokens;
   if (s.largest != largest) fail("the largest part", s.largest, largest);
   for (int e = 0; e < c.p.num_experts; e++) {
     bool others = c.rows_of(e) > prefill_max_small_m;
@@ -107,6 +110,8 @@ void check_units(Schedule& s) {
         int tile = g.active * s.row_tiles[g.phase] + g.row_tile;
         if (g.rows != s.active()[g.active].rows || g.output_row != s.active()[g.active].output_row)
           fail("a slice", ticket);
+        if (BATCH_INVARIANT && (g.from != 0 || g.to != s.steps[g.phase] || tile_tokens(g.rows) != 16))
+          fail("a tile that is not whole", ticket, g.from, g.to);
         for (int step = g.from; step < g.to; step++) times[g.phase][tile * s.steps[g.phase] + step]++;
       });
     });
