@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from moe_ep.rollouts.recording import recording
     from moe_ep.rollouts.replay import replaying
     from moe_ep.rollouts.routing_file import read_routed_experts
+    from moe_ep.rollouts.update import update_weights
     from moe_ep.routing import select_experts
 
 # The module of each name, by name.
@@ -72,6 +73,7 @@ _MODULES = {
         "rollouts.recording": "recording",
         "rollouts.replay": "replaying",
         "rollouts.routing_file": "read_routed_experts",
+        "rollouts.update": "update_weights",
         "routing": "select_experts",
     }.items()
     for name in names.split()
@@ -107,6 +109,7 @@ __all__ = [
     "select_experts",
     "serve",
     "serving",
+    "update_weights",
 ]
 
 

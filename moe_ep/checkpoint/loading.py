@@ -161,6 +161,18 @@ def load_moe_layer(
     _check_gate(layer, spec, layer_index)
     quantization = layer_quantization(reader.quantization, spec, layer_index, reader)
     plan = plan_layer(reader, spec, layer_index, layer, quantization, experts)
+    load_plan(reader, plan, layer, spec.expert_prefix(layer_index))
+
+
+def load_plan(reader: CheckpointReader, plan: list[Source], layer: Any, what: str) -> None:
+    """Loads what was planned for a layer, and finishes it for use.
+
+    Args:
+        what: the experts' name, for messages.
+
+    Raises:
+        CheckpointError: values that the layer cannot hold. The layer is not finished then.
+    """
     params = dict(layer.named_parameters(recurse=False))
     with _one_copying_thread():
         for source, raw in _read(reader, plan):
@@ -172,7 +184,7 @@ def load_moe_layer(
     try:
         layer.process_weights_after_loading()
     except CheckpointError as error:
-        raise CheckpointError(f"{reader.index_file}: {spec.expert_prefix(layer_index)}: {error}") from None
+        raise CheckpointError(f"{reader.index_file}: {what}: {error}") from None
 
 
 def _check_gate(layer: Any, spec: MoEModelSpec, layer_index: int) -> None:
@@ -270,14 +282,18 @@ def _latent_linears(spec: MoEModelSpec, layer_index: int) -> dict[str, tuple[str
     }
 
 
-def check_beside_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
+def check_beside_experts(reader: CheckpointReader, spec: MoEModelSpec) -> list[str]:
     """Finds what `load_router`, `load_norm` and the others read of all layers in the files' headers; no data is read.
+
+    Returns:
+        The tensors' names.
 
     Raises:
         CheckpointError: a tensor that is missing, or of another shape or dtype than the config says.
         ConfigError: a router that is of another form.
     """
     K, E = spec.hidden_size, spec.num_router_columns
+    names: list[str] = []
     for layer in spec.router_layers:
         gates = {spec.router_weight(layer): (E, K)}
         if spec.shared_experts is not None and spec.shared_experts.has_gate:
@@ -291,10 +307,13 @@ def check_beside_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
         plain |= {name: size for name, size in gates.items() if _is_plain(reader, name)}
         for name, shape in plain.items():
             check_tensor(reader.info(name), TensorLayout(FLOATS, shape))
+        names += plain
         linears = {name.removesuffix(".weight"): size for name, size in gates.items() if name not in plain}
         modules = (*_shared_linears(spec, layer).values(), *_latent_linears(spec, layer).values())
         for module, size in {**linears, **dict(modules)}.items():
-            find_module(reader, module, size, beside=spec.correction_bias(layer))
+            _, found = find_module(reader, module, size, beside=spec.correction_bias(layer))
+            names += [stored.info.name for stored in found.values()]
+    return names
 
 
 def _shared_linears(spec: MoEModelSpec, layer_index: int) -> dict[str, tuple[str, tuple[int, int]]]:
@@ -350,7 +369,7 @@ def _check_values(reader: CheckpointReader, source: Source, slot: Slot, tensor: 
     """CheckpointError for scales that are no numbers, and for what the layer cannot hold unless it says nothing."""
     where = f"{reader.index_file if source.info is None else source.info.file}: tensor {source.name}"
     default = slot.layout.default
-    if not slot.param_name and (default is None or not torch.equal(tensor, default().to(tensor.dtype))):
+    if not slot.param_name and (default is None or not torch.equal(tensor, default().to(tensor))):
         if slot.layout.role is Role.CHECKED and default is not None:
             raise CheckpointError(f"{where}: expected {default().tolist()}, found {tensor.flatten()[:4].tolist()}")
         raise CheckpointError(

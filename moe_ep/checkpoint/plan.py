@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -449,19 +449,21 @@ def plan_layer(
     layer: Any,
     quantization: LayerQuantization | None,
     experts: Collection[int] | None = None,
+    param_names: Iterable[str] | None = None,
 ) -> list[Source]:
     """The sources of all experts that this rank holds, each once.
 
     Args:
         quantization: of this layer's experts, as `layer_quantization` gives it.
         experts: only these of the routed experts, and no shared ones; None for all.
+        param_names: the layer's parameters while it is loaded; None for those that it has now.
 
     Raises:
         CheckpointError: more or fewer experts on disk than in the config, a tensor that is missing, of another shape or
             dtype than the config says, or that the layer has no parameter for.
         ValueError: fused shared experts that cannot be loaded as experts.
     """
-    params = [name for name, _ in layer.named_parameters(recurse=False)]
+    params = [name for name, _ in layer.named_parameters(recurse=False)] if param_names is None else list(param_names)
     sources: dict[str, Source] = {}
     for linear in _linears(reader, spec, layer_index, layer, quantization, experts):
         wanted = {name.removeprefix(linear.param_prefix) for name in params if name.startswith(linear.param_prefix)}

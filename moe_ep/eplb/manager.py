@@ -125,6 +125,7 @@ class EPLBManager:
                 layer.eplb_state.replica_rule = self.config.replica_rule
                 layer.eplb_state.is_balanced = _of(self, EPLBManager._is_open, False)
                 layer.eplb_state.is_moving = _of(self, EPLBManager._has_commits_to_come, False)
+                layer.eplb_state.finish_moving = _of(self, EPLBManager._finish_if_open)
         self._telling, self._beginning = threading.Lock(), threading.Lock()
         self._num_jobs = 0
         self._is_closing = False
@@ -243,6 +244,10 @@ class EPLBManager:
 
     def _is_open(self) -> bool:
         return self._thread.is_open and not self._gate.failed
+
+    def _finish_if_open(self) -> None:
+        if self._is_open():
+            self.finish()
 
     def _has_commits_to_come(self) -> bool:
         return self._rearrangement.busy and self._is_open()

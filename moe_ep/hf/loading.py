@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from torch.nn.functional import silu
 from transformers import CONFIG_MAPPING, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -205,7 +206,7 @@ def _quiet() -> Iterator[None]:
 
 def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) -> None:
     """Reads the weights that transformers did not find or misread: those quantized on disk."""
-    on_disk = _names_on_disk(model, reader)
+    on_disk = names_on_disk(model, reader)
     is_plain = reader.quantization is None
     for name, param in model.named_parameters():
         stored = on_disk.get(name, name)
@@ -225,12 +226,13 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) ->
             raise _nothing_fits(reader, name, buffer)
 
 
-def _names_on_disk(model: Any, reader: CheckpointReader) -> dict[str, str]:
+def names_on_disk(model: Any, reader: CheckpointReader) -> dict[str, str]:
     """Names of weights in the files by their names in the model, for modules that transformers renames on load.
 
     Experts are left out. A quantized module has several tensors in the files, and none of that name.
     """
-    renamings = [each for each in getattr(model, "_weight_conversions", ()) if isinstance(each, WeightRenaming)]
+    conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     names: dict[str, str] = {}
     for module in {name.rpartition(".")[0] for name in reader.names() if ".experts." not in name}:
         name = stored = f"{module}.weight"

@@ -304,6 +304,7 @@ def _from_path(
             load_moe_layer(reader, spec, shape.layer_index, layer)
             _put(model, shape, layer, options["coordinator"])
         on_layer(len(shapes), len(shapes))
+        options["coordinator"].source = spec, reader.config
     return model
 
 

@@ -23,6 +23,7 @@ from moe_ep.distributed.exchange import open_exchange
 from moe_ep.errors import ConfigError, DispatchTimeoutError
 
 if TYPE_CHECKING:
+    from moe_ep.checkpoint.spec import MoEModelSpec
     from moe_ep.eplb.manager import EPLBManager
     from moe_ep.layer.elastic import ElasticExperts
 
@@ -74,6 +75,7 @@ class StepCoordinator:
         scheduler: of the models that are parallelized over the same ranks.
         eplb: balances the experts between steps, or None.
         elastic: places the experts anew when the ranks change, or None where they do not.
+        source: the spec and the config of the checkpoint that the model came from; None for a model that was given.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -84,6 +86,7 @@ class StepCoordinator:
         self.current: Step | None = None
         self.eplb: EPLBManager | None = None
         self.elastic: ElasticExperts | None = None
+        self.source: tuple[MoEModelSpec, dict[str, Any]] | None = None
         # Layers that the pass under way has yet to call, and whether it is inside of one.
         self._due: deque[SteppedLayer] | None = None
         self._inside = False

@@ -50,6 +50,7 @@ class LayerEplbState(FixedTensors):
         replica_rule: which replica a token takes (`moe_ep.eplb.config.REPLICA_RULES`).
         is_balanced: returns whether an EPLBManager balances the layer.
         is_moving: returns whether fetched experts are not yet in their slots on this rank.
+        finish_moving: returns when none are, as `EPLBManager.finish`; a collective step of the ranks.
         in_doubt: whether other ranks may have another placement of this layer, as a rearrangement failed.
     """
 
@@ -64,6 +65,7 @@ class LayerEplbState(FixedTensors):
         self.replica_rule = "levelled"
         self.is_balanced: Callable[[], bool] = bool
         self.is_moving: Callable[[], bool] = bool
+        self.finish_moving: Callable[[], Any] = bool
         self.place(initial_physical_to_logical(num_experts, num_redundant_experts), num_experts, table_device())
 
     def place(self, physical_to_logical: Sequence[int], num_experts: int, device: torch.device) -> None:
@@ -86,7 +88,7 @@ class LayerEplbState(FixedTensors):
 
     def __getstate__(self) -> dict[str, Any]:
         """Nobody balances a copy."""
-        return {**self.__dict__, "is_balanced": bool, "is_moving": bool}
+        return {**self.__dict__, "is_balanced": bool, "is_moving": bool, "finish_moving": bool}
 
     def maps(self, num_rows: int, slots_per_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """logical_to_physical_map and logical_replica_count of the replicas that a batch may use.

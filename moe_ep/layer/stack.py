@@ -23,6 +23,7 @@ from moe_ep.checkpoint import (
     CheckpointReader,
     LatentWeights,
     MoEModelSpec,
+    SharedExpertsWeights,
     check_beside_experts,
     check_experts,
     layer_options,
@@ -84,6 +85,16 @@ class SharedExperts(nn.Module):
         self.up_proj = projection(hidden_size, intermediate_size) if self.activation.is_gated else None
         self.down_proj = projection(intermediate_size, hidden_size)
         self.expert_gate = projection(hidden_size, 1) if expert_gate else None
+
+    def weights_from(self, weights: SharedExpertsWeights) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Each weight and what it is in a checkpoint."""
+        pairs = (
+            (self.gate_proj, weights.gate),
+            (self.up_proj, weights.up),
+            (self.down_proj, weights.down),
+            (self.expert_gate, weights.expert_gate),
+        )
+        return [(None if module is None else module.weight, value) for module, value in pairs]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate_up = self.gate_proj(hidden_states)
@@ -190,6 +201,28 @@ class MoEBlock(FixedTensors):
             )
         load_moe_layer(reader, spec, layer_index, self.moe)
 
+    def update_beside_experts(self, reader: CheckpointReader, spec: MoEModelSpec) -> None:
+        """Writes norms, router, shared experts and latent projections of a checkpoint in place of those in use."""
+        router, latent = load_router(reader, spec, self.layer_index), load_latent(reader, spec, self.layer_index)
+        pairs = [
+            (self.norm_weight, load_norm(reader, spec, self.layer_index)),
+            (self.norm_bias, load_norm_bias(reader, spec, self.layer_index)),
+            (self.output_norm_weight, load_output_norm(reader, spec, self.layer_index)),
+            (self.router_weight, router.weight),
+            (self.router_bias, router.bias),
+            (self.moe.e_score_correction_bias, router.correction_bias),
+        ]
+        if self.latent is not None and latent is not None:
+            pairs += [(self.latent.down.weight, latent.down), (self.latent.up.weight, latent.up)]
+            pairs += [(self.latent.norm_weight, latent.norm)]
+        shared = self.shared_experts or self.moe.shared_experts
+        weights = load_shared_experts(reader, spec, self.layer_index) if isinstance(shared, SharedExperts) else None
+        if isinstance(shared, SharedExperts) and weights is not None:
+            pairs += shared.weights_from(weights)
+        for held, value in pairs:
+            if held is not None and value is not None:
+                held.data.copy_(value)
+
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm of `[T, K]`, computed in f32; a layer norm where the family has those."""
         if self._has_layer_norm:
@@ -257,6 +290,9 @@ class MoEStack(nn.Module):
         input_dtype: the rows that quantized experts compute with, as `FusedMoE` takes it.
         on_layer: called with (layers loaded, all layers) while loading progresses.
 
+    Attributes:
+        spec, config: what the checkpoint says of the model.
+
     Raises:
         CheckpointError: tensors missing or not as the config says.
         ConfigError: quantization on load is asked for and the checkpoint is quantized already.
@@ -279,6 +315,7 @@ class MoEStack(nn.Module):
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__()
+        self.spec, self.config = spec, reader.config
         quant_config = expert_quantization(reader.config, quantize)
         check_experts(reader, spec)
         check_beside_experts(reader, spec)
@@ -389,12 +426,7 @@ def _shared_experts(
         expert_gate=weights.expert_gate is not None,
         params_dtype=dtype,
     )
-    for projection, weight in (
-        (shared.gate_proj, weights.gate),
-        (shared.up_proj, weights.up),
-        (shared.down_proj, weights.down),
-        (shared.expert_gate, weights.expert_gate),
-    ):
-        if projection is not None and weight is not None:
-            projection.weight.data.copy_(weight)
+    for held, value in shared.weights_from(weights):
+        if held is not None and value is not None:
+            held.data.copy_(value)
     return shared

@@ -98,6 +98,11 @@ class ExpertWeightLoader:
         self._declared[param_name] = layout
         self._pending.update(self._required(param_name))
 
+    @property
+    def param_names(self) -> list[str]:
+        """The parameters of the layer while it is loaded."""
+        return list(self._declared)
+
     def close(self) -> None:
         """Marks the parameters' storage as freed; loading from here on is an error."""
         self._closed = True
