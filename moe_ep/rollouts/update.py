@@ -34,7 +34,7 @@ from moe_ep.checkpoint.plan import Source, check_tensor, find_module, layer_quan
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
 from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.distributed.exchange import gather_texts
-from moe_ep.errors import CheckpointError, MoeEpError
+from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.hf.experts import decoder_layer_of
 from moe_ep.hf.parallelized import steps_of
@@ -67,6 +67,7 @@ def update_weights(model: Any, tensors: Weights) -> None:
     Raises:
         CheckpointError: a tensor that is missing, or of another shape or dtype; on every rank, and nothing is changed.
             Or values that cannot be written; then no layer runs any more.
+        ConfigError: an elastic model, whose lost experts are read from its checkpoint again.
         TypeError: something else than a parallelized model or a stack, or than pairs.
         ValueError: a name that is given twice.
         DispatchTimeoutError: a rank did not come.
@@ -146,6 +147,11 @@ class _Stack:
 class _Parallelized:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._steps = model, steps_of(model)
+        if self._steps.elastic is not None:
+            raise ConfigError(
+                "the model is elastic, and experts of a failed rank would be read from the checkpoint that it came "
+                "from; load the new weights into a new model, or run without --elastic"
+            )
         if self._steps.source is not None:
             self.spec, self.config = self._steps.source
         else:
