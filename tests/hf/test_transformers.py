@@ -162,6 +162,20 @@ def test_quantized_on_load(tmp_path: Path) -> None:
     ranks(3).run(from_path, str(tmp_path), "Qwen3Moe", "int4")
 
 
+def test_rows_of_8_bits() -> None:
+    ids = torch.arange(12).view(1, -1)
+    outputs = []
+    for input_dtype in (None, "none", torch.int8):
+        model = moe_ep.parallelize(make_model("Qwen3Moe"), quantize="int4", input_dtype=input_dtype)
+        rounded = torch.int8 if input_dtype == torch.int8 else None
+        assert all(layer.rounds_rows_to == rounded for layer in steps_of(model).layers)
+        outputs.append(model(ids).logits)
+    assert torch.equal(outputs[0], outputs[1])
+    assert 0 < relative_error(outputs[2], outputs[0]) < 0.05
+    with pytest.raises(ValueError, match="torch.int8 and weights are plain"):
+        moe_ep.parallelize(make_model("Qwen3Moe"), input_dtype=torch.int8)
+
+
 def gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     config = GPTQConfig(bits=4, group_size=32)
     return pack_gptq(quantize_int(weight.half(), 4, 32), config)._asdict()

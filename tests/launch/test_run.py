@@ -127,9 +127,12 @@ def test_text_becomes_tokens_and_short_text_goes_round(tmp_path: Path, capsys: p
 def test_plain_weights_quantized_on_load_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "model")
     arguments = f"--model {tmp_path / 'model'} --quantize int4 --dtype bf16 --device cpu --launcher local".split()
-    text, lines = run(capsys, tmp_path / "out.jsonl", *arguments, "--ep-size", "2", "--tokens-per-rank", "9")
+    arguments += ["--ep-size", "2", "--tokens-per-rank", "9", "--input-dtype", "int8"]
+    text, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
     summary = check_lines(lines, 2, 18, top_k=2)
     assert summary["dtype"] == "bfloat16"
+    assert len(summary["rows"]) == 1 and "int8" in summary["rows"][0]
+    assert summary["rows"][0] in text
     assert summary["verify"]["passed"] is True
     # int4 changes results by more than bf16 does, which is told beside it.
     of_quantizing = summary["verify"]["error_of_quantizing"]

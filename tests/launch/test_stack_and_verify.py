@@ -40,13 +40,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def check(
-    directory: Path, dtype: torch.dtype, quantize: str = "none", disturb: float = 0.0
+    directory: Path,
+    dtype: torch.dtype,
+    quantize: str = "none",
+    disturb: float = 0.0,
+    input_dtype: torch.dtype | None = None,
 ) -> dict[int, tuple[float, float]]:
     """Layer -> (error, tolerance) of a stack on one rank; `disturb` is added to one number of every output."""
     reader = CheckpointReader(directory)
     spec = model_spec(reader.config)
     with torch.inference_mode():
-        stack = MoEStack(reader, spec, FusedMoEParallelConfig(), dtype=dtype, quantize=quantize, max_num_tokens=16)
+        stack = MoEStack(
+            reader,
+            spec,
+            FusedMoEParallelConfig(),
+            dtype=dtype,
+            quantize=quantize,
+            max_num_tokens=16,
+            input_dtype=input_dtype,
+        )
         x = torch.randn(16, spec.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
         errors = {}
 
@@ -55,7 +67,7 @@ def check(
             reference = verify.reference_moe(reader, spec, layer, hidden_states, online)
             output = output.clone()
             output[3, 5] += disturb * reference.abs().max()
-            errors[layer] = verify.max_relative_error(output, reference), verify.tolerance(dtype)
+            errors[layer] = verify.max_relative_error(output, reference), verify.tolerance(dtype, input_dtype)
 
         result = stack(x, observe)
     assert result.shape == x.shape and result.dtype == dtype
@@ -76,6 +88,13 @@ def test_quantized_on_load(quantize: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
     for error, allowed in check(tmp_path / "model", torch.float32, quantize).values():
         assert error <= allowed
+
+
+@pytest.mark.parametrize("input_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_rows_of_8_bits_have_the_tolerance_of_their_dtype(input_dtype: torch.dtype, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    for error, allowed in check(tmp_path / "model", torch.float32, "int4", input_dtype=input_dtype).values():
+        assert verify.tolerance(torch.float32) < error <= allowed
 
 
 def test_quantizing_what_is_quantized_is_refused(tmp_path: Path) -> None:
