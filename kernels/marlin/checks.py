@@ -192,11 +192,11 @@ def check_scratch(
         if buffer is None:
             continue
         check_tensors(**{name: buffer})
-        same = (buffer.dtype, buffer.device) == (hidden_states.dtype, hidden_states.device)
+        same = (buffer.dtype, buffer.device) == (pair.act_dtype, hidden_states.device)
         if not same or not buffer.is_contiguous():
             raise ValueError(
-                f"{name} is {buffer.dtype} on {buffer.device}; it must be {hidden_states.dtype} on "
-                f"{hidden_states.device}, contiguous"
+                f"{name} is {buffer.dtype} on {buffer.device}; it must be {pair.act_dtype} on {hidden_states.device}, "
+                f"contiguous"
             )
     K, N = pair.w13.num_columns, pair.w2.num_columns
     for name, buffer, least in zip(names, buffers, (num_rows * K, num_rows * N), strict=True):

@@ -11,6 +11,7 @@ row counts are zero where all are, and then it ends at once; it costs f16 layers
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -126,12 +127,14 @@ def compute_batch(
     expected_m: float | None = None,
     most_rows: int | None = None,
     stays_in_range: bool = False,
+    row_scales: torch.Tensor | None = None,
 ) -> None:
     """`batched_fused_marlin_moe` into `output` `[El, max_tokens, K]`; for expected_m and most_rows see Rows.
 
     Args:
         stays_in_range: beside f16, `output` may be f32, does not share memory with hidden_states, and experts are
             computed again in bf16 where their results are not finite.
+        row_scales: of rows that came quantized, on the CPU (reference.compute_rows).
     """
     num_experts, max_rows = output.size(0), output.size(1)
     if max_rows == 0 or num_experts == 0:
@@ -150,11 +153,9 @@ def compute_batch(
         return
     for expert in range(num_experts):
         count = min(int(expert_num_tokens[expert]), max_rows)
-        if expert_row_ids is None:
-            found = hidden_states[expert, :count]
-        else:
-            found = hidden_states[expert_row_ids[expert, :count].long()]
-        output[expert, :count] = compute_expert(found, pair, expert)
+        where: Any = (expert, slice(count)) if expert_row_ids is None else expert_row_ids[expert, :count].long()
+        scales = None if row_scales is None else row_scales[where]
+        output[expert, :count] = compute_expert(hidden_states[where], pair, expert, scales=scales)
 
 
 def compute_tokens(
@@ -168,8 +169,9 @@ def compute_tokens(
     intermediate_cache2: torch.Tensor | None,
     activation_func: ActivationFunction | None = None,
     moe_sum: SumFunction | None = None,
+    row_scales: torch.Tensor | None = None,
 ) -> None:
-    """`fused_marlin_moe` into `output` `[T, K]`, with weights on the output."""
+    """`fused_marlin_moe` into `output` `[T, K]`, with weights on the output; row_scales as in `compute_batch`."""
     num_tokens, topk = topk_ids.shape
     if num_tokens == 0:
         return
@@ -193,9 +195,9 @@ def compute_tokens(
             output.copy_(torch.where(is_bad, again, output))
             return
     else:
-        wide = wide_dtype(hidden_states.dtype)
+        wide = wide_dtype(pair.act_dtype)
         slots = hidden_states.new_empty((num_tokens, topk, pair.w13.num_columns), dtype=wide)
-        _plain_slots(slots, hidden_states, to_local_ids(topk_ids, expert_map), pair, activation_func)
+        _plain_slots(slots, hidden_states, to_local_ids(topk_ids, expert_map), pair, activation_func, row_scales)
     if moe_sum is None:
         mul_sum(slots, topk_weights, output, topk_ids, expert_map)
     else:
@@ -371,6 +373,7 @@ def _plain_slots(
     local_ids: torch.Tensor,
     pair: WeightPair,
     activation_func: ActivationFunction | None,
+    row_scales: torch.Tensor | None = None,
 ) -> None:
     """Runs every slot's row through its expert; on a GPU every expert computes all rows, so that shapes are static."""
     for expert in range(pair.num_experts):
@@ -378,7 +381,8 @@ def _plain_slots(
         if not rows.is_cuda:
             tokens, places = chosen.nonzero(as_tuple=True)
             if tokens.numel():
-                result = compute_expert(rows[tokens], pair, expert, activation_func)
+                scales = None if row_scales is None else row_scales[tokens]
+                result = compute_expert(rows[tokens], pair, expert, activation_func, scales)
                 slots[tokens, places] = result.to(slots.dtype)
             continue
         result = compute_expert(rows, pair, expert, activation_func).to(slots.dtype)

@@ -194,10 +194,27 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             pair.batch_invariant = self.moe_config.batch_invariant
         return pair
 
-    def _output_dtype(self, step: Step) -> torch.dtype:
+    def takes_quantized_rows(self) -> bool:
+        # The kernels read rows of 16 bits.
+        is_on_cpu = self._device.type == "cpu"
+        return is_on_cpu and self.quant_config.input_dtype is not None and not self.moe_config.batch_invariant
+
+    def _rows(self, step: Step) -> tuple[torch.Tensor, torch.dtype]:
+        """The rows, and the dtype of the activations; ValueError for quantized rows that are not taken."""
+        rows, scales = step.hidden_states, step.row_scales
+        if scales is None:
+            return rows, rows.dtype
+        if not self.takes_quantized_rows() or rows.dtype != self.quant_config.input_dtype:
+            raise ValueError(
+                f"a1q_scale comes with rows of {rows.dtype}; these experts take such rows on the CPU, of their "
+                f"input_dtype ({self.quant_config.input_dtype}): dequantize them before"
+            )
+        return rows.contiguous(), self.moe_config.in_dtype
+
+    def _output_dtype(self, step: Step, act_dtype: torch.dtype) -> torch.dtype:
         """What the output must be: f32 is accepted where the modular kernel may ask for it."""
-        wide = wide_dtype(step.hidden_states.dtype)
-        return wide if self.supports_f32_output() and step.output.dtype == wide else step.hidden_states.dtype
+        wide = wide_dtype(act_dtype)
+        return wide if self.supports_f32_output() and step.output.dtype == wide else act_dtype
 
     def _partials(self, max_rows: int) -> int:
         """The scratch for shared tiles, in numbers of the activations' dtype."""
@@ -255,24 +272,26 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
 
     def run(self, step: Step) -> None:
         counts, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
-        pair = self._weights(step.w1, step.w2, step.activation, step.hidden_states.dtype)
-        check_batch(pair, step.hidden_states, counts, row_ids)
-        shape = batched_shape(pair, step.hidden_states, row_ids)
-        check_output(step.output, shape, step.hidden_states, self._output_dtype(step))
-        check_scratch(pair, step.hidden_states, shape[0] * shape[1], True, _SCRATCH, *step.scratch)
+        rows, act_dtype = self._rows(step)
+        pair = self._weights(step.w1, step.w2, step.activation, act_dtype)
+        check_batch(pair, rows, counts, row_ids)
+        shape = batched_shape(pair, rows, row_ids)
+        check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
+        check_scratch(pair, rows, shape[0] * shape[1], True, _SCRATCH, *step.scratch)
         # Tokens of all ranks choose top-k experts of all. A backend's buffers may have room for fewer tokens than come.
         most_rows = max(step.output.size(1), self._max_rows) * step.topk_ids.size(-1)
         expected_m = most_rows / self.moe_config.global_num_experts
         compute_batch(
             pair,
             step.output,
-            step.hidden_states,
+            rows,
             counts,
             row_ids,
             *step.scratch,
             expected_m,
             most_rows,
             stays_in_range=True,
+            row_scales=step.row_scales,
         )
 
 
@@ -298,14 +317,15 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         return (slots + more,), (num_slots, N)
 
     def run(self, step: Step) -> None:
-        rows, weights, ids = step.hidden_states, step.topk_weights, step.topk_ids
-        pair = self._weights(step.w1, step.w2, step.activation, rows.dtype)
+        (rows, act_dtype), weights, ids = self._rows(step), step.topk_weights, step.topk_ids
+        pair = self._weights(step.w1, step.w2, step.activation, act_dtype)
         check_tokens(pair, rows, weights, ids, step.expert_map)
         leaves_slots = self.moe_config.batch_invariant
         shape = (*ids.shape, rows.size(1)) if leaves_slots else rows.shape
-        check_output(step.output, shape, rows, self._output_dtype(step))
+        check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
         check_scratch(pair, rows, ids.numel(), False, _SCRATCH, *step.scratch)
         if leaves_slots:
             compute_slots(pair, step.output, rows, ids, step.expert_map, *step.scratch)
             return
-        compute_tokens(pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)
+        given = (pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)
+        compute_tokens(*given, row_scales=step.row_scales)

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from moe_ep.activation import MoEActivation, apply_activation
-from moe_ep.kernels.marlin import batched_fused_marlin_moe, fused_marlin_moe
+from moe_ep.config import FusedMoEQuantConfig
+from moe_ep.kernels.marlin import BatchedMarlinExperts, MarlinExperts, batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
-from moe_ep.kernels.quantize import round_rows
+from moe_ep.kernels.quantize import quantize_rows, round_rows, row_values, split_rows
 from moe_ep.layer.methods import relative_error
+from moe_ep.modular_kernel import ExpertTokensMetadata
 from moe_ep.quantization.input_rows import INPUT_DTYPES
 from moe_ep.scalar_type import scalar_types
-from tests.kernels.marlin_cases import E, Made, arguments, make
+from tests.kernels.marlin_cases import E, Made, arguments, make, moe_config
 
 SILU = MoEActivation.SILU
 T = 24
@@ -95,6 +97,47 @@ def test_the_last_scale_covers_the_columns_that_remain(
         hidden = apply_activation(activation, product(rows[expert], first.values[expert], K).float())
         expected = product(hidden, second.values[expert], 128)
         assert relative_error(got[expert].double(), expected) < 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.int8, "uint4b8"), (torch.float8_e4m3fn, "float8_e4m3fn")], ids=str)
+def test_rows_that_come_quantized_are_computed_as_they_came(dtype: torch.dtype, kind: str) -> None:
+    """By both classes: the product of w13 is that of the codes and scales, and the hidden rows are rounded."""
+    K, N, weight_type = 320, 192, WEIGHT_TYPES[getattr(scalar_types, kind).id]
+    first, second, more = experts(weight_type, -1, K, N)
+    given = tokens(K)
+    quant = FusedMoEQuantConfig(
+        quant_type_id=weight_type.scalar_type.id,
+        w1_scale=more["w1_scale"],
+        w2_scale=more["w2_scale"],
+        input_dtype=dtype,
+    )
+    config = moe_config(hidden_dim=K, intermediate_size_per_partition=N, max_num_tokens=T)
+    codes, scales = split_rows(quantize_rows(given["hidden_states"], dtype), K, dtype)
+    values = row_values(codes, scales)
+    expected = torch.zeros(T, K)
+    every = torch.zeros(E, T, K)
+    for expert in range(E):
+        hidden = round_rows(apply_activation(SILU, values @ first.values[expert].T), dtype)
+        every[expert] = hidden @ second.values[expert].T
+        weight = torch.where(given["topk_ids"] == expert, given["topk_weights"], 0.0).sum(1, keepdim=True)
+        expected += weight * every[expert]
+    scratch, weights = [torch.empty(0, dtype=torch.bfloat16)] * 2, (given["topk_weights"], given["topk_ids"])
+    output = torch.empty(T, K, dtype=torch.bfloat16)
+    made = MarlinExperts(config, quant)
+    assert (
+        made.takes_quantized_rows() and not MarlinExperts(config, quant.with_input_dtype(None)).takes_quantized_rows()
+    )
+    made.apply(output, codes, more["w1"], more["w2"], *weights, SILU, E, None, scales, None, *scratch, None, False)
+    assert relative_error(output, expected) < 0.005
+    batched, meta = torch.empty(E, T, K, dtype=torch.bfloat16), ExpertTokensMetadata.make_from_list([T] * E, "cpu")
+    rows = codes.expand(E, T, K), scales.expand(E, T, -1)
+    BatchedMarlinExperts(config, quant, T, 1).apply(
+        batched, rows[0], more["w1"], more["w2"], *weights, SILU, E, None, rows[1], None, *scratch, meta, False
+    )
+    assert relative_error(batched, every) < 0.005
+    with pytest.raises(ValueError, match="a1q_scale .*torch.uint8"):
+        wrong = codes.view(torch.uint8)
+        made.apply(output, wrong, more["w1"], more["w2"], *weights, SILU, E, None, scales, None, *scratch, None, False)
 
 
 @pytest.mark.parametrize(("dtype", "kind", "group"), IMPOSSIBLE, ids=ids)
