@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moe_ep.eplb.config import EplbConfig
     from moe_ep.eplb.manager import EPLBManager
     from moe_ep.expert_map import determine_expert_map, get_compressed_expert_map
+    from moe_ep.generation.decoder import batch_invariant_passes
     from moe_ep.hf.parallelize import parallelize, serve, serving
     from moe_ep.layer import FusedMoE
     from moe_ep.layer.stack import MoEStack
@@ -65,6 +66,7 @@ _MODULES = {
         "eplb.config": "EplbConfig",
         "eplb.manager": "EPLBManager",
         "expert_map": "determine_expert_map get_compressed_expert_map",
+        "generation.decoder": "batch_invariant_passes",
         "hf.parallelize": "parallelize serve serving",
         "layer": "FusedMoE",
         "layer.stack": "MoEStack",
@@ -95,6 +97,7 @@ __all__ = [
     "MoEActivation",
     "MoEStack",
     "__version__",
+    "batch_invariant_passes",
     "determine_expert_map",
     "get_compressed_expert_map",
     "load_moe_layer",

@@ -40,6 +40,31 @@ WARM_UP_PASSES = 2
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+@contextlib.contextmanager
+def batch_invariant_passes(model: Any) -> Iterator[None]:
+    """A block in which a transformers model computes as the generation with batch-invariant layers does, bit for bit.
+
+    Passes of the block take sequences without padding and without a cache, and may have gradients. The model may be
+    one that `parallelize` made with batch_invariant, or a plain one in the same dtype: a trainer's log-probabilities
+    are the generator's if its experts add up a token's slots in their order, or there are two of them.
+
+    Example: the log-probabilities of a continuation that a `Generation` chose after `prompt`:
+
+        with moe_ep.batch_invariant_passes(model):
+            logits = model(input_ids=torch.cat([prompt, continuation])[None, :-1], use_cache=False).logits
+            logprobs = logits[0, len(prompt) - 1 :].float().log_softmax(-1).gather(-1, continuation[:, None])
+
+    Raises:
+        ConfigError: a model whose attention cannot be computed so.
+    """
+    layers = DynamicCache(config=model.config).layers
+    if (reason := refuses_invariance(model, layers)) is not None:
+        raise ConfigError(f"model is a {type(model).__name__} and its passes cannot be batch-invariant: {reason}")
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    with FusedModules(model).used(), invariant_ops(), slot_attention(model, windows, batch_invariant=True):
+        yield
+
+
 class SlotDecoder:
     """Sequences in slots of a fixed-size batch.
 

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from moe_ep.distributed.process_groups import is_initialized
 from moe_ep.errors import MoeEpError
+from moe_ep.generation.decoder import batch_invariant_passes
 from moe_ep.generation.engine import check_token_ids, vocabulary_of
 from moe_ep.hf.parallelize import serving
 from moe_ep.hf.parallelized import steps_of
@@ -47,7 +48,8 @@ def perplexity(
     tasks = [(kind, ids) for kind, several in enumerate(texts.values()) for ids in several]
     if routing is not None:
         _check_routing(routing, [ids.numel() for _, ids in tasks])
-    with serving(model):
+    is_invariant = any(layer.batch_invariant for layer in steps_of(model).layers)
+    with serving(model), batch_invariant_passes(model) if is_invariant else contextlib.nullcontext():
         for number in range(rank, len(tasks), num_ranks):
             kind, ids = tasks[number]
             if ids.numel() < 2:

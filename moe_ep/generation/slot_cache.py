@@ -172,21 +172,33 @@ def _attend_invariantly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """`_attend` with the same bits for a query alone and in any batch; values may be narrower than keys."""
+    if attention_mask is not None and attention_mask.dim() != 4:
+        raise ConfigError(
+            f"attention_mask is {tuple(attention_mask.shape)}; batch-invariant passes take sequences of one length "
+            f"without a mask, and padded ones one by one"
+        )
     if softcap is not None:
         raise ConfigError(f"the attention caps its scores (softcap {softcap}), which batch_invariant does not support")
     window = _windows.get()[module.layer_idx]
+    table = attention_mask.flatten(1) if attention_mask is not None else _table_of_rows(query, key)
     form = choose_form(attention_in_chunks, "invariant:triton_slot_attention", query, key)
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
     queries, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    output = form(queries, keys, values, attention_mask.flatten(1), scale, window, s_aux)
+    output = form(queries, keys, values, table, scale, window, s_aux)
     return output.unflatten(0, (query.size(0), -1)), None
+
+
+def _table_of_rows(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """As `SequenceTable` has it, without its two last dimensions: every row of the batch is a sequence."""
+    starts = torch.arange(query.size(0) + 1, dtype=torch.int32, device=query.device)
+    return torch.stack([starts * query.size(2), starts * key.size(2), torch.full_like(starts, key.size(2))])
 
 
 def attention_in_chunks(
@@ -246,11 +258,11 @@ def _attend_to_one(
     if window is not None:
         seen &= column > position - window
     scores = scores.masked_fill(~seen, float("-inf"))
-    largest = scores.amax(dim=-1, keepdim=True)
+    largest = scores.detach().amax(dim=-1, keepdim=True)
     sink = None
     if sinks is not None:
         sink = sinks.float().view(-1, groups, 1).expand(-1, -1, num_queries).reshape(*largest.shape)
-        largest = torch.maximum(largest, sink)
+        largest = torch.maximum(largest, sink.detach())
     weights = torch.exp(scores - largest).split(_CHUNK, dim=-1)
     total = torch.zeros_like(largest) if sink is None else torch.exp(sink - largest)
     output = torch.zeros(*largest.shape[:-1], values[0].size(-1), device=rows.device)

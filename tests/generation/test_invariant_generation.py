@@ -97,6 +97,21 @@ def test_ranks_continue_prompts_by_the_bits_of_one(family: str, world_size: int,
     assert found == alone(family)
 
 
+def test_a_trainer_has_the_log_probabilities_of_the_generator() -> None:
+    """Of a parallelized model, and of a plain one with gradients, whose tokens go to two experts each."""
+    trainer = make_model("Qwen3Moe").requires_grad_(True)
+    for model in (model_of("Qwen3Moe"), trainer):
+        for number in (1, 5):
+            token_ids, logprobs = alone("Qwen3Moe")[number]
+            prompt, continuation = prompts()[number], torch.tensor(token_ids)
+            with moe_ep.batch_invariant_passes(model), torch.set_grad_enabled(model is trainer):
+                logits = model(input_ids=torch.cat([prompt, continuation])[None, :-1], use_cache=False).logits
+                values = logits[0, len(prompt) - 1 :].float().log_softmax(-1).gather(-1, continuation[:, None])
+            assert values.flatten().tolist() == [found.chosen for found in logprobs]
+    values.sum().backward()
+    assert all(param.grad is not None and param.grad.isfinite().all() for param in trainer.model.layers.parameters())
+
+
 def test_the_same_prompt_is_drawn_for_more_than_once() -> None:
     """Groups of one prompt have texts of their own, and the first has that of the prompt alone."""
     requests = [Request(index, prompts()[2]) for index in range(4)]
