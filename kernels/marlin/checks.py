@@ -18,16 +18,8 @@ from moe_ep.kernels.marlin.compute import partials_numel
 from moe_ep.kernels.marlin.types import WeightType, check_input_dtype
 from moe_ep.kernels.marlin.weights import WeightPair, check_activation_dtype, check_weights
 
-# Of the tensors of a GEMM: what stands before and after its number in their names, and whether there may be none.
-_PARTS = (
-    ("w", "", False),
-    ("w", "_scale", False),
-    ("w", "_zeros", True),
-    ("bias", "", True),
-    ("global_scale", "", True),
-    ("g_idx", "", True),
-    ("sort_indices", "", True),
-)
+# Names of the tensors of one GEMM, with its number in place of the braces; all but the first two may be None.
+PARTS = ("w{}", "w{}_scale", "w{}_zeros", "bias{}", "global_scale{}", "g_idx{}", "sort_indices{}")
 
 
 def check_weight_pair(
@@ -42,8 +34,8 @@ def check_weight_pair(
 ) -> WeightPair:
     """Checks the weights of both GEMMs, and that they fit each other and the activations' dtype.
 
-    `first` and `second` are (qweight, scales, zeros, bias, alphas, g_idx, sort_indices) of w1 and w2; `clamp_limit` is
-    as in gate_limit, `input_dtype` as in functional.fused_marlin_moe.
+    `first` and `second` are the PARTS of w1 and w2; `clamp_limit` is as in gate_limit, `input_dtype` as in
+    functional.fused_marlin_moe.
 
     Raises:
         ValueError: an argument that does not fit; the message names it.
@@ -51,9 +43,9 @@ def check_weight_pair(
     check_activation_dtype(act_dtype)
     gate_limit(activation, clamp_limit)
     for which, parts in enumerate((first, second), start=1):
-        for (before, after, optional), tensor in zip(_PARTS, parts, strict=True):
-            if tensor is not None or not optional:
-                named = {f"{before}{which}{after}": tensor}
+        for name, tensor in zip(PARTS, parts, strict=True):
+            if tensor is not None or name in PARTS[:2]:
+                named = {name.format(which): tensor}
                 check_tensors(**named)
                 check_same_device("w1", first[0].device, **named)
     w13 = check_weights(1, kind, act_dtype, activation.is_gated, is_k_full, *first)

@@ -8,7 +8,8 @@ anything is launched; a ValueError names the one that does not fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_tensors
 from moe_ep.errors import check_router_weight_on_input
 from moe_ep.kernels.marlin.checks import (
+    PARTS,
     batched_shape,
     check_batch,
     check_map_length,
@@ -112,12 +114,10 @@ def batched_fused_marlin_moe(
     if expert_row_ids is not None:
         check_tensors(expert_row_ids=expert_row_ids)
     act = MoEActivation.parse(activation)
-    pair = check_weight_pair(
-        weight_type(quant_type_id), act, hidden_states.dtype, is_k_full,
-        (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
-        (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
-        clamp_limit, input_dtype,
-    )  # fmt: skip
+    first = (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1)
+    second = (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2)
+    kind = weight_type(quant_type_id)
+    pair = check_weight_pair(kind, act, hidden_states.dtype, is_k_full, first, second, clamp_limit, input_dtype)
     check_batch(pair, hidden_states, expert_num_tokens, expert_row_ids)
     shape = batched_shape(pair, hidden_states, expert_row_ids)
     check_scratch(pair, hidden_states, shape[0] * shape[1], True, _SCRATCH, intermediate_cache13, intermediate_cache2)
@@ -127,9 +127,8 @@ def batched_fused_marlin_moe(
     output = _output(output, shape, hidden_states, inplace)
     if torch.compiler.is_compiling() and output.numel():
         torch.ops.moe_ep.batched_marlin_experts(
-            output, hidden_states, expert_num_tokens, w1, w2, bias1, bias2, w1_scale, w2_scale, quant_type_id,
-            act.value, global_scale1, global_scale2, g_idx1, g_idx2, sort_indices1, sort_indices2, w1_zeros, w2_zeros,
-            is_k_full, expert_row_ids, clamp_limit, input_dtype,
+            output, hidden_states, expert_num_tokens, first, second, quant_type_id, act.value, is_k_full,
+            expert_row_ids, clamp_limit, input_dtype,
         )  # fmt: skip
         return output
     compute_batch(
@@ -203,12 +202,10 @@ def fused_marlin_moe(
     for which, scale in enumerate((input_global_scale1, input_global_scale2), start=1):
         if scale is not None:
             raise ValueError(f"input_global_scale{which} is given; rows get scales of their own, pass None")
-    pair = check_weight_pair(
-        weight_type(quant_type_id), act, hidden_states.dtype, is_k_full,
-        (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
-        (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
-        clamp_limit, input_dtype,
-    )  # fmt: skip
+    first = (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1)
+    second = (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2)
+    kind = weight_type(quant_type_id)
+    pair = check_weight_pair(kind, act, hidden_states.dtype, is_k_full, first, second, clamp_limit, input_dtype)
     check_tokens(pair, hidden_states, topk_weights, topk_ids, expert_map, global_num_experts)
     check_scratch(pair, hidden_states, topk_ids.numel(), False, _SCRATCH, intermediate_cache13, intermediate_cache2)
     if workspace is not None:
@@ -222,9 +219,8 @@ def fused_marlin_moe(
     own_steps = activation_func is not None or moe_sum is not None
     if torch.compiler.is_compiling() and output.numel() and not own_steps:
         torch.ops.moe_ep.marlin_experts(
-            output, hidden_states, w1, w2, bias1, bias2, w1_scale, w2_scale, topk_weights, topk_ids, quant_type_id,
-            apply_router_weight_on_input, act.value, expert_map, global_scale1, global_scale2, g_idx1, g_idx2,
-            sort_indices1, sort_indices2, w1_zeros, w2_zeros, is_k_full, clamp_limit, input_dtype,
+            output, hidden_states, first, second, topk_weights, topk_ids, quant_type_id,
+            apply_router_weight_on_input, act.value, expert_map, is_k_full, clamp_limit, input_dtype,
         )  # fmt: skip
         return output
     if apply_router_weight_on_input:
@@ -249,39 +245,34 @@ def _output(
     return output
 
 
+Parts = Sequence[torch.Tensor | None]
+
+
+def _named(first: Parts, second: Parts) -> dict[str, Any]:
+    """The PARTS of both GEMMs as keyword arguments."""
+    named = zip(PARTS, first, second, strict=True)
+    return {name.format(which): part for name, *parts in named for which, part in enumerate(parts, start=1)}
+
+
 @torch.library.custom_op("moe_ep::batched_marlin_experts", mutates_args=("output",))
 def batched_marlin_experts(
     output: torch.Tensor,
     hidden_states: torch.Tensor,
     expert_num_tokens: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    bias1: torch.Tensor | None,
-    bias2: torch.Tensor | None,
-    w1_scale: torch.Tensor,
-    w2_scale: torch.Tensor,
+    first: Parts,
+    second: Parts,
     quant_type_id: int,
     activation: str,
-    global_scale1: torch.Tensor | None,
-    global_scale2: torch.Tensor | None,
-    g_idx1: torch.Tensor | None,
-    g_idx2: torch.Tensor | None,
-    sort_indices1: torch.Tensor | None,
-    sort_indices2: torch.Tensor | None,
-    w1_zeros: torch.Tensor | None,
-    w2_zeros: torch.Tensor | None,
     is_k_full: bool,
     expert_row_ids: torch.Tensor | None,
     clamp_limit: float | None,
     input_dtype: torch.dtype | None,
 ) -> None:
-    """batched_fused_marlin_moe into `output` `[El, max_tokens, K]`."""
+    """batched_fused_marlin_moe into `output` `[El, max_tokens, K]`; `first` and `second` are the PARTS of w1 and w2."""
     batched_fused_marlin_moe(
-        hidden_states, expert_num_tokens, w1, w2, bias1, bias2, w1_scale, w2_scale, quant_type_id,
-        activation=activation, global_scale1=global_scale1, global_scale2=global_scale2, g_idx1=g_idx1, g_idx2=g_idx2,
-        sort_indices1=sort_indices1, sort_indices2=sort_indices2, w1_zeros=w1_zeros, w2_zeros=w2_zeros,
-        is_k_full=is_k_full, output=output, expert_row_ids=expert_row_ids, clamp_limit=clamp_limit,
-        input_dtype=input_dtype,
+        hidden_states, expert_num_tokens, quant_type_id=quant_type_id, activation=activation, is_k_full=is_k_full,
+        output=output, expert_row_ids=expert_row_ids, clamp_limit=clamp_limit, input_dtype=input_dtype,
+        **_named(first, second),
     )  # fmt: skip
 
 
@@ -289,45 +280,28 @@ def batched_marlin_experts(
 def marlin_experts(
     output: torch.Tensor,
     hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    bias1: torch.Tensor | None,
-    bias2: torch.Tensor | None,
-    w1_scale: torch.Tensor,
-    w2_scale: torch.Tensor,
+    first: Parts,
+    second: Parts,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     quant_type_id: int,
     apply_router_weight_on_input: bool,
     activation: str,
     expert_map: torch.Tensor | None,
-    global_scale1: torch.Tensor | None,
-    global_scale2: torch.Tensor | None,
-    g_idx1: torch.Tensor | None,
-    g_idx2: torch.Tensor | None,
-    sort_indices1: torch.Tensor | None,
-    sort_indices2: torch.Tensor | None,
-    w1_zeros: torch.Tensor | None,
-    w2_zeros: torch.Tensor | None,
     is_k_full: bool,
     clamp_limit: float | None,
     input_dtype: torch.dtype | None,
 ) -> None:
     """fused_marlin_moe into `output` `[T, K]`, with the built-in activation and sum."""
     fused_marlin_moe(
-        hidden_states, w1, w2, bias1, bias2, w1_scale, w2_scale, topk_weights, topk_ids, quant_type_id,
+        hidden_states, topk_weights=topk_weights, topk_ids=topk_ids, quant_type_id=quant_type_id,
         apply_router_weight_on_input=apply_router_weight_on_input, activation=activation, expert_map=expert_map,
-        global_scale1=global_scale1, global_scale2=global_scale2, g_idx1=g_idx1, g_idx2=g_idx2,
-        sort_indices1=sort_indices1, sort_indices2=sort_indices2, w1_zeros=w1_zeros, w2_zeros=w2_zeros,
         is_k_full=is_k_full, output=output, clamp_limit=clamp_limit, input_dtype=input_dtype,
+        **_named(first, second),
     )  # fmt: skip
 
 
 @batched_marlin_experts.register_fake
-def _(output: torch.Tensor, *args: object) -> None:
-    return None
-
-
 @marlin_experts.register_fake
 def _(output: torch.Tensor, *args: object) -> None:
     return None
