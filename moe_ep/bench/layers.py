@@ -76,14 +76,10 @@ class BenchLayers:
         bias = torch.zeros(geometry.num_experts, device=device) if routing.has_correction_bias else None
         self.routing_args: dict[str, Any] = {
             "top_k": geometry.top_k,
-            "renormalize": routing.renormalize,
-            "use_grouped_topk": routing.use_grouped_topk,
-            "num_expert_group": routing.num_expert_group,
-            "topk_group": routing.topk_group,
-            "custom_routing_function": routing.custom_routing_function,
-            "scoring_func": routing.scoring_func,
-            "routed_scaling_factor": routing.routed_scaling_factor,
             "e_score_correction_bias": bias,
+            **routing.select_experts_options(),
+            "zero_expert_num": 0,  # identity experts compute nothing
+            "zero_expert_type": None,
         }
         redundant = ep_size + -geometry.num_experts % ep_size if eplb else 0
         with torch.device(device):

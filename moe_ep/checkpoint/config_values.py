@@ -13,12 +13,19 @@ V = TypeVar("V")
 
 # What models that see or hear call the part of their config that is about the language model.
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
+# What errors about quantization settings begin with.
+QUANT_CONFIG = "config.json: quantization_config: "
 # No size or count of a model is larger; a damaged number would be allocated before it is compared with a file.
 _MOST = 1 << 20
 
 
 class MissingKey(CheckpointError):
     """A key that a config.json does not have."""
+
+
+def unexpected(key: str, expected: object, found: object, way_out: str = "") -> CheckpointError:
+    """For a value that a key of config.json cannot have."""
+    return CheckpointError(f"config.json: {key}: expected {expected}, found {found!r}{way_out}")
 
 
 def required(config: Config, *keys: str) -> Any:
@@ -46,7 +53,7 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     if value is None and default is not None:
         return default
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise CheckpointError(f"config.json: {key}: expected a finite number, found {value!r}")
+        raise unexpected(key, "a finite number", value)
     return float(value)
 
 
@@ -59,7 +66,7 @@ def one_known(key: str, value: object, known: Mapping[str, V]) -> V:
 
 def _checked_whole(value: Any, name: str, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CheckpointError(f"config.json: {name}: expected a whole number of at least {least}, found {value!r}")
+        raise unexpected(name, f"a whole number of at least {least}", value)
     if value > _MOST:
         raise CheckpointError(f"config.json: {name}: expected at most {_MOST}, found {value}")
     return value

@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 
-from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, Config, MissingKey, number, one_known, positive
+from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, Config, MissingKey, number, one_known, positive, unexpected
 from moe_ep.checkpoint.families import routing, rules
 from moe_ep.checkpoint.families.configs import part_of
 from moe_ep.checkpoint.families.models import FAMILIES
@@ -205,9 +205,8 @@ def _check_limits(model_type: str, config: Config, known: tuple[str, ...]) -> No
     for key, value in config.items():
         is_limit = re.search("swiglu.*(limit|clamp)", str(key)) and key not in known
         if is_limit and (any(value) if isinstance(value, list | tuple) else value):
-            raise CheckpointError(
-                f"config.json: {key}: expected none, found {value!r}, and where gate and up of {model_type} models end "
-                f"by it is not known here"
+            raise unexpected(
+                key, "none", value, f", and where gate and up of {model_type} models end by it is not known here"
             )
 
 

@@ -80,6 +80,11 @@ class RoutingSpec:
     zero_expert_type: str | None = None
     custom_routing_function: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
+    def select_experts_options(self) -> dict[str, Any]:
+        """The keyword arguments of `select_experts` among these."""
+        others = ("has_correction_bias", "apply_router_weight_on_input")
+        return {name: value for name, value in vars(self).items() if name not in others}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertsSpec:
@@ -248,19 +253,7 @@ class MoEModelSpec:
 
     def select_experts_options(self) -> dict[str, Any]:
         """The keyword arguments of `select_experts` that the model decides; the correction bias is in the files."""
-        routing = self.routing
-        return {
-            "top_k": self.top_k,
-            "renormalize": routing.renormalize,
-            "use_grouped_topk": routing.use_grouped_topk,
-            "num_expert_group": routing.num_expert_group,
-            "topk_group": routing.topk_group,
-            "scoring_func": routing.scoring_func,
-            "routed_scaling_factor": routing.routed_scaling_factor,
-            "custom_routing_function": routing.custom_routing_function,
-            "zero_expert_num": routing.zero_expert_num,
-            "zero_expert_type": routing.zero_expert_type,
-        }
+        return {"top_k": self.top_k, **self.routing.select_experts_options()}
 
     def gate(self, layer: int) -> Gate:
         """The activation of a layer's routed experts."""

@@ -16,7 +16,7 @@ from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, PACKED_MXFP4, PACKED_N
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
-from moe_ep.checkpoint.formats.scales import ScaleShape
+from moe_ep.checkpoint.formats.layout import ScaleShape
 from moe_ep.checkpoint.formats.w4afp8 import W4AFP8Config
 from moe_ep.checkpoint.plan import StoredTensor, check_tensor
 from moe_ep.checkpoint.reader import TensorInfo

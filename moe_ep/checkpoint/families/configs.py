@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_ep.checkpoint.config_values import Config, MissingKey, positive, required, whole
+from moe_ep.checkpoint.config_values import Config, MissingKey, positive, required, unexpected, whole
 from moe_ep.errors import CheckpointError, one_of
 
 
@@ -41,9 +41,7 @@ def only(values: Config, common: Callable[[Config], Config] = whole_config) -> C
         config = common(config)
         for key, value in values.items():
             if (found := config.get(key)) not in (None, value):
-                raise CheckpointError(
-                    f"config.json: {key}: expected {value!r}, found {found!r}; no other is computed here"
-                )
+                raise unexpected(key, f"{value!r}", found, "; no other is computed here")
         return config
 
     return checked
@@ -94,10 +92,7 @@ def cohere_config(config: Config) -> Config:
 def nemotron_config(config: Config) -> Config:
     """With names that others have; its layers are a list of kinds, or a string with E for those of experts."""
     if config.get("mlp_bias"):
-        raise CheckpointError(
-            f"config.json: mlp_bias: expected none, found {config['mlp_bias']!r}; shared experts with biases do not "
-            f"load"
-        )
+        raise unexpected("mlp_bias", "none", config["mlp_bias"], "; shared experts with biases do not load")
     kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern") or []
     if not isinstance(kinds, list | str) or not kinds:
         raise MissingKey(
@@ -124,7 +119,7 @@ def part_of(config: Config, key: str) -> Config:
     """A part of a config that has several, with the dtype of the whole where it says none."""
     part = required(config, key)
     if not isinstance(part, dict):
-        raise CheckpointError(f"config.json: {key}: expected an object, found {part!r}")
+        raise unexpected(key, "an object", part)
     dtypes = (each.get(key) for each in (part, config) for key in ("dtype", "torch_dtype"))
     return part | {"dtype": next(filter(None, dtypes), None)}
 
@@ -164,9 +159,7 @@ def deepseek_v4_config(config: Config) -> Config:
     elif isinstance(kinds, list) and len(kinds) >= len(layers) and set(map(str, kinds)) <= {"hash_moe", "moe"}:
         table_layers = tuple(layer for layer in layers if kinds[layer] == "hash_moe")
     else:
-        raise CheckpointError(
-            f"config.json: mlp_layer_types: expected hash_moe or moe for each of {len(layers)} layers, found {kinds!r}"
-        )
+        raise unexpected("mlp_layer_types", f"hash_moe or moe for each of {len(layers)} layers", kinds)
     return {"swiglu_limit": 10.0} | config | {"mlp_layer_types": None, "table_layers": table_layers}
 
 

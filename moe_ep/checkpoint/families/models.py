@@ -54,6 +54,13 @@ class Family:
     limits: tuple[str, ...] = ()
 
 
+def _in_a_part(
+    family: Family, names: dict[str, Any], text_config: Callable[[Config], Config] = configs.text_part
+) -> Family:
+    """A model with other inputs beside text, whose language model is one of that family under other names."""
+    return replace(family, text_config=text_config, names={**family.names, **names})
+
+
 _DEEPSEEK_V3 = Family(
     moe_layers=rules.layers_after_dense,
     routing=routing.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
@@ -179,19 +186,18 @@ _GRANITE = replace(
     shared_experts=rules.one_mlp("shared_mlp", "shared_intermediate_size", fused=("input_linear", "output_linear")),
     names={"router": "router.layer", "fused": Projections("input_linear.weight", "output_linear.weight")},
 )
+_INKLING_MODEL = {
+    "layers_module": "model.llm.layers",
+    "embedding": "model.llm.embed.weight",
+    "fused": Projections("experts.w13_weight", "experts.w2_weight"),
+    "interleaved": True,
+}
 _INKLING2_SILENT = {"hidden_act": "silu", "route_scale": 8.0, "mlp_gate_softcap": 4.0, "mlp_up_softcap": 25.0}
 _INKLING2 = Family(
     routing=routing.biased_sigmoid_times("route_scale"),
     activation=rules.inkling2_activation,
     text_config=configs.renamed({}, _INKLING2_SILENT),
-    names={
-        "layers_module": "model.llm.layers",
-        "embedding": "model.llm.embed.weight",
-        "norm": "mlp_norm",
-        "correction_bias_tensor": "gate.bias",
-        "fused": Projections("experts.w13_weight", "experts.w2_weight"),
-        "interleaved": True,
-    },
+    names={**_INKLING_MODEL, "norm": "mlp_norm", "correction_bias_tensor": "gate.bias"},
 )
 _STEP_LIMITS = ("swiglu_limits", "swiglu_limits_shared")  # of the routed and of the shared experts
 _STEP = Family(
@@ -244,11 +250,9 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "llama4_text": _LLAMA4,
-    "llama4": replace(_LLAMA4, text_config=configs.text_part, names={**_LLAMA4.names, **WHOLE_LANGUAGE_MODEL}),
+    "llama4": _in_a_part(_LLAMA4, WHOLE_LANGUAGE_MODEL),
     "aria_text": _ARIA,
-    "aria": replace(
-        _ARIA, text_config=configs.aria_config(configs.text_part), names={**_ARIA.names, **WHOLE_LANGUAGE_MODEL}
-    ),
+    "aria": _in_a_part(_ARIA, WHOLE_LANGUAGE_MODEL, configs.aria_config(configs.text_part)),
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
     "granitemoehybrid": _GRANITE,
@@ -264,7 +268,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(moe_layers=rules.sparse_step_layers),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_moe_text": _QWEN3_5,
-    "qwen3_5_moe": replace(_QWEN3_5, text_config=configs.text_part, names={**_QWEN3_5.names, **LANGUAGE_PART}),
+    "qwen3_5_moe": _in_a_part(_QWEN3_5, LANGUAGE_PART),
     "qwen3_vl_moe": Family(
         moe_layers=rules.sparse_step_layers,
         routing=_RENORMALIZED,
@@ -316,25 +320,11 @@ FAMILIES: dict[str, Family] = {
     "zaya": Family(names=rules.EXPERTS_ALONE),
     # Its router weighs the shared experts too.
     "inkling_text": _INKLING,
-    "inkling_mm_model": replace(
-        _INKLING,
-        text_config=configs.inkling_config(configs.text_part),
-        names={
-            **_INKLING.names,
-            "layers_module": "model.llm.layers",
-            "embedding": "model.llm.embed.weight",
-            "fused": Projections("experts.w13_weight", "experts.w2_weight"),
-            "interleaved": True,
-        },
-    ),
+    "inkling_mm_model": _in_a_part(_INKLING, _INKLING_MODEL, configs.inkling_config(configs.text_part)),
     "inkling2_text": _INKLING2,
     "inkling2": replace(_INKLING2, text_config=configs.renamed({}, _INKLING2_SILENT, part=configs.text_part)),
     "gemma4_text": _GEMMA4,
-    "gemma4": replace(
-        _GEMMA4,
-        text_config=configs.renamed(_GEMMA4_KEYS, part=configs.text_part),
-        names={**_GEMMA4.names, **LANGUAGE_PART},
-    ),
+    "gemma4": _in_a_part(_GEMMA4, LANGUAGE_PART, configs.renamed(_GEMMA4_KEYS, part=configs.text_part)),
     "ernie4_5_moe": Family(
         moe_layers=rules.layers_between,
         routing=routing.ernie_routing,
@@ -404,7 +394,7 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2": _MIMO,
     "solar_open": _DEEPSEEK_V3,
     "glm4_moe": _DEEPSEEK_V3,
-    "glm4v_moe": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=LANGUAGE_PART),
+    "glm4v_moe": _in_a_part(_DEEPSEEK_V3, LANGUAGE_PART),
     "glm4_moe_lite": replace(_DEEPSEEK_V3, text_config=configs.renamed({}, FIRST_DENSE)),
     "glm_moe_dsa": _DEEPSEEK_V3,
     "glm5_next": replace(
@@ -437,18 +427,14 @@ FAMILIES: dict[str, Family] = {
         _DEEPSEEK_V4, text_config=configs.only(_V4_FIXED | {"gate_temp": 1.0}, configs.deepseek_v41_config)
     ),
     "kimi_k2": _DEEPSEEK_V3,
-    "kimi_k25": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=WHOLE_LANGUAGE_MODEL),
+    "kimi_k25": _in_a_part(_DEEPSEEK_V3, WHOLE_LANGUAGE_MODEL),
     "kimi_linear": _KIMI_LINEAR,
-    "kimi_k3": replace(
+    "kimi_k3": _in_a_part(
         _KIMI_LINEAR,
-        text_config=configs.renamed(_KIMI_LINEAR_KEYS, FIRST_DENSE, part=configs.text_part),
-        names=WHOLE_LANGUAGE_MODEL,
+        WHOLE_LANGUAGE_MODEL,
+        configs.renamed(_KIMI_LINEAR_KEYS, FIRST_DENSE, part=configs.text_part),
     ),
-    "mistral3": replace(
-        _MISTRAL,
-        text_config=configs.text_part_of("mistral4"),
-        names={**_MISTRAL.names, **WHOLE_LANGUAGE_MODEL},
-    ),
+    "mistral3": _in_a_part(_MISTRAL, WHOLE_LANGUAGE_MODEL, configs.text_part_of("mistral4")),
     "mistral4": _MISTRAL,
     "mistral_large4": replace(
         _MISTRAL_LARGE,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from moe_ep.checkpoint.config_values import Config, number, one_known, positive, whole
+from moe_ep.checkpoint.config_values import Config, number, one_known, positive, unexpected, whole
 from moe_ep.checkpoint.spec import RoutingSpec
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.routing.topk import SCORING_FUNCS, sparse_mixer
@@ -72,7 +72,7 @@ def sigmoid_routing(config: Config) -> RoutingSpec:
 def laguna_routing(config: Config) -> RoutingSpec:
     for key in ("moe_router_logit_softcapping", "moe_apply_router_weight_on_input"):
         if config.get(key):
-            raise CheckpointError(f"config.json: {key}: expected none, found {config[key]!r}; such routers do not load")
+            raise unexpected(key, "none", config[key], "; such routers do not load")
     return biased_sigmoid_times("moe_routed_scaling_factor")(config)
 
 

@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ep.activation import SITU_BETA, SITU_LINEAR_BETA, SWIGLUOAI_ALPHA, MoEActivation
-from moe_ep.checkpoint.config_values import Config, number, one_known, positive, required, whole
+from moe_ep.checkpoint.config_values import Config, number, one_known, positive, required, unexpected, whole
 from moe_ep.checkpoint.families.routing import cohere_factor
 from moe_ep.checkpoint.spec import Latent, SharedExpertsSpec
-from moe_ep.errors import CheckpointError
 
 # Of families whose routers, or what is before them or the experts, only transformers computes.
 EXPERTS_ALONE = {"router": None, "norm": None}
@@ -46,14 +45,14 @@ def inkling2_activation(config: Config) -> MoEActivation:
 def _situ(config: Config, gate: str, up: str) -> MoEActivation:
     for key, value in {gate: SITU_BETA, up: SITU_LINEAR_BETA}.items():
         if (found := config.get(key)) != value:
-            raise CheckpointError(f"config.json: {key}: expected {value}, found {found!r}")
+            raise unexpected(key, value, found)
     return MoEActivation.SITU
 
 
 def swigluoai(config: Config) -> MoEActivation:
     """GPT-OSS: its hidden_act says silu, and what it computes has a constant more, and a limit."""
     if (found := config.get("swiglu_alpha", SWIGLUOAI_ALPHA)) != SWIGLUOAI_ALPHA:
-        raise CheckpointError(f"config.json: swiglu_alpha: expected {SWIGLUOAI_ALPHA}, found {found!r}")
+        raise unexpected("swiglu_alpha", SWIGLUOAI_ALPHA, found)
     return MoEActivation.SWIGLUOAI
 
 
@@ -69,9 +68,7 @@ def listed_layers(config: Config) -> tuple[int, ...] | None:
         return None
     layers = all_layers(config)
     if not isinstance(kinds, list) or len(kinds) < len(layers) or not set(map(str, kinds)) <= {"dense", "sparse"}:
-        raise CheckpointError(
-            f"config.json: mlp_layer_types: expected dense or sparse for each of {len(layers)} layers, found {kinds!r}"
-        )
+        raise unexpected("mlp_layer_types", f"dense or sparse for each of {len(layers)} layers", kinds)
     return tuple(i for i in layers if kinds[i] == "sparse")
 
 
@@ -83,7 +80,7 @@ def sparse_step_layers(config: Config) -> tuple[int, ...]:
     """Qwen: every `decoder_sparse_step`-th layer, less those listed as dense."""
     dense, step = config.get("mlp_only_layers") or [], whole(config, "decoder_sparse_step", 1, least=1)
     if not isinstance(dense, list):
-        raise CheckpointError(f"config.json: mlp_only_layers: expected a list of layers, found {dense!r}")
+        raise unexpected("mlp_only_layers", "a list of layers", dense)
     return tuple(i for i in all_layers(config) if i not in dense and (i + 1) % step == 0)
 
 
@@ -92,9 +89,7 @@ def layers_after_dense(config: Config) -> tuple[int, ...]:
     layers, first, listed = all_layers(config), whole(config, "first_k_dense_replace", 0), config.get("moe_layer_freq")
     if isinstance(listed, list):
         if len(listed) < len(layers):
-            raise CheckpointError(
-                f"config.json: moe_layer_freq: expected 0 or 1 for each of {len(layers)} layers, found {listed!r}"
-            )
+            raise unexpected("moe_layer_freq", f"0 or 1 for each of {len(layers)} layers", listed)
         return tuple(i for i in layers if i >= first and listed[i])
     step = whole(config, "moe_layer_freq", 1, least=1)
     return tuple(i for i in layers if i >= first and i % step == 0)
@@ -116,7 +111,7 @@ def llama_layers(config: Config) -> tuple[int, ...]:
         step = whole(config, "interleave_moe_layer_step", 1, least=1)
         return tuple(i for i in layers if (i + 1) % step == 0)
     if not isinstance(listed, list):
-        raise CheckpointError(f"config.json: moe_layers: expected a list of layers, found {listed!r}")
+        raise unexpected("moe_layers", "a list of layers", listed)
     return tuple(i for i in layers if i in listed)
 
 
@@ -129,9 +124,7 @@ def enumerated_layers(config: Config) -> tuple[int, ...]:
     try:
         chosen = {int(each) for each in numbers}
     except (TypeError, ValueError):
-        raise CheckpointError(
-            f"config.json: moe_layers_enum: expected a list of layers, or a string of it, found {listed!r}"
-        ) from None
+        raise unexpected("moe_layers_enum", "a list of layers, or a string of it", listed) from None
     return tuple(i for i in layers if i in chosen)
 
 
@@ -158,7 +151,7 @@ def limited_gate(config: Config) -> dict[str, Any]:
     found = config.get("swiglu_limit")
     limit = None if found is None else number(config, "swiglu_limit")
     if limit is not None and limit <= 0:
-        raise CheckpointError(f"config.json: swiglu_limit: expected a positive number, found {found!r}")
+        raise unexpected("swiglu_limit", "a positive number", found)
     return {"swiglu_limit": limit}
 
 
@@ -168,9 +161,7 @@ def step_limits(config: Config, key: str) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, list) or len(found) < len(layers) or not all(map(_is_limit, found)):
-        raise CheckpointError(
-            f"config.json: {key}: expected null or a number from 0 on for each of {len(layers)} layers, found {found!r}"
-        )
+        raise unexpected(key, f"null or a number from 0 on for each of {len(layers)} layers", found)
     limits = tuple(float(limit) if limit else None for limit in found[: len(layers)])
     return {"step_limits": limits} if any(limits) else {}
 
@@ -262,9 +253,7 @@ def several_in_one_mlp(
             return None
         for key in ("use_bias", "mlp_bias"):
             if config.get(key):
-                raise CheckpointError(
-                    f"config.json: {key}: expected false, found {config[key]!r}; shared experts with biases do not load"
-                )
+                raise unexpected(key, "false", config[key], "; shared experts with biases do not load")
         each = positive(config, size)
         as_routed = each == positive(config, "moe_intermediate_size")
         return SharedExpertsSpec(

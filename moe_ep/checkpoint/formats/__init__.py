@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from moe_ep.checkpoint.config_values import LANGUAGE_PARTS
+from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, QUANT_CONFIG, unexpected
 from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt, quark, w4afp8
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import MXFP8_GROUP, Float8Config, input_dtype_of_scheme
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
-from moe_ep.checkpoint.formats.layout import QuantizationConfig
+from moe_ep.checkpoint.formats.layout import QuantizationConfig, ScaleShape
 from moe_ep.checkpoint.formats.modules import (
     EVERY_LINEAR,
     LayerQuantization,
@@ -25,7 +25,6 @@ from moe_ep.checkpoint.formats.modules import (
     Scheme,
     if_readable,
 )
-from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
@@ -70,7 +69,7 @@ def _dynamic(
     """The first expression that fits decides; "-:" leaves modules out, "+:" or nothing changes settings."""
     exceptions = values.get("dynamic") or {}
     if not isinstance(exceptions, Mapping):
-        raise CheckpointError(f"config.json: quantization_config: dynamic: expected an object, found {exceptions!r}")
+        raise unexpected("quantization_config: dynamic", "an object", exceptions)
     schemes: list[tuple[tuple[str, ...], Scheme]] = []
     for name, changes in exceptions.items():
         changed = None if name.startswith("-:") else if_readable(partial(scheme_of, _changed(values, name, changes)))
@@ -80,9 +79,7 @@ def _dynamic(
 
 def _changed(values: Mapping[str, Any], name: str, changes: Any) -> dict[str, Any]:
     if not isinstance(changes, Mapping):
-        raise CheckpointError(
-            f"config.json: quantization_config: dynamic: {name}: expected an object of settings, found {changes!r}"
-        )
+        raise unexpected(f"quantization_config: dynamic: {name}", "an object of settings", changes)
     return {**values, **changes}
 
 
@@ -115,8 +112,7 @@ def _int8_rows(values: Mapping[str, Any]) -> ModelQuantization:
 
 
 def _int8_blocks(values: Mapping[str, Any]) -> ModelQuantization:
-    where = "config.json: quantization_config: weight_block_size"
-    shape = ScaleShape.of_blocks(where, values.get("weight_block_size"))
+    shape = ScaleShape.of_blocks(f"{QUANT_CONFIG}weight_block_size", values.get("weight_block_size"))
     blocks = IntQuantizedConfig(scale=shape, input_dtype=torch.int8)
     ignored = values.get("ignored_layers") or values.get("modules_to_not_convert") or ()
     return ModuleSchemes("blockwise_int8", [((EVERY_LINEAR,), blocks)], ignored)
@@ -193,7 +189,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]
     found = next(filter(None, (part.get("quantization_config") for part in parts)), None)
     if found is not None and not isinstance(found, dict):
-        raise CheckpointError(f"config.json: quantization_config: expected an object, found {found!r}")
+        raise unexpected("quantization_config", "an object", found)
     return found
 
 
@@ -211,13 +207,15 @@ def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
         return None
     method = values.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
-        raise CheckpointError(f"config.json: quantization_config: {one_of('quant_method', method, list(FORMATS))}")
+        raise CheckpointError(QUANT_CONFIG + one_of("quant_method", method, list(FORMATS)))
     # Of GPTQModel and AutoRound.
     for key in ("rotation", "rotation_config", "spinquant_config"):
         if values.get(key):
-            raise CheckpointError(
-                f"config.json: quantization_config: {key}: expected none, found {values[key]!r}; rotated activations "
-                f"are not computed, so quantize without it"
+            raise unexpected(
+                f"quantization_config: {key}",
+                "none",
+                values[key],
+                "; rotated activations are not computed, so quantize without it",
             )
     # DeepSeek-V4 says it of its experts beside the settings of the others.
     parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]

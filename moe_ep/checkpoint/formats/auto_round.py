@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import PACKED_MXFP4, PACKED_NVFP4
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
@@ -58,7 +59,6 @@ _FLOATS: dict[tuple[str, Any], QuantizationConfig] = {
 # What is none is a regular expression, to be found anywhere in a name.
 _NAME = re.compile(r"[\w.-]+")
 _SETTINGS = ("bits", "group_size", "sym", "data_type")
-_WHERE = "config.json: quantization_config: "
 
 
 def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
@@ -69,7 +69,7 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     """
     exceptions = values.get("extra_config") or {}
     if not isinstance(exceptions, Mapping):
-        raise CheckpointError(f"{_WHERE}extra_config: expected an object, found {exceptions!r}")
+        raise unexpected("quantization_config: extra_config", "an object", exceptions)
     settings = {key: values[key] for key in _SETTINGS if key in values}
     of_settings = partial(_scheme_beside_activations, values)
     # There may be a name for every layer, and each is looked for in the name of every matrix: by scheme they are few.
@@ -77,7 +77,7 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     expressions: list[tuple[list[str], Scheme]] = []
     for name, changes in exceptions.items():
         if not isinstance(changes, Mapping):
-            raise CheckpointError(f"{_WHERE}extra_config: {name}: expected an object of settings, found {changes!r}")
+            raise unexpected(f"quantization_config: extra_config: {name}", "an object of settings", changes)
         changed = settings | {key: changes[key] for key in _SETTINGS if key in changes}
         scheme = if_readable(partial(of_settings, changed))
         if _NAME.fullmatch(name):
@@ -102,7 +102,7 @@ def _integers(values: Mapping[str, Any]) -> _Scheme:
     name = str(values.get(key) or "auto")
     packing = "auto_gptq" if name == "auto" else name.removeprefix("auto_round:").split(":")[0]
     if packing not in tuple(_PACKINGS):
-        raise CheckpointError(_WHERE + one_of(key, name, [f"auto_round:{known}" for known in _PACKINGS]))
+        raise CheckpointError(QUANT_CONFIG + one_of(key, name, [f"auto_round:{known}" for known in _PACKINGS]))
     return _PACKINGS[packing]
 
 
@@ -118,8 +118,10 @@ def _scheme(values: Mapping[str, Any], settings: Mapping[str, Any]) -> Quantizat
             block, rows = (size, None) if isinstance(size, list) else (None, "row" if size else None)
             form = {"fmt": values.get("fmt"), "weight_block_size": block, "weight_scale_method": rows}
             return Float8Config.from_dict(form)
-        raise CheckpointError(f"{_WHERE}group_size is {size!r}; with fp of 8 bits it must be 0, -1 or two numbers")
+        raise CheckpointError(
+            f"{QUANT_CONFIG}group_size is {size!r}; with fp of 8 bits it must be 0, -1 or two numbers"
+        )
     if (kind, bits) not in _FLOATS:
         known = ["int", "fp of 8 bits", *(f"{name} of {width} bits" for name, width in _FLOATS)]
-        raise CheckpointError(_WHERE + one_of("data_type", f"{kind} of {bits} bits", known))
+        raise CheckpointError(QUANT_CONFIG + one_of("data_type", f"{kind} of {bits} bits", known))
     return _FLOATS[kind, bits]

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from moe_ep.checkpoint.config_values import QUANT_CONFIG
 from moe_ep.checkpoint.formats.layout import (
     FLOATS,
     QuantizationConfig,
@@ -64,15 +65,16 @@ class AWQConfig(QuantizationConfig):
         version = str(next(filter(None, versions), "gemm")).lower()
         if values.get("backend") == "llm-awq":
             version = "llm-awq"
-        where = "config.json: quantization_config: "
         if bits != 4:
-            raise CheckpointError(where + one_of("bits", bits, ["4"]))
+            raise CheckpointError(QUANT_CONFIG + one_of("bits", bits, ["4"]))
         if version != "gemm":
             raise CheckpointError(
-                f"{where}{one_of('version', version, ['gemm'])}, the layouts of the other versions differ"
+                f"{QUANT_CONFIG}{one_of('version', version, ['gemm'])}, the layouts of the other versions differ"
             )
         if not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
-            raise CheckpointError(f"{where}group_size is {group_size!r}; it must be -1 (all columns) or at least 1")
+            raise CheckpointError(
+                f"{QUANT_CONFIG}group_size is {group_size!r}; it must be -1 (all columns) or at least 1"
+            )
         return cls(group_size=group_size)
 
     @property

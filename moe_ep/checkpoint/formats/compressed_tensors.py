@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
 from moe_ep.checkpoint.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, PACKED_MXFP4, PACKED_NVFP4
 from moe_ep.checkpoint.formats.fp8 import MXFP8, MXFP8_GROUP, Float8Config
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
-from moe_ep.checkpoint.formats.layout import QuantizationConfig
+from moe_ep.checkpoint.formats.layout import QuantizationConfig, ScaleShape
 from moe_ep.checkpoint.formats.modules import ModuleSchemes, Scheme, if_readable
 from moe_ep.checkpoint.formats.pack_quantized import PackQuantizedConfig
-from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
@@ -39,7 +39,6 @@ STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 # Values of actorder, as text, with which the columns of a group may be scattered.
 _SCATTERED = ("group", "dynamic", "true")
 _INPUT_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
-_WHERE = "config.json: quantization_config: "
 
 
 def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
@@ -51,19 +50,19 @@ def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes | Non
     sparsity = values.get("sparsity_config") or {}
     sparsity = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if sparsity != "dense":
-        raise CheckpointError(f"{_WHERE}sparsity_config: {one_of('format', sparsity, ['dense'])}")
+        raise CheckpointError(f"{QUANT_CONFIG}sparsity_config: {one_of('format', sparsity, ['dense'])}")
     _check_transforms(values.get("transform_config"))
     groups = values.get("config_groups")
     if not groups and values.get("kv_cache_scheme"):
         return None
     if not isinstance(groups, Mapping) or not groups:
-        raise CheckpointError(f"{_WHERE}expected config_groups with a scheme in it, found {groups!r}")
+        raise unexpected("quantization_config", "config_groups with a scheme in it", groups)
     names: list[tuple[list[str], Scheme]] = []
     expressions: list[tuple[list[str], Scheme]] = []
     for name, group in groups.items():
         targets = group.get("targets") if isinstance(group, Mapping) else None
         if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
-            raise CheckpointError(f"{_WHERE}{name}: expected targets, a list of modules, found {targets!r}")
+            raise unexpected(f"quantization_config: {name}", "targets, a list of modules", targets)
         scheme = if_readable(partial(_of_group, name, group, values.get("format")))
         names.append(([target for target in targets if not target.startswith("re:")], scheme))
         expressions += [([target], scheme) for target in targets if target.startswith("re:")]
@@ -82,7 +81,7 @@ def _of_group(name: str, group: Mapping[str, Any], form: Any) -> QuantizationCon
     try:
         scheme = _scheme(group, str(group.get("format") or form or ""))
     except CheckpointError as error:
-        raise CheckpointError(f"{_WHERE}{name}: {error}") from None
+        raise CheckpointError(f"{QUANT_CONFIG}{name}: {error}") from None
     return replace(scheme, input_dtype=_input_dtype(group.get("input_activations")))
 
 
@@ -101,14 +100,16 @@ def _check_transforms(transforms: Any) -> None:
         groups = transforms["config_groups"].values()
         locations = [str(part["location"]) for group in groups for part in group["apply"]]
     except (AttributeError, KeyError, TypeError):
-        raise CheckpointError(
-            f"{_WHERE}transform_config: expected config_groups, each with apply, found {transforms!r}"
+        raise unexpected(
+            "quantization_config: transform_config", "config_groups, each with apply", transforms
         ) from None
     of_activations = [location for location in locations if not location.startswith("weight_")]
     if of_activations:
-        raise CheckpointError(
-            f"{_WHERE}transform_config: expected transforms of weights, found one of {of_activations[0]!r}, which is "
-            f"not computed; quantize without it"
+        raise unexpected(
+            "quantization_config: transform_config",
+            "transforms of weights alone",
+            of_activations[0],
+            ", which is not computed; quantize without it",
         )
 
 

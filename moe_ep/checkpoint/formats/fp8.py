@@ -27,8 +27,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, TensorLayout, activation_scales, bias_layout
-from moe_ep.checkpoint.formats.scales import ScaleShape
+from moe_ep.checkpoint.config_values import QUANT_CONFIG
+from moe_ep.checkpoint.formats.layout import (
+    FLOATS,
+    QuantizationConfig,
+    ScaleShape,
+    TensorLayout,
+    activation_scales,
+    bias_layout,
+)
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 from moe_ep.quantization.canonical_weights import CanonicalWeights
@@ -67,16 +74,15 @@ class Float8Config(QuantizationConfig):
             CheckpointError: another 8-bit float, a weight_block_size that is not two positive numbers, or scales that
                 are neither of rows nor of matrices nor of blocks.
         """
-        where = "config.json: quantization_config: "
         kind = str(values.get("fmt") or "e4m3").lower()
         if kind not in ("e4m3", "float8_e4m3fn"):
-            raise CheckpointError(where + one_of("fmt", kind, ["e4m3"]))
+            raise CheckpointError(QUANT_CONFIG + one_of("fmt", kind, ["e4m3"]))
         # Only GPTQModel writes both keys.
         semantics, of_each = values.get("weight_scale_semantics"), values.get("weight_scale_method")
         if semantics not in (None, "inverse"):
-            raise CheckpointError(where + one_of("weight_scale_semantics", semantics, ["inverse"]))
+            raise CheckpointError(QUANT_CONFIG + one_of("weight_scale_semantics", semantics, ["inverse"]))
         if of_each not in (None, "block", "row", "tensor"):
-            raise CheckpointError(where + one_of("weight_scale_method", of_each, ["block", "row", "tensor"]))
+            raise CheckpointError(QUANT_CONFIG + one_of("weight_scale_method", of_each, ["block", "row", "tensor"]))
         form: dict[str, Any] = {
             "scale_name": "weight_scale_inv",
             "divides": semantics == "inverse",
@@ -85,7 +91,7 @@ class Float8Config(QuantizationConfig):
         block = values.get("weight_block_size")
         if block is None:
             return cls(scale=ScaleShape(Kind.CHANNEL if of_each == "row" else Kind.TENSOR), **form)
-        return cls(scale=ScaleShape.of_blocks(f"{where}weight_block_size", block), **form)
+        return cls(scale=ScaleShape.of_blocks(f"{QUANT_CONFIG}weight_block_size", block), **form)
 
     @property
     def column_block(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from moe_ep.checkpoint.config_values import QUANT_CONFIG
 from moe_ep.checkpoint.formats.layout import (
     FLOATS,
     QuantizationConfig,
@@ -79,7 +80,7 @@ class GPTQConfig(QuantizationConfig):
         """
         for key in ("bits", "group_size"):
             if key not in values:
-                raise CheckpointError(f"config.json: quantization_config: expected {key}, found {sorted(values)}")
+                raise CheckpointError(f"{QUANT_CONFIG}expected {key}, found {sorted(values)}")
         try:
             return cls(
                 bits=values["bits"],
@@ -89,7 +90,7 @@ class GPTQConfig(QuantizationConfig):
                 checkpoint_format=values.get("checkpoint_format") or values.get("format") or "gptq",
             )
         except ValueError as error:
-            raise CheckpointError(f"config.json: quantization_config: {error}") from None
+            raise CheckpointError(f"{QUANT_CONFIG}{error}") from None
 
     @property
     def pack_factor(self) -> int:

@@ -20,11 +20,11 @@ from moe_ep.checkpoint.formats.layout import (
     FLOATS,
     QuantizationConfig,
     Role,
+    ScaleShape,
     TensorLayout,
     activation_scales,
     bias_layout,
 )
-from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types
 

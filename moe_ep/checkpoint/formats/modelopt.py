@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
-from moe_ep.checkpoint.formats.layout import QuantizationConfig
+from moe_ep.checkpoint.formats.layout import QuantizationConfig, ScaleShape
 from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
-from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.checkpoint.formats.w4afp8 import w4afp8_schemes
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
@@ -40,7 +40,6 @@ _ALGORITHMS: dict[str, QuantizationConfig] = {
     "FP8_PB_WO": Float8Config(scale=ScaleShape(Kind.BLOCK, rows=128, columns=128)),
 }
 _MIXED = "MIXED_PRECISION"
-_WHERE = "config.json: quantization_config: "
 
 
 def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
@@ -61,11 +60,11 @@ def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
 def _listed_schemes(layers: Any) -> list[tuple[list[str], Scheme]]:
     """Of every module that is listed; the others are plain."""
     if not isinstance(layers, Mapping) or not layers:
-        raise CheckpointError(f"{_WHERE}quantized_layers: expected an object of modules, found {layers!r}")
+        raise unexpected("quantization_config: quantized_layers", "an object of modules", layers)
     # There may be every matrix of every expert: by settings they are few.
     schemes: dict[str, tuple[list[str], Scheme]] = {}
     for name, settings in layers.items():
-        where = f"{_WHERE}quantized_layers: {name}: "
+        where = f"{QUANT_CONFIG}quantized_layers: {name}: "
         if not isinstance(settings, Mapping):
             raise CheckpointError(f"{where}expected an object of settings, found {settings!r}")
         key = repr(sorted(settings.items(), key=str))
@@ -76,7 +75,10 @@ def _listed_schemes(layers: Any) -> list[tuple[list[str], Scheme]]:
 
 
 def scheme_of(
-    values: Mapping[str, Any], where: str = _WHERE, known: Sequence[str] = tuple(_ALGORITHMS), key: str = "quant_algo"
+    values: Mapping[str, Any],
+    where: str = QUANT_CONFIG,
+    known: Sequence[str] = tuple(_ALGORITHMS),
+    key: str = "quant_algo",
 ) -> QuantizationConfig:
     """The scheme of the algorithm that stands under that key; CheckpointError for another, or another group size."""
     # Those that the tool has no name of its own for are written in small letters.

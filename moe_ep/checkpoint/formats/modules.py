@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import regex
 
+from moe_ep.checkpoint.config_values import unexpected
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.errors import CheckpointError
 
@@ -35,12 +36,12 @@ class ModulePatterns:
 
     def __init__(self, patterns: Iterable[str]) -> None:
         if isinstance(patterns, str) or not isinstance(patterns, Iterable):
-            raise CheckpointError(f"config.json: quantization_config: expected a list of modules, found {patterns!r}")
+            raise unexpected("quantization_config", "a list of modules", patterns)
         self._exact: set[str] = set()
         self._expressions: list[Expression] = []
         for pattern in patterns:
             if not isinstance(pattern, str):
-                raise CheckpointError(f"config.json: quantization_config: expected names of modules, found {pattern!r}")
+                raise unexpected("quantization_config", "names of modules", pattern)
             if pattern.startswith("re:"):
                 self._expressions.append(Expression(pattern.removeprefix("re:")))
             elif "*" in pattern:
@@ -76,9 +77,7 @@ class Expression:
                 raise regex.error(f"it has more than {_MOST_LETTERS} letters")
             self._compiled = regex.compile(expression)
         except (regex.error, OverflowError, RecursionError) as error:
-            raise CheckpointError(
-                f"config.json: quantization_config: expected a regular expression, found {expression[:200]!r}: {error}"
-            ) from None
+            raise unexpected("quantization_config", "a regular expression", expression[:200], f": {error}") from None
 
     def matches(self, name: str) -> bool:
         """Whether it matches; CheckpointError once matching has taken too long."""
@@ -90,10 +89,11 @@ class Expression:
             if (took := time.thread_time() - started) > _MOST_SECONDS / 1000:
                 self._slow_seconds += took
             if self._slow_seconds >= _MOST_SECONDS:
-                raise CheckpointError(
-                    f"config.json: quantization_config: expected an expression that is matched within {_MOST_SECONDS} "
-                    f"s, found {self._expression[:200]!r}, which takes longer on {name}; write it without nested "
-                    f"repetition"
+                raise unexpected(
+                    "quantization_config",
+                    f"an expression that is matched within {_MOST_SECONDS} s",
+                    self._expression[:200],
+                    f", which takes longer on {name}; write it without nested repetition",
                 )
             if found is not None:
                 return found

@@ -29,13 +29,13 @@ from moe_ep.checkpoint.formats.layout import (
     FLOATS,
     QuantizationConfig,
     Role,
+    ScaleShape,
     TensorLayout,
     activation_scales,
     bias_layout,
     require_multiple,
 )
 from moe_ep.checkpoint.formats.packing import pack_words, unpack_words
-from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types

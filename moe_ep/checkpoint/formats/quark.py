@@ -20,17 +20,16 @@ from typing import Any
 
 import torch
 
+from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4_GROUP, NVFP4_GROUP, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
-from moe_ep.checkpoint.formats.layout import QuantizationConfig
+from moe_ep.checkpoint.formats.layout import QuantizationConfig, ScaleShape
 from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
-from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 METHOD = "quark"
-_WHERE = "config.json: quantization_config: "
 _PLAIN = ("bfloat16", "float16", "float32")
 _SHAPES = {"per_tensor": ScaleShape(Kind.TENSOR), "per_channel": ScaleShape(Kind.CHANNEL)}
 # By how `_said` says it.
@@ -75,7 +74,7 @@ def quark_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
 def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = values.get(key) or {}
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{_WHERE}{key}: expected an object, found {found!r}")
+        raise unexpected(f"quantization_config: {key}", "an object", found)
     return found
 
 
@@ -85,9 +84,11 @@ def _check_algorithms(algorithms: Any) -> None:
         settings = algorithm if isinstance(algorithm, Mapping) else {}
         for key in ("r4", "online_r1_rotation"):
             if settings.get(key):
-                raise CheckpointError(
-                    f"{_WHERE}algo_config: {key}: expected none, found {settings[key]!r}; rotated activations are not "
-                    f"computed, so quantize without it"
+                raise unexpected(
+                    f"quantization_config: algo_config: {key}",
+                    "none",
+                    settings[key],
+                    "; rotated activations are not computed, so quantize without it",
                 )
 
 
@@ -103,13 +104,13 @@ def _as_module(name: Any) -> Any:
 
 def _scheme(key: str, layer: Any) -> QuantizationConfig | None:
     if not isinstance(layer, Mapping):
-        raise CheckpointError(f"{_WHERE}{key}: expected an object, found {layer!r}")
+        raise unexpected(f"quantization_config: {key}", "an object", layer)
     weight = layer.get("weight")
     if weight is None:
         return None
     stages = weight if isinstance(weight, list) else [weight]
     if not stages or not all(isinstance(stage, Mapping) for stage in stages):
-        raise CheckpointError(f"{_WHERE}{key}: weight: expected an object or a list of them, found {weight!r}")
+        raise unexpected(f"quantization_config: {key}: weight", "an object or a list of them", weight)
     first, *others = stages
     said = " ".join([_said(first), *(f"{_how(stage)} {_said(stage)}" for stage in others)])
     if first.get("dtype") in _PLAIN:
@@ -117,10 +118,10 @@ def _scheme(key: str, layer: Any) -> QuantizationConfig | None:
     rows = layer.get("input_tensors")
     input_dtype = _INPUT_DTYPES.get(str(rows.get("dtype"))) if isinstance(rows, Mapping) else None
     if said == _BLOCKS:
-        shape = ScaleShape.of_blocks(f"{_WHERE}{key}: block_size", first.get("block_size"))
+        shape = ScaleShape.of_blocks(f"{QUANT_CONFIG}{key}: block_size", first.get("block_size"))
         return Float8Config(scale=shape, input_dtype=input_dtype)
     if said not in _SCHEMES:
-        raise CheckpointError(f"{_WHERE}{key}: {one_of('weight', said, [*_SCHEMES, _BLOCKS])}")
+        raise CheckpointError(f"{QUANT_CONFIG}{key}: {one_of('weight', said, [*_SCHEMES, _BLOCKS])}")
     return replace(_SCHEMES[said], input_dtype=input_dtype)
 
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from moe_ep.checkpoint.config_values import QUANT_CONFIG
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.layout import (
     FLOATS,
@@ -77,7 +78,7 @@ def w4afp8_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     """The schemes of a checkpoint; CheckpointError for a group_size that is no positive even number."""
     size = values.get("group_size") or _GROUP
     if not isinstance(size, int) or size < 1 or size % 2:
-        raise CheckpointError(f"config.json: quantization_config: group_size is {size!r}; it must be even and positive")
+        raise CheckpointError(f"{QUANT_CONFIG}group_size is {size!r}; it must be even and positive")
     experts = W4AFP8Config(group_size=size, input_dtype=torch.float8_e4m3fn)
     others = Float8Config.from_dict({"weight_block_size": [128, 128]})
     ignored = next(filter(None, map(values.get, _IGNORED)), ())
