@@ -71,7 +71,7 @@ class KernelSource:
 
     def compile_ahead(self, device: torch.device) -> None:
         """Compiles it into the disk cache, unless it is there, without loading it; processes may share the work."""
-        _cubin(self, _arch_of(device))
+        cubin(self, _arch_of(device))
 
 
 class Resources(NamedTuple):
@@ -141,11 +141,11 @@ def _load(sources: list[KernelSource], index: int) -> None:
         )
     device = torch.device("cuda", index)
     with ThreadPoolExecutor(max_workers=len(sources)) as pool:
-        cubins = list(pool.map(lambda source: _cubin(source, _arch_of(device)), sources))
+        codes = list(pool.map(lambda source: cubin(source, _arch_of(device)), sources))
     with torch.cuda.device(index):
         torch.cuda.current_stream().synchronize()  # makes the primary context current
-        for source, cubin in zip(sources, cubins, strict=True):
-            code = _object_code_type().from_cubin(cubin, name=source.entry)
+        for source, compiled in zip(sources, codes, strict=True):
+            code = cuda_core().ObjectCode.from_cubin(compiled, name=source.entry)
             if source.archive is not None:
                 source.archive.start(code)
             function = checked(driver_bindings().cuKernelGetFunction(code.get_kernel(source.entry).handle))
@@ -160,7 +160,7 @@ def unusable_reason() -> str | None:
     if capability < _MIN_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}; 8.0 (A100) or newer is needed"
     try:
-        _cuda_core()
+        cuda_core()
     except ImportError as error:
         return str(error)
     return None
@@ -177,7 +177,7 @@ def _arch_of(device: torch.device) -> str:
     return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
 
 
-def _cubin(source: KernelSource, arch: str) -> bytes:
+def cubin(source: KernelSource, arch: str) -> bytes:
     """The machine code, from the disk cache; compiled into it if missing."""
     from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
 
@@ -195,7 +195,7 @@ def _cubin(source: KernelSource, arch: str) -> bytes:
 
 def object_code(source: KernelSource, arch: str, log: io.StringIO | None = None) -> Any:
     """Compiles a kernel, without linking it with its archive; the output of ptxas goes into the log."""
-    program = _cuda_core().Program(source.path.read_text(), "c++", _options(source, arch, report=log is not None))
+    program = cuda_core().Program(source.path.read_text(), "c++", _options(source, arch, report=log is not None))
     return program.compile("cubin", logs=log)
 
 
@@ -204,7 +204,7 @@ def _compile(source: KernelSource, arch: str, log: io.StringIO | None = None) ->
     code = object_code(source, arch, log)
     if source.archive is None:
         return code
-    core = _cuda_core()
+    core = cuda_core()
     archived = core.ObjectCode.from_library(str(source.archive.path))
     return core.Linker(code, archived, options=core.LinkerOptions(arch=arch)).link("cubin")
 
@@ -212,7 +212,7 @@ def _compile(source: KernelSource, arch: str, log: io.StringIO | None = None) ->
 def _options(source: KernelSource, arch: str, report: bool = False) -> Any:
     archive = source.archive
     linked = {} if archive is None else {"relocatable_device_code": True, "device_as_default_execution_space": True}
-    return _cuda_core().ProgramOptions(
+    return cuda_core().ProgramOptions(
         name=source.path.name,
         arch=arch,
         std="c++17",
@@ -230,7 +230,7 @@ def _header_folders(source: KernelSource) -> tuple[Path, Path]:
 
 def _surroundings(source: KernelSource) -> bytes:
     """A digest of our headers, the archive, and the version of cuda.core; the key itself covers NVRTC's version."""
-    digest = hashlib.sha256(_cuda_core().__version__.encode())
+    digest = hashlib.sha256(cuda_core().__version__.encode())
     for folder in _header_folders(source):
         for header in sorted(folder.glob("*.cuh")):
             digest.update(header.name.encode() + b"\0" + header.read_bytes())
@@ -241,7 +241,8 @@ def _surroundings(source: KernelSource) -> bytes:
 
 
 @functools.cache
-def _cuda_core() -> Any:
+def cuda_core() -> Any:
+    """The package cuda.core; ImportError with the pip line where it or NVRTC is missing."""
     try:
         import cuda.core
         from cuda.bindings import nvrtc
@@ -252,14 +253,10 @@ def _cuda_core() -> Any:
     return cuda.core
 
 
-def _object_code_type() -> Any:
-    return _cuda_core().ObjectCode
-
-
 @functools.cache
 def driver_bindings() -> Any:
     """The driver's bindings. Checks for a driver first, since loading them without one can hang instead of failing."""
-    _cuda_core()
+    cuda_core()
     if ctypes.util.find_library("cuda") is None and not torch.cuda.is_available():
         raise BackendUnavailableError("libcuda.so.1 is not there; GPU kernels need NVIDIA's driver")
     from cuda.bindings import driver

@@ -214,9 +214,7 @@ def own_sources(shapes: list[Shape]) -> list[jit.KernelSource]:
         w13_rows, numbers = (1 + shape.activation.is_gated) * shape.N, (shape.type, torch.bfloat16, shape.scale_dtype)
         per_step = hopper.groups_per_step(shape.K, shape.K // shape.group)
         tall = hopper.may_be_tall(shape.experts, (w13_rows, shape.K))
-        found += [
-            hopper.kernel_source(*numbers, per_step, shape.activation, few_rows, tall) for few_rows in (False, True)
-        ]
+        found += [hopper.kernel_source(*numbers, per_step, shape.activation, decode, tall) for decode in (False, True)]
     return list(dict.fromkeys(found))
 
 

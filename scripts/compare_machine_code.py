@@ -81,10 +81,10 @@ def _experts() -> Iterator[Build]:
         first = act == torch.bfloat16 and groups == _groups_of(kind, scale_dtype)[0]
         if groups != 0:
             per_step = 1 if groups == -1 else 128 // groups
-            for few_rows, tall in ((True, False), (False, False), (False, True)):
-                source = hopper.kernel_source(kind, act, scale_dtype, per_step, silu, few_rows, tall)
+            for decode, tall in ((True, False), (False, False), (False, True)):
+                source = hopper.kernel_source(kind, act, scale_dtype, per_step, silu, decode, tall)
                 if not tall or dict(source.defines)["TALL"] == "1":
-                    entry = f"{'decode' if few_rows else 'prefill'}{' tall' if tall else ''}"
+                    entry = f"{'decode' if decode else 'prefill'}{' tall' if tall else ''}"
                     if groups != 128:  # as -1
                         yield f"{entry} {name} {per_step}", source, "sm_90a", first or groups == 64
         for phase, tokens in itertools.product((0, 1), (16, 32, 64)):
@@ -100,9 +100,9 @@ def _experts() -> Iterator[Build]:
             continue  # they take none
         name = f"{activation.value} {limit}"
         is_quick = activation == MoEActivation.SWIGLUOAI
-        for few_rows in (True, False):
-            source = hopper.kernel_source(mxfp4, *fp4, 4, activation, few_rows, clamp_limit=limit)
-            yield f"{'decode' if few_rows else 'prefill'} mxfp4 {name}", source, "sm_90a", is_quick
+        for decode in (True, False):
+            source = hopper.kernel_source(mxfp4, *fp4, 4, activation, decode, clamp_limit=limit)
+            yield f"{'decode' if decode else 'prefill'} mxfp4 {name}", source, "sm_90a", is_quick
         yield f"ampere mxfp4 {name}", ampere.kernel_source(mxfp4, *fp4, 32, 0, activation, 32, limit), "sm_80", is_quick
         for act in _ACT_DTYPES if activation.is_gated else ():
             for input_dtype, kind in ((torch.float8_e4m3fn, e4m3), (torch.int8, uint4b8)):

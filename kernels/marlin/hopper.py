@@ -1,12 +1,13 @@
 """Launches Hopper's kernels: both GEMMs of the experts, with the activation between them, in one.
 
-Experts of few rows are the decode kernel's, those of more the prefill kernel's; how many are few is in tuning.py, and
-which expert is whose is decided on the device from the rows of all (cuda/select_kernel.cuh); the decode kernel takes
-one of more in several tiles. Where few rows of small weights are expected, it is launched alone: behind it a second
-kernel costs 0.3 to 1.2 us without work. What a launch needs beside its inputs is small: flags (never cleared, or zero
-before and after: no memset), and room for the sums of tiles that several blocks share, at most 2 x blocks x 256 x
-tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens. The decode kernel has its own, 9 MB, among
-the flags.
+The decode kernel computes experts of few rows (small-M), the prefill kernel those of more (large-M). The boundary is in
+tuning.py; the device decides from the rows of all experts which kernel takes which (cuda/select_kernel.cuh), and the
+decode kernel splits an expert of more rows into several tiles. If small-M is expected everywhere and the weights are
+small, the decode kernel is launched alone: a second kernel costs 0.3 to 1.2 us even without work.
+
+Scratch of a launch: flags that are never cleared, or zero before and after (no memset), and partial sums of tiles that
+several blocks share: at most 2 x blocks x 256 x tokens of a tile floats, 35 MB on a GPU of 132 SMs for tiles of 128
+tokens. The decode kernel keeps its own partial sums, 9 MB, among the flags.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ _TILE_ROWS = 256
 _MAX_BLOCKS = 256
 _MOST_FOR_ONE_WAVE = 128  # tiles: no more than Hopper's SMs
 MOST_EXPERTS = 768  # kMaxExperts of cuda/params.cuh
-# Rows of an expert in the mean, up to which the kernel for few rows is launched alone, where up to 32 are few. With
-# uniform routing it is faster up to 24; with a trained model's choices, for some shapes no longer at 20
-# (docs/benchmarks/gemm_fixed_costs.md).
+# Mean rows of an expert up to which the decode kernel is launched alone, if up to 32 rows are small-M. With uniform
+# routing it is faster up to 24; with a trained model's choices some shapes are slower at 20.
 _MOST_EXPECTED = 16
-# And only where the second kernel costs at least so much, in times that an expert takes for one step: Qwen3-30B's 184,
-# Qwen3-235B's 46, GPT-OSS-120B's 33. With the large weights of DeepSeek-V3 (20), launching one kernel wins 1% at most,
-# and reading them anew for every 32 rows costs much as soon as routing is uneven: there the device decides.
+# And only if the second kernel costs at least so much, in units of an expert's time for one step: 184 for Qwen3-30B, 46
+# for Qwen3-235B, 33 for GPT-OSS-120B. With the large weights of DeepSeek-V3 (20), one kernel gains 1 % at most, and
+# reading weights again for every 32 rows is expensive as soon as routing is uneven, so the device decides.
 _MIN_LAUNCH_OVERHEAD = 30
 MOST_INVARIANT_EXPERTS = 384  # of a batch-invariant launch, so that there is room for tiles of tokens
 _INVARIANT_TILE_TOKENS = 16  # kDecodeTileTokens of cuda/params.cuh there
-_MOST_TILES = 512  # of tokens there: the list takes a stage from tiles of 8 and 16 tokens, but none from those of 32
-_MOST_TILES_OF_BOTH = 272  # of them where both are launched: the list takes no stage from any
+# Tiles of tokens in the decode kernel's list: 512 cost tiles of 8 and 16 tokens a pipeline stage, and those of 32 none;
+# 272, the limit if both kernels are launched, cost no stage.
+_MOST_TILES, _MOST_TILES_OF_BOTH = 512, 272
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
-_LEFT_SUMS = 2  # where sums of the kernel for few rows begin in its flags, in 64 bits
-_FEW_TOKENS = 8  # of tiles whose activations go from block to block as words
-_READ_TOKENS = 64  # of a tile's sums that the kernel for many rows reads at once, there or not
-# What it costs to begin with the second kernel where both have rows, in small_m_cost() of cuda/select_kernel.cuh times
-# steps of a block: 25 us.
-_BEGIN_ANEW = 200
+_FIXUP_SUMS = 2  # where the decode kernel's partial sums begin in its flags, in units of 64 bits
+_PACKET_TOKENS = 8  # of tiles whose activations pass between blocks as flag-in-data packets
+_READ_TOKENS = 64  # of a tile's sums that the prefill kernel reads at once, also beyond the last one
+# The cost of a second kernel if both have rows: 25 us, in units of small_m_cost() of cuda/select_kernel.cuh times steps
+# of a block.
+_LAUNCH_OVERHEAD = 200
 
 
 TENSOR_MAP_BYTES = 128
@@ -73,17 +74,17 @@ def kernel_source(
     scale_dtype: torch.dtype,
     groups_per_step: int,
     activation: MoEActivation,
-    few_rows: bool,
+    decode: bool,
     tall: bool = False,
     clamp_limit: float | None = None,
     batch_invariant: bool = False,
 ) -> jit.KernelSource:
-    """The kernel for few or many rows of one number type, with scales every 128 / groups_per_step columns.
+    """The decode or the prefill kernel for one number type, with scales every 128 / groups_per_step columns.
 
     Args:
         tall: see may_be_tall.
         clamp_limit: as in gate_limit.
-        batch_invariant: the kernel for few rows whose results for a row depend on no other.
+        batch_invariant: the decode kernel whose results for a row depend on no other row.
     """
     defines = {
         "WEIGHT_TYPE": type_number(kind, scale_dtype),
@@ -93,9 +94,9 @@ def kernel_source(
     }
     if batch_invariant:
         defines["BATCH_INVARIANT"] = 1
-    if not few_rows:
+    if not decode:
         defines["TALL"] = int(tall and kind.bits == 4 and not kind.has_zero_points and act_dtype == torch.bfloat16)
-    name, entry = ("decode_sm90.cu", "decode") if few_rows else ("prefill_sm90.cu", "prefill")
+    name, entry = ("decode_sm90.cu", "decode") if decode else ("prefill_sm90.cu", "prefill")
     return jit.KernelSource(CUDA / name, entry, tuple((name, str(value)) for name, value in defines.items()))
 
 
@@ -109,14 +110,14 @@ def kernel_sources(
     clamp_limit: float | None = None,
     batch_invariant: bool = False,
 ) -> list[jit.KernelSource]:
-    """The kernels for many and for few rows, of so many experts, K and N, or the batch-invariant one."""
+    """The prefill and the decode kernel for `sizes` (experts, K and N), or the batch-invariant one."""
     num_experts, K, N = sizes
     per_step = groups_per_step(K, 1 if group_size == -1 else K // group_size)
     tall = may_be_tall(num_experts, ((1 + activation.is_gated) * N, K))
     numbers = (kind, act_dtype, scale_dtype, per_step, activation)
     if batch_invariant:
-        return [kernel_source(*numbers, few_rows=True, clamp_limit=clamp_limit, batch_invariant=True)]
-    return [kernel_source(*numbers, few_rows, tall, clamp_limit) for few_rows in (False, True)]
+        return [kernel_source(*numbers, decode=True, clamp_limit=clamp_limit, batch_invariant=True)]
+    return [kernel_source(*numbers, decode, tall, clamp_limit) for decode in (False, True)]
 
 
 def may_be_tall(num_experts: int, rows: tuple[int, int]) -> bool:
@@ -165,25 +166,25 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows
         set_invariant_rows(params, rows)
         _launch_decode(params, common, kernel, f"{kernel.entry}_invariant")
         return
-    for few_rows in select_kernels(params, common, rows):
-        kernel = common.kernels[few_rows]
-        if few_rows:
+    for decode in select_kernels(params, common, rows):
+        kernel = common.kernels[decode]
+        if decode:
             _launch_decode(params, common, kernel, kernel.entry)
             continue
-        _set_flags(params, common, kernel.entry, few_rows)
+        _set_flags(params, common, kernel.entry, decode)
         given = _prefill_params(params, pair.act_dtype)
         kernel.launch(given, (common.num_blocks, 1, 1), _PREFILL_THREADS, common.shared_bytes, early=True)
 
 
 def _launch_decode(params: ExpertsParams, common: _Common, kernel: jit.Kernel, flags: str) -> None:
-    """Launches a build of the kernel for few rows, whose flags have that name."""
-    _set_flags(params, common, flags, few_rows=True)
+    """Launches a build of the decode kernel, whose flags have that name."""
+    _set_flags(params, common, flags, decode=True)
     kernel.launch(params, (common.num_blocks, 1, 1), _DECODE_THREADS, common.shared_bytes, early=True)
 
 
-def _set_flags(params: ExpertsParams, common: _Common, name: str, few_rows: bool) -> None:
-    params.sync = stream_flags(common.device, name, common.num_flags[few_rows]).data_ptr()
-    params.fixup_sums = params.sync + 8 * _LEFT_SUMS
+def _set_flags(params: ExpertsParams, common: _Common, name: str, decode: bool) -> None:
+    params.sync = stream_flags(common.device, name, common.num_flags[decode]).data_ptr()
+    params.fixup_sums = params.sync + 8 * _FIXUP_SUMS
     params.hidden_packets = params.sync + 8 * common.hidden_packets
 
 
@@ -217,37 +218,37 @@ def _load_invariant(pair: WeightPair) -> jit.Kernel:
 
 
 def select_kernels(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, ...]:
-    """Says in the parameters which kernel computes which experts; the kernels to launch, True the one for few rows."""
-    params.max_small_m, params.launch_overhead, params.max_tiles = tuning.MOST_FEW_ROWS, 0, params.num_experts
-    if params.max_rows <= tuning.MOST_FEW_ROWS:
+    """Sets in the parameters which kernel computes which experts; returns the kernels to launch, True for decode."""
+    params.max_small_m, params.launch_overhead, params.max_tiles = tuning.MOST_SMALL_M, 0, params.num_experts
+    if params.max_rows <= tuning.MOST_SMALL_M:
         return (True,)
-    few_rows, is_forced = tuning.few_rows(common.device_name, common.problem), tuning.is_forced()
-    most_expected = _MOST_EXPECTED * few_rows / tuning.MOST_FEW_ROWS
-    expects_few = rows.expected_m is not None and rows.expected_m <= most_expected and not is_forced
+    max_small_m, is_forced = tuning.max_small_m(common.device_name, common.problem), tuning.is_forced()
+    most_expected = _MOST_EXPECTED * max_small_m / tuning.MOST_SMALL_M
+    expects_small_m = rows.expected_m is not None and rows.expected_m <= most_expected and not is_forced
     most_tiles = _most_tiles(params.num_experts, rows)
-    if expects_few and most_tiles <= _MOST_TILES and common.launch_overhead >= _MIN_LAUNCH_OVERHEAD:
+    if expects_small_m and most_tiles <= _MOST_TILES and common.launch_overhead >= _MIN_LAUNCH_OVERHEAD:
         params.max_small_m, params.max_tiles = params.max_rows, most_tiles
         return (True,)
     params.max_tiles = max(params.num_experts, min(most_tiles, _MOST_TILES_OF_BOTH))
-    params.max_small_m, params.launch_overhead = few_rows, 0 if is_forced else common.launch_overhead
+    params.max_small_m, params.launch_overhead = max_small_m, 0 if is_forced else common.launch_overhead
     return True, False
 
 
 def _most_tiles(num_experts: int, rows: Rows) -> int:
     """How many tiles of up to 32 tokens all experts may have together."""
-    most_tiles = num_experts * -(-rows.max_rows // tuning.MOST_FEW_ROWS)
+    most_tiles = num_experts * -(-rows.max_rows // tuning.MOST_SMALL_M)
     if rows.most_rows is None:
         return most_tiles
-    return min(most_tiles, num_experts + rows.most_rows // tuning.MOST_FEW_ROWS)
+    return min(most_tiles, num_experts + rows.most_rows // tuning.MOST_SMALL_M)
 
 
 class _Common:
     """What all launches for the same weights have in common.
 
     Attributes:
-        launch_overhead: what beginning with it costs, in times that an expert takes for one step of a tile.
-        num_flags: int32 numbers of `sync`, by whether it is the kernel for few rows.
-        hidden_packets: where results begin in `sync` of the kernel for few rows, in 64 bits.
+        launch_overhead: the cost of a second kernel, in units of an expert's time for one step of a tile.
+        num_flags: int32 numbers of `sync`, True for the decode kernel's.
+        hidden_packets: where results begin in `sync` of the decode kernel, in units of 64 bits.
     """
 
     def __init__(self, pair: WeightPair) -> None:
@@ -257,29 +258,25 @@ class _Common:
         self.problem = tuning.problem_of(w13, w2, pair.kind)
         self.num_blocks, self.shared_bytes = _num_blocks(index), _max_shared_bytes(index)
         steps = sum(-(-w.num_rows // _TILE_ROWS) * -(-w.num_columns // _STEP_COLUMNS) for w in (w13, w2))
-        self.launch_overhead = -(-_BEGIN_ANEW * self.num_blocks // steps)
+        self.launch_overhead = -(-_LAUNCH_OVERHEAD * self.num_blocks // steps)
         per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
         numbers = (pair.kind, pair.act_dtype, w13.scales.dtype, per_step, pair.activation)
         tall = may_be_tall(pair.num_experts, (w13.num_rows, w2.num_rows))
-        self._sources = {
-            few_rows: kernel_source(*numbers, few_rows, tall, pair.clamp_limit) for few_rows in (True, False)
-        }
-        self.invariant_source = kernel_source(
-            *numbers, few_rows=True, clamp_limit=pair.clamp_limit, batch_invariant=True
-        )
-        # In the kernel for few rows, words of 64 bits: the ticket counter, sums (cuda/decode_sm90.cu; in one place for
-        # all weights, since they are zero between launches), a flag for each tile of any launch, so that a larger one
-        # under capture needs no others, and `hidden` as packets.
+        self._sources = {decode: kernel_source(*numbers, decode, tall, pair.clamp_limit) for decode in (True, False)}
+        self.invariant_source = kernel_source(*numbers, decode=True, clamp_limit=pair.clamp_limit, batch_invariant=True)
+        # The decode kernel's flags, in units of 64 bits: the ticket counter, partial sums (cuda/decode_sm90.cu; at one
+        # place for all weights, since they are zero between launches), a flag for each tile of any launch, so that a
+        # larger one under capture needs no others, and `hidden` as packets.
         row_tiles = -(-w13.num_rows // _TILE_ROWS)
-        flags = _LEFT_SUMS + self.num_blocks * tuning.MOST_FEW_ROWS * _TILE_ROWS
+        flags = _FIXUP_SUMS + self.num_blocks * tuning.MOST_SMALL_M * _TILE_ROWS
         self.hidden_packets = (flags + max(_MOST_TILES, pair.num_experts) * row_tiles + 1) // 2 * 2
-        hidden = pair.num_experts * -(-w2.num_columns // _STEP_COLUMNS) * _FEW_TOKENS * _STEP_COLUMNS // 2
-        many_flags = 2 + 2 * _MAX_BLOCKS + pair.num_experts * row_tiles
-        self.num_flags = {True: 2 * (self.hidden_packets + hidden), False: many_flags}
+        hidden = pair.num_experts * -(-w2.num_columns // _STEP_COLUMNS) * _PACKET_TOKENS * _STEP_COLUMNS // 2
+        prefill_flags = 2 + 2 * _MAX_BLOCKS + pair.num_experts * row_tiles
+        self.num_flags = {True: 2 * (self.hidden_packets + hidden), False: prefill_flags}
 
     @functools.cached_property
     def kernels(self) -> dict[bool, jit.Kernel]:
-        """The kernel for few rows (True) and that for many, both, whichever the first launch needs."""
+        """The decode (True) and the prefill kernel, loaded together, whichever the first launch needs."""
         kernels = jit.load_all(self._sources, self.device)
         for kernel in kernels.values():
             kernel.allow_shared(self.shared_bytes)

@@ -1,8 +1,8 @@
 """Up to how many rows of an expert the decode kernel computes it on Hopper, for each shape: measured, or one default.
 
 The package has a table of measurements. `moe-ep tune` adds to a table of the user's under MOE_EP_CACHE_DIR, which comes
-first. Both are JSON, {GPU: {problem: {"few_rows": rows}}}, with names as `torch.cuda.get_device_name` and `Problem.key`
-give them. They are read once a process: a captured graph keeps its choices.
+first. Both are JSON, {GPU: {problem: {"max_small_m": rows}}}, with names as `torch.cuda.get_device_name` and
+`Problem.key` give them. They are read once a process: a captured graph keeps its choices.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from moe_ep.kernels.marlin.weights import Weights
 logger = logging.getLogger(__name__)
 
 # kDecodeTileTokens of cuda/params.cuh, and the default for a shape without a measurement.
-MOST_FEW_ROWS = 32
-# One of the sizes that tiles of few rows have, or none.
+MOST_SMALL_M = 32
+# The sizes of the decode kernel's tiles, or none.
 CANDIDATES = (0, 8, 16, 24, 32)
 PACKAGE_TABLE = Path(__file__).with_name("tuned.json")
 
@@ -55,9 +55,9 @@ def problem_of(w13: Weights, w2: Weights, kind: WeightType) -> Problem:
 _forced: int | None = None
 
 
-def few_rows(device_name: str, problem: Problem) -> int:
-    """Up to how many rows an expert is the kernel's for few rows, at most MOST_FEW_ROWS."""
-    return _chosen(device_name, problem) if _forced is None else _forced
+def max_small_m(device_name: str, problem: Problem) -> int:
+    """The most rows of an expert that the decode kernel computes (small-M), at most MOST_SMALL_M."""
+    return choice_of_tables(device_name, problem) if _forced is None else _forced
 
 
 def is_forced() -> bool:
@@ -67,7 +67,7 @@ def is_forced() -> bool:
 
 @contextmanager
 def forced(rows: int) -> Iterator[None]:
-    """Launches meanwhile take these rows as few, whatever the tables say."""
+    """Launches meanwhile take experts of up to so many rows as small-M, whatever the tables say."""
     global _forced
     _forced = rows
     try:
@@ -77,12 +77,13 @@ def forced(rows: int) -> Iterator[None]:
 
 
 @functools.cache
-def _chosen(device_name: str, problem: Problem) -> int:
+def choice_of_tables(device_name: str, problem: Problem) -> int:
+    """The same by the user's table, the package's, or the default."""
     for path in (user_table(), PACKAGE_TABLE):
         entry = _read(path).get(device_name, {}).get(problem.key)
         if entry is not None:
-            return entry["few_rows"]
-    return MOST_FEW_ROWS
+            return entry["max_small_m"]
+    return MOST_SMALL_M
 
 
 def user_table() -> Path:
@@ -97,7 +98,7 @@ def remember(path: Path, device_name: str, problem: Problem, rows: int) -> None:
         ValueError: the file there is no table.
     """
     known = read_table(path) if path.exists() else {}
-    known.setdefault(device_name, {})[problem.key] = {"few_rows": rows}
+    known.setdefault(device_name, {})[problem.key] = {"max_small_m": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(known, indent=1, sort_keys=True) + "\n")
 
@@ -111,11 +112,13 @@ def read_table(path: Path) -> Table:
     try:
         known = parse_json(path.read_text())
         entries = [entry for problems in known.values() for entry in problems.values()]
-        wrong = next((entry for entry in entries if entry["few_rows"] not in CANDIDATES), None)
+        wrong = next((entry for entry in entries if entry["max_small_m"] not in CANDIDATES), None)
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no table of tuned choices ({error}); delete it") from None
     if wrong is not None:
-        raise ValueError(f"{path} has few_rows {wrong['few_rows']}; it must be one of {CANDIDATES}, delete the file")
+        raise ValueError(
+            f"{path} has max_small_m {wrong['max_small_m']}; it must be one of {CANDIDATES}, delete the file"
+        )
     return known
 
 

@@ -13,7 +13,7 @@ from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.repack import PackedWeights, pack_marlin
-from moe_ep.kernels.marlin.tuning import CANDIDATES, MOST_FEW_ROWS, Problem
+from moe_ep.kernels.marlin.tuning import CANDIDATES, MOST_SMALL_M, Problem
 from moe_ep.kernels.marlin.types import WeightType
 
 ROWS = (1, 4, 8, 12, 16, 20, 24, 28, 32)
@@ -33,7 +33,7 @@ def measure(
     device: torch.device,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
-    """Microseconds of both GEMMs at each number of rows an expert: {"rows", "few_us", "many_us"}.
+    """Microseconds of both GEMMs at each number of rows an expert: {"rows", "decode_us", "prefill_us"}.
 
     Args:
         kind: the problem's number type.
@@ -63,11 +63,11 @@ def measure(
     for count in ROWS:
         num_tokens.fill_(count)
         times: dict[str, Any] = {"rows": count}
-        for name, few in (("few_us", MOST_FEW_ROWS), ("many_us", 0)):
-            with tuning.forced(few):
+        for name, most in (("decode_us", MOST_SMALL_M), ("prefill_us", 0)):
+            with tuning.forced(most):
                 time.sleep(_REST_S)
                 times[name] = timing_of(time_calls(call, device=device, repeats=_REPEATS)).median
-            report(2 * len(found) + 1 + (name == "many_us"), 2 * len(ROWS))
+            report(2 * len(found) + 1 + (name == "prefill_us"), 2 * len(ROWS))
         found.append(times)
     return found
 
@@ -75,12 +75,12 @@ def measure(
 def best(measured: list[dict[str, Any]]) -> int:
     """The candidate that loses least against the better kernel, on the mean over the rows; of equals the largest.
 
-    Where some experts' rows are few and some are not, the kernels themselves find whether one of them takes all.
+    Where some experts are small-M and some are not, the kernels themselves find whether one of them takes all.
     """
 
-    def loss(few: int) -> float:
-        taken = [row["few_us"] if row["rows"] <= few else row["many_us"] for row in measured]
-        excess = [us / min(row["few_us"], row["many_us"]) - 1 for us, row in zip(taken, measured, strict=True)]
+    def loss(max_small_m: int) -> float:
+        taken = [row["decode_us"] if row["rows"] <= max_small_m else row["prefill_us"] for row in measured]
+        excess = [us / min(row["decode_us"], row["prefill_us"]) - 1 for us, row in zip(taken, measured, strict=True)]
         return sum(excess) / len(excess)
 
     return min(reversed(CANDIDATES), key=loss)

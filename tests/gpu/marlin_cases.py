@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
-from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import ampere, compute, hopper
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.plain import dequantize_packed
@@ -62,7 +61,7 @@ def compile_all(types: list[tuple[WeightType, int, torch.dtype]]) -> None:
     random.Random(os.getpid()).shuffle(sources)  # processes that start together do not compile the same ones
     device = torch.device("cuda", torch.cuda.current_device())
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda source: jit._cubin(source, jit._arch_of(device)), sources))
+        list(threads.map(lambda source: source.compile_ahead(device), sources))
 
 
 def scale_dtype_of(kind: WeightType, group: int, act_dtype: torch.dtype) -> torch.dtype:

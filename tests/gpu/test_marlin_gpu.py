@@ -69,7 +69,7 @@ def test_small_shapes(kind: WeightType, group: int) -> None:
 
 @pytest.mark.parametrize(("kind", "group"), KINDS, ids=lambda v: str(getattr(v, "scalar_type", v)))
 def test_small_shapes_of_few_rows(kind: WeightType, group: int) -> None:
-    # The same: beside 70 rows the kernel for few rows has none of these.
+    # The same: beside 70 rows the decode kernel has none of these.
     check_batched(kind, group, [2, 20, 0, 12, 27], (256, 128), by_reference=group == 32)
 
 
@@ -102,7 +102,7 @@ def test_one_expert_has_all_and_many_have_little() -> None:
     ("kind", "group"), [(UINT4B8, 128), *KINDS[-2:]], ids=lambda v: str(getattr(v, "scalar_type", v))
 )
 def test_more_rows_than_expected(kind: WeightType, group: int, by_reference: bool) -> None:
-    # Hopper's kernel for few rows computes all, experts of more than 32 rows as several.
+    # The decode kernel computes all, experts of more than 32 rows as several.
     check_batched(kind, group, [100, 0, 33, 8, 64, 1, 31, 129], (512, 256), by_reference=by_reference, expected_m=4)
     check_batched(kind, group, [300, *([1] * 40), 0, 65], (256, 128), by_reference=by_reference, expected_m=16)
 

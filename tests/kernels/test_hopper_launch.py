@@ -59,22 +59,22 @@ def test_kernels_of_a_launch(
     assert chosen == kernels
     assert params.max_tiles == most_tiles
     assert params.launch_overhead == (COST if kernels == BOTH else 0)
-    assert params.max_small_m == (tuning.MOST_FEW_ROWS if kernels == BOTH else max(params.max_rows, 32))
+    assert params.max_small_m == (tuning.MOST_SMALL_M if kernels == BOTH else max(params.max_rows, 32))
 
 
-@pytest.mark.parametrize(("few_rows", "kernels"), [(0, BOTH), (16, BOTH), (24, ALONE)])
-def test_few_rows_of_the_table_decide_what_is_few(
-    few_rows: int, kernels: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("max_small_m", "kernels"), [(0, BOTH), (16, BOTH), (24, ALONE)])
+def test_the_table_decides_what_is_small_m(
+    max_small_m: int, kernels: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "few_rows", lambda device_name, problem: few_rows)
+    monkeypatch.setattr(tuning, "max_small_m", lambda device_name, problem: max_small_m)
     chosen, params = divide(12, num_experts=8, max_rows=64)
     assert chosen == kernels
-    assert params.max_small_m == (few_rows if kernels == BOTH else 64)
+    assert params.max_small_m == (max_small_m if kernels == BOTH else 64)
 
 
 def test_large_weights_are_not_read_anew_for_every_32_rows() -> None:
     chosen, params = divide(4, num_experts=8, max_rows=64, cost=COST - 1)
-    assert (chosen, params.max_small_m, params.launch_overhead) == (BOTH, tuning.MOST_FEW_ROWS, COST - 1)
+    assert (chosen, params.max_small_m, params.launch_overhead) == (BOTH, tuning.MOST_SMALL_M, COST - 1)
 
 
 def test_forced_rows_decide_alone() -> None:

@@ -72,18 +72,18 @@ HOPPER = [
 ]
 
 
-@pytest.mark.parametrize(("case", "few_rows", "tall"), HOPPER, ids=_name)
-def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows: bool, tall: bool) -> None:
+@pytest.mark.parametrize(("case", "decode", "tall"), HOPPER, ids=_name)
+def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, decode: bool, tall: bool) -> None:
     kind = WEIGHT_TYPES[case[0].id]
-    resources = jit.compile_only(hopper.kernel_source(kind, *case[1:], few_rows=few_rows, tall=tall), "sm_90a")
+    resources = jit.compile_only(hopper.kernel_source(kind, *case[1:], decode=decode, tall=tall), "sm_90a")
     assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
 
 
-@pytest.mark.parametrize(("few_rows", "activation"), [(True, SILU), (True, SWIGLUSTEP), (False, SWIGLUSTEP)])
-def test_a_limit_of_gate_and_up_compiles_without_spills(few_rows: bool, activation: MoEActivation) -> None:
+@pytest.mark.parametrize(("decode", "activation"), [(True, SILU), (True, SWIGLUSTEP), (False, SWIGLUSTEP)])
+def test_a_limit_of_gate_and_up_compiles_without_spills(decode: bool, activation: MoEActivation) -> None:
     mxfp4, limited = WEIGHT_TYPES[scalar_types.float4_e2m1f.id], {"clamp_limit": 10.0}
-    source = hopper.kernel_source(mxfp4, BF16, torch.uint8, 4, activation, few_rows=few_rows, **limited)
+    source = hopper.kernel_source(mxfp4, BF16, torch.uint8, 4, activation, decode=decode, **limited)
     older = [ampere.kernel_source(mxfp4, BF16, torch.uint8, 32, phase, activation, 32, **limited) for phase in (0, 1)]
     defines = [dict(source.defines).get("CLAMP_LIMIT") for source in (source, *older)]
     assert defines == ["10.0f", "10.0f", None]  # the second GEMM is the same with and without
@@ -140,16 +140,16 @@ def test_eplb_map_compiles_without_spills(arch: str, dtype: torch.dtype, slots: 
 
 
 def test_cubins_are_kept_and_follow_source_headers_defines_and_architecture(source: jit.KernelSource) -> None:
-    first = jit._cubin(source, "sm_80")
+    first = jit.cubin(source, "sm_80")
     kept = _entries()
     assert kept
-    assert jit._cubin(source, "sm_80") == first
+    assert jit.cubin(source, "sm_80") == first
     assert _entries() == kept
     other = jit.KernelSource(source.path, source.entry, (("FACTOR", "4"),))
-    assert jit._cubin(other, "sm_80") != first
-    assert jit._cubin(source, "sm_90a") != first
+    assert jit.cubin(other, "sm_80") != first
+    assert jit.cubin(source, "sm_90a") != first
     (source.path.parent / "factor.cuh").write_text("#define OWN 5")
-    assert jit._cubin(source, "sm_80") != first
+    assert jit.cubin(source, "sm_80") != first
     assert len(_entries()) == len(kept) + 3
 
 
@@ -160,7 +160,7 @@ def test_several_processes_may_fill_the_cache_at_once(source: jit.KernelSource) 
         if child == 0:
             status = 1
             try:
-                status = 0 if jit._cubin(source, "sm_80") == jit._cubin(source, "sm_80") else 1
+                status = 0 if jit.cubin(source, "sm_80") == jit.cubin(source, "sm_80") else 1
             finally:
                 os._exit(status)
         children.append(child)
@@ -183,7 +183,7 @@ def test_without_a_gpu_loading_says_so(source: jit.KernelSource) -> None:
 
 def test_without_cuda_core_the_pip_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
-    jit._cuda_core.cache_clear()
+    jit.cuda_core.cache_clear()
     with pytest.raises(ImportError, match=r"pip install 'moe_ep\[cuda\]'"):
-        jit._cuda_core()
-    jit._cuda_core.cache_clear()
+        jit.cuda_core()
+    jit.cuda_core.cache_clear()

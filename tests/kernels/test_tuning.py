@@ -11,7 +11,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
-from moe_ep.kernels.marlin.tuning import CANDIDATES, MOST_FEW_ROWS, Problem, few_rows, forced, remember
+from moe_ep.kernels.marlin.tuning import CANDIDATES, MOST_SMALL_M, Problem, forced, max_small_m, remember
 from moe_ep.kernels.marlin.tuning_run import ROWS, best, measure, random_weights
 from moe_ep.kernels.marlin.types import weight_type
 from moe_ep.launch.cli.main import main
@@ -32,8 +32,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget() -> None:
-    tuning._chosen.cache_clear()
-    tuning._read.cache_clear()
+    tuning.choice_of_tables.cache_clear()
 
 
 def test_the_users_table_comes_first_and_the_most_rows_last(tables: Path) -> None:
@@ -41,12 +40,12 @@ def test_the_users_table_comes_first_and_the_most_rows_last(tables: Path) -> Non
     remember(tables / "package.json", GPU, PROBLEM, 8)
     remember(tables / "package.json", GPU, other, 16)
     remember(tuning.user_table(), GPU, PROBLEM, 24)
-    assert few_rows(GPU, PROBLEM) == 24
-    assert few_rows(GPU, other) == 16
-    assert few_rows("NVIDIA H100", PROBLEM) == MOST_FEW_ROWS
+    assert max_small_m(GPU, PROBLEM) == 24
+    assert max_small_m(GPU, other) == 16
+    assert max_small_m("NVIDIA H100", PROBLEM) == MOST_SMALL_M
     with forced(0):
-        assert few_rows(GPU, PROBLEM) == 0
-    assert few_rows(GPU, PROBLEM) == 24
+        assert max_small_m(GPU, PROBLEM) == 0
+    assert max_small_m(GPU, PROBLEM) == 24
 
 
 def test_choices_are_added_and_replaced(tables: Path) -> None:
@@ -55,16 +54,16 @@ def test_choices_are_added_and_replaced(tables: Path) -> None:
     remember(path, GPU, PROBLEM._replace(experts=4), 16)
     remember(path, GPU, PROBLEM, 32)
     assert json.loads(path.read_text())[GPU] == {
-        "E32 K7168 N2048 uint4b8 g128": {"few_rows": 32},
-        "E4 K7168 N2048 uint4b8 g128": {"few_rows": 16},
+        "E32 K7168 N2048 uint4b8 g128": {"max_small_m": 32},
+        "E4 K7168 N2048 uint4b8 g128": {"max_small_m": 16},
     }
     assert [file.name for file in tables.iterdir()] == ["tuned.json"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"a": {"b": {}}}', '{"a": {"b": {"few_rows": 7}}}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"a": {"b": {}}}', '{"a": {"b": {"max_small_m": 7}}}'])
 def test_a_broken_table_is_named_and_not_used(text: str, caplog: pytest.LogCaptureFixture) -> None:
     tuning.user_table().write_text(text)
-    assert few_rows(GPU, PROBLEM) == MOST_FEW_ROWS
+    assert max_small_m(GPU, PROBLEM) == MOST_SMALL_M
     assert "tuned.json" in caplog.text and "delete" in caplog.text
     with pytest.raises(ValueError, match="delete"):
         remember(tuning.user_table(), GPU, PROBLEM, 8)
@@ -72,17 +71,17 @@ def test_a_broken_table_is_named_and_not_used(text: str, caplog: pytest.LogCaptu
 
 def test_the_packages_table_is_one() -> None:
     known = tuning.read_table(Path(tuning.__file__).with_name("tuned.json"))
-    assert all(choice["few_rows"] <= MOST_FEW_ROWS for problems in known.values() for choice in problems.values())
+    assert all(choice["max_small_m"] <= MOST_SMALL_M for problems in known.values() for choice in problems.values())
 
 
 @pytest.mark.parametrize("threshold", CANDIDATES)
 def test_the_best_threshold_is_where_the_kernels_cross(threshold: int) -> None:
-    measured = [{"rows": rows, "few_us": 10.0 + rows, "many_us": 10.5 + threshold} for rows in ROWS]
+    measured = [{"rows": rows, "decode_us": 10.0 + rows, "prefill_us": 10.5 + threshold} for rows in ROWS]
     assert best(measured) == threshold
 
 
 def test_the_larger_of_equal_thresholds_is_taken() -> None:
-    measured = [{"rows": rows, "few_us": 10.0 if rows > 8 else 9.0, "many_us": 10.0} for rows in ROWS]
+    measured = [{"rows": rows, "decode_us": 10.0 if rows > 8 else 9.0, "prefill_us": 10.0} for rows in ROWS]
     assert best(measured) == 32
 
 
@@ -139,6 +138,8 @@ def test_measuring_leaves_nothing_forced() -> None:
     steps: list[tuple[int, int]] = []
     problem = Problem(2, 256, 256, "uint4b8", 128)
     found = measure(problem, kind, MoEActivation.SILU, torch.device("cuda"), lambda *step: steps.append(step))
-    assert [row["rows"] for row in found] == list(ROWS) and all(row["few_us"] > 0 < row["many_us"] for row in found)
+    assert [row["rows"] for row in found] == list(ROWS) and all(
+        row["decode_us"] > 0 < row["prefill_us"] for row in found
+    )
     assert steps == [(done, 2 * len(ROWS)) for done in range(1, 2 * len(ROWS) + 1)]
-    assert few_rows(GPU, problem) == MOST_FEW_ROWS
+    assert max_small_m(GPU, problem) == MOST_SMALL_M

@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="measure which expert kernel is faster, for a layer's shape",
         description=(
             "Times the two kernels of the packed experts on this GPU, and records up to how many rows of an expert the "
-            "one for few rows is faster. Layers of this shape read the record when they start."
+            "decode kernel is faster. Layers of this shape read the record when they start."
         ),
     )
     add_flags(parser, TuneConfig, config_file=True)
@@ -98,10 +98,10 @@ def main(args: argparse.Namespace) -> int:
         display.close()
     rows = best(measured)
     name = torch.cuda.get_device_name(device)
-    before = tuning.few_rows(name, problem)
+    before = tuning.max_small_m(name, problem)
     tuning.remember(path, name, problem, rows)
-    show(table(measured, {"rows": "rows", "few_us": "few-rows kernel us", "many_us": "many-rows kernel us"}))
-    show(f"{problem.key} on {name}: few rows up to {rows} (before: {before}); kept in {path}")
+    show(table(measured, {"rows": "rows", "decode_us": "decode kernel us", "prefill_us": "prefill kernel us"}))
+    show(f"{problem.key} on {name}: decode kernel up to {rows} rows (before: {before}); kept in {path}")
     return 0
 
 
