@@ -38,15 +38,15 @@ _GATHER_ROWS = 8
 _LOOKED_UP, _WHOLE_ROW = 0, -1
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """What depends on the tokens of a tile in cuda/ampere_gemm.cu; every split-K group has so many stages."""
 
     tokens: int
-    teams: int
+    split_k_groups: int
     stages: int
 
 
-_TILES = (_Tile(16, 4, 2), _Tile(32, 2, 3), _Tile(64, 1, 3))
+TILES = (Tile(16, 4, 2), Tile(32, 2, 3), Tile(64, 1, 3))
 _UNKNOWN_ROWS = 32  # assumed for an expert if expected_m is unknown
 
 
@@ -120,7 +120,7 @@ def launch(
     """Computes every expert's rows; arguments as compute.run_experts."""
     hidden_states, rows = in_packed_order(output, hidden_states, pair.w13, rows)
     params = experts_params(hidden_states, hidden, output, pair, rows)
-    tile = _tile_of(rows)
+    tile = tile_of(rows)
     params.partials, params.max_tile_tokens = partials.data_ptr(), _kept_tokens(tile, rows.max_rows)
     max_slices = partials.numel() // (_TILE_ROWS * params.max_tile_tokens)
     params.sync = stream_flags(pair.device, "ampere_gemm", max_slices).data_ptr()
@@ -130,30 +130,30 @@ def launch(
         if phase == 1 and weights.sort_indices is not None:
             _gather(params, weights, 1, hidden, hidden)
         groups = None if weights.g_idx is None else weights.g_idx.data_ptr()
-        shared = _shared_bytes(tile, pair.kind, weights, pair.num_experts)
+        shared = shared_bytes(tile, pair.kind, weights, pair.num_experts)
         most = _BLOCKS_PER_SM if weights.has_regular_groups else _BLOCKS_THAT_LOOK_UP
         blocks = max(1, min(most, shared_of_sm // (shared + 1024)))
         with_groups = AmpereParams(params, groups, max_slices)
         kernels[tile, phase].launch(with_groups, (sms * blocks, 1, 1), _THREADS, shared)
 
 
-def _tile_of(rows: Rows) -> _Tile:
+def tile_of(rows: Rows) -> Tile:
     """The smallest that holds the rows that an expert is expected to have; one of more has several.
 
-    If that is unknown, the one in the middle: with tiles of 64 few rows would take as long as 64, and with these many
-    rows take a fifth longer.
+    If that is unknown, the one in the middle: with tiles of 64, one row would take as long as 64, and with tiles of 32,
+    large-M takes a fifth longer.
     """
     expected = _UNKNOWN_ROWS if rows.expected_m is None else rows.expected_m
-    return next((tile for tile in _TILES if tile.tokens >= min(expected, rows.max_rows)), _TILES[-1])
+    return next((tile for tile in TILES if tile.tokens >= min(expected, rows.max_rows)), TILES[-1])
 
 
-def _kernels(pair: WeightPair) -> dict[tuple[_Tile, int], jit.Kernel]:
+def _kernels(pair: WeightPair) -> dict[tuple[Tile, int], jit.Kernel]:
     """The kernels by tile and phase."""
     sources, shared = {}, {}
-    for tile, (phase, weights) in itertools.product(_TILES, enumerate((pair.w13, pair.w2))):
+    for tile, (phase, weights) in itertools.product(TILES, enumerate((pair.w13, pair.w2))):
         columns, numbers = group_columns(weights), (pair.kind, pair.act_dtype, weights.scales.dtype)
         sources[tile, phase] = kernel_source(*numbers, columns, phase, pair.activation, tile.tokens, pair.clamp_limit)
-        shared[tile, phase] = _shared_bytes(tile, pair.kind, weights, pair.num_experts)
+        shared[tile, phase] = shared_bytes(tile, pair.kind, weights, pair.num_experts)
     kernels = jit.load_all(sources, pair.device)
     for name, kernel in kernels.items():
         kernel.allow_shared(shared[name])
@@ -163,7 +163,7 @@ def _kernels(pair: WeightPair) -> dict[tuple[_Tile, int], jit.Kernel]:
 def partials_numel(max_rows: int, device: torch.device) -> int:
     """The f32 numbers that a launch needs for tiles that several blocks share."""
     blocks = _BLOCKS_PER_SM * _sizes(device.index or 0)[0]
-    return _SLICES_PER_BLOCK * blocks * _TILE_ROWS * _kept_tokens(_TILES[-1], max_rows)
+    return _SLICES_PER_BLOCK * blocks * _TILE_ROWS * _kept_tokens(TILES[-1], max_rows)
 
 
 def in_packed_order(
@@ -193,17 +193,17 @@ def _gather(params: ExpertsParams, weights: Weights, phase: int, source: torch.T
     kernel.launch(gather, (sms * blocks, 1, 1), _GATHER_THREADS, shared)
 
 
-def _shared_bytes(tile: _Tile, kind: WeightType, weights: Weights, num_experts: int) -> int:
-    """The bytes of the teams' stages of codes, scales and tokens, and of the tables."""
+def shared_bytes(tile: Tile, kind: WeightType, weights: Weights, num_experts: int) -> int:
+    """The bytes of the split-K groups' stages of codes, scales and tokens, and of the tables."""
     columns = group_columns(weights)
     groups = _STEP_COLUMNS // columns if 0 < columns < _STEP_COLUMNS else 1 if columns != _LOOKED_UP else 0
     per_row = _STEP_COLUMNS * kind.bits // 8
     per_row += groups * weights.scales.dtype.itemsize * (2 if kind.has_zero_points else 1)
     stage = _TILE_ROWS * per_row + tile.tokens * 2 * _STEP_COLUMNS
-    return tile.teams * tile.stages * stage + 8 * (num_experts + 1)
+    return tile.split_k_groups * tile.stages * stage + 8 * (num_experts + 1)
 
 
-def _kept_tokens(tile: _Tile, max_rows: int) -> int:
+def _kept_tokens(tile: Tile, max_rows: int) -> int:
     """The number of tokens whose sums a slice keeps, in whole products of 16."""
     return min(tile.tokens, -(-max_rows // 16) * 16)
 

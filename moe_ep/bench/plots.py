@@ -58,7 +58,7 @@ def plot_scaling(rows: list[Row], folder: Path) -> list[Path]:
         loads = [row for row in _at_one_size(any_scaling) if row["ep_size"] == _largest(any_scaling)]
         figure = _figure(f"{title}, EP {_largest(any_scaling)}")
         _load(figure.add_subplot(), loads)
-        written.append(_write(figure, folder / f"{geometry}-load.png"))
+        written.append(write_figure(figure, folder / f"{geometry}-load.png"))
     return written
 
 
@@ -71,7 +71,7 @@ def _save(path: Path, title: str, draw: Callable[[Axes, list[Row]], None], rows:
         draw(axes, [row for row in rows if row["phase"] == phase])
         axes.set_title(phase, fontsize=9)
         axes.tick_params(labelsize=8)
-    return _write(figure, path)
+    return write_figure(figure, path)
 
 
 def _figure(title: str, panels: int = 1) -> Figure:
@@ -84,7 +84,8 @@ def _figure(title: str, panels: int = 1) -> Figure:
     return figure
 
 
-def _write(figure: Figure, path: Path) -> Path:
+def write_figure(figure: Figure, path: Path) -> Path:
+    """Writes a picture whole or not at all."""
     with replacing(path) as partial:
         figure.savefig(partial, format=path.suffix[1:], dpi=110)
     return path

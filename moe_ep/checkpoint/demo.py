@@ -44,7 +44,7 @@ _SHARD_BYTES = 3 << 20
 _GPTQ = GPTQConfig(bits=4, group_size=64)
 
 # Modules of the standard library whose source, prose and code, the tokenizer is trained on.
-_TEXT_MODULES = (
+TEXT_MODULES = (
     "argparse", "ast", "collections", "concurrent.futures.process", "configparser", "contextlib", "dataclasses",
     "datetime", "difflib", "doctest", "email.message", "enum", "fractions", "functools", "heapq", "http.client",
     "inspect", "json.decoder", "logging", "mailbox", "optparse", "os", "pathlib", "pickletools", "random", "shutil",
@@ -258,7 +258,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 def _texts() -> Iterator[str]:
     """Source of the modules, as far as this Python ships it."""
-    for name in _TEXT_MODULES:
+    for name in TEXT_MODULES:
         spec = importlib.util.find_spec(name)
         if spec is not None and isinstance(spec.loader, InspectLoader) and (source := spec.loader.get_source(name)):
             yield source

@@ -383,7 +383,7 @@ class CheckpointReader:
         self._names = sorted(self._tensors)
         self._lock = threading.Lock()
         self._bytes_read = 0
-        self._spare_buffers: list[torch.Tensor] = []
+        self._buffers = SpareBuffers()
         self._closer = weakref.finalize(self, _close_all, self._files)
 
     def __contains__(self, name: str) -> bool:
@@ -397,7 +397,7 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Closes the files and frees the buffers; a later read opens them again."""
-        self._spare_buffers.clear()
+        self._buffers.clear()
         with self._lock:
             _close_all(self._files)
 
@@ -509,7 +509,7 @@ class CheckpointReader:
         try:
             while True:
                 while bytes_ahead < READ_THREADS * BATCH_BYTES and (batch := next(rest, None)) is not None:
-                    buffer = self._buffer(batch.nbytes, reuse_buffers)
+                    buffer = self._buffers.take(batch.nbytes) if reuse_buffers else _uninitialized(batch.nbytes)
                     pending.append((batch, buffer, self._submit(pool, batch, buffer)))
                     bytes_ahead += batch.nbytes
                 if not pending:
@@ -525,7 +525,7 @@ class CheckpointReader:
                         check_finite(info.file, info.name, tensor)
                     yield info.name, tensor
                 if reuse_buffers:
-                    self._spare_buffers.append(buffer)
+                    self._buffers.append(buffer)
                 # Otherwise the buffer would stay alive during the next wait.
                 del buffer, pieces, tensor
         finally:
@@ -573,18 +573,6 @@ class CheckpointReader:
         if not self.allow_nonfinite:
             check_finite(info.file, info.name, tensor)
 
-    def _buffer(self, nbytes: int, reuse: bool) -> torch.Tensor:
-        """Room for a batch: a spare buffer, or a new one in the place of a spare one that is too small."""
-        if not reuse:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._spare_buffers.sort(key=torch.Tensor.numel)
-        for index, spare in enumerate(self._spare_buffers):
-            if spare.numel() >= nbytes:
-                return self._spare_buffers.pop(index)
-        if self._spare_buffers:
-            self._spare_buffers.pop()
-        return torch.empty(max(nbytes, BATCH_BYTES), dtype=torch.uint8, device="cpu")
-
     def _fill(
         self, file: Path, offset: int, buffer: memoryview, spans: Sequence[tuple[int, int, torch.dtype]] = ()
     ) -> bool:
@@ -617,6 +605,24 @@ class CheckpointReader:
                     ) from None
                 opened.check_unchanged()
             return opened.fd
+
+
+class SpareBuffers(list[torch.Tensor]):
+    """Buffers that nothing uses any more, for the next reads."""
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """The smallest buffer that is large enough, or a new one in the place of one that is too small."""
+        self.sort(key=torch.Tensor.numel)
+        for index, spare in enumerate(self):
+            if spare.numel() >= nbytes:
+                return self.pop(index)
+        if self:
+            self.pop()
+        return _uninitialized(max(nbytes, BATCH_BYTES))
+
+
+def _uninitialized(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 @dataclass

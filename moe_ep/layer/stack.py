@@ -228,9 +228,10 @@ class MoEBlock(FixedTensors):
         if self._has_layer_norm:
             normalized = layer_norm(x.float(), x.shape[-1:], self.norm_weight, self.norm_bias, self.rms_norm_eps)
             return normalized.to(x.dtype)
-        return self._rms_norm(x, self.norm_weight)
+        return self.rms_norm(x, self.norm_weight)
 
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMS norm of `[T, K]` with weights `[K]`, computed in f32."""
         values = x.float()
         values = values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + self.rms_norm_eps)
         return (values * weight).to(x.dtype)
@@ -274,7 +275,7 @@ class MoEBlock(FixedTensors):
             observer(self.layer_index, hidden_states, output)
         if self.output_norm_weight is not None:
             with invariant_ops(self.moe.batch_invariant):
-                output = self._rms_norm(output, self.output_norm_weight)
+                output = self.rms_norm(output, self.output_norm_weight)
         return torch.add(x, output, alpha=self._residual_multiplier)
 
 

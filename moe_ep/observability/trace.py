@@ -71,7 +71,7 @@ def trace_to(folder: Path | str, *, rank: int, group: dist.ProcessGroup | None =
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    shift_us = _clock_difference_us(group)
+    shift_us = clock_difference_us(group)
     # Experts move on a thread of their own.
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
@@ -81,7 +81,7 @@ def trace_to(folder: Path | str, *, rank: int, group: dist.ProcessGroup | None =
     with _writing_to(folder), tempfile.TemporaryDirectory(prefix=f".{path.stem}.", dir=folder) as scratch:
         recorded, aligned = Path(scratch, "recorded.json"), Path(scratch, path.name)
         profile.export_chrome_trace(str(recorded))
-        _align(recorded, aligned, rank, shift_us)
+        align(recorded, aligned, rank, shift_us)
         aligned.replace(path)
 
 
@@ -96,7 +96,7 @@ def _writing_to(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _clock_difference_us(group: dist.ProcessGroup | None) -> float:
+def clock_difference_us(group: dist.ProcessGroup | None) -> float:
     """Microseconds that this host's clock is ahead of rank 0's; 0 on rank 0's host, which has the same clock."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return 0.0
@@ -106,7 +106,7 @@ def _clock_difference_us(group: dist.ProcessGroup | None) -> float:
     return 0.0 if mine[0] == first[0] else (mine[1] - first[1]) / 1e3
 
 
-def _align(recorded: Path, path: Path, rank: int, shift_us: float) -> None:
+def align(recorded: Path, path: Path, rank: int, shift_us: float) -> None:
     """Writes the trace with times on rank 0's clock, and processes named and numbered apart from others."""
     trace = json.loads(recorded.read_bytes())
     events = trace["traceEvents"]

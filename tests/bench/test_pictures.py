@@ -45,7 +45,7 @@ def test_every_line_of_a_picture_has_room(tmp_path: Path, monkeypatch: Any) -> N
         drawn[path.stem.rpartition("-")[2]] = figure
         return path
 
-    monkeypatch.setattr(plots, "_write", keep)
+    monkeypatch.setattr(plots, "write_figure", keep)
     plots.plot_scaling(rows(), tmp_path)
     left, right = drawn["stages"].axes[:2]
     names = [label for label in left.get_yticklabels() if label.get_text()]
@@ -65,6 +65,6 @@ def test_a_picture_that_a_disk_has_no_room_for_leaves_the_one_before(tmp_path: P
             if name == "load.SVG":
                 draw_load(loads, 2, "a title", tmp_path / name)
             else:
-                plots._write(Figure(), tmp_path / name)
+                plots.write_figure(Figure(), tmp_path / name)
         assert (tmp_path / name).read_text() == "of another run"
     assert len([*tmp_path.iterdir()]) == 2

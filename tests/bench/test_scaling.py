@@ -278,6 +278,6 @@ def test_a_file_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[st
 P = 2**31 - 1  # a prime
 
 
-@pytest.mark.parametrize(("number", "divisors"), [(1, (1,)), (12, (1, 2, 3, 4, 6, 12)), (49, (1, 7, 49)), (P, (1, P))])
-def test_every_ep_size_that_divides_the_workers(number: int, divisors: tuple[int, ...]) -> None:
-    assert bench._divisors(number) == divisors
+@pytest.mark.parametrize(("number", "sizes"), [(1, (1,)), (12, (1, 2, 3, 4, 6, 12)), (49, (1, 7, 49)), (P, (1, P))])
+def test_every_ep_size_that_divides_the_workers(number: int, sizes: tuple[int, ...]) -> None:
+    assert bench.divisors(number) == sizes

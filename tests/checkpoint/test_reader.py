@@ -143,13 +143,12 @@ def test_read_many_with_reused_buffers(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(buffers) <= 2 * reader_module.READ_THREADS
 
 
-def test_the_smallest_spare_buffer_that_fits_is_used_again(tmp_path: Path) -> None:
-    reader = CheckpointReader(directory_with(tmp_path, {"something": torch.zeros(1)}))
-    reader._spare_buffers = [torch.empty(size, dtype=torch.uint8) for size in (300, 100, 200)]
-    assert reader._buffer(150, reuse=True).numel() == 200
-    assert reader._buffer(101, reuse=True).numel() == 300
+def test_the_smallest_spare_buffer_that_fits_is_used_again() -> None:
+    spare = reader_module.SpareBuffers(torch.empty(size, dtype=torch.uint8) for size in (300, 100, 200))
+    assert spare.take(150).numel() == 200
+    assert spare.take(101).numel() == 300
     # In place of the one that is too small.
-    assert reader._buffer(101, reuse=True).numel() >= 101 and reader._spare_buffers == []
+    assert spare.take(101).numel() >= 101 and not spare
 
 
 def test_read_many_can_be_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_demo_dequantized_is_a_model_that_transformers_loads(demo: Path, tmp_pat
 
 def test_a_demo_that_a_disk_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("moe_ep.checkpoint.demo._texts", lambda: iter(["a text"]))
+    monkeypatch.setattr("moe_ep.checkpoint.demo.TEXT_MODULES", ("keyword",))
     with (
         files_of_at_most(100),
         pytest.raises(ConfigError, match=r"cannot be made as .* \(File too large\); set MOE_EP"),

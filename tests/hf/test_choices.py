@@ -126,15 +126,6 @@ def check_triton(device: str) -> None:
             assert not with_weights or torch.equal(kept[0], kept[1].cpu())
 
 
-def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from moe_ep.kernels import choices as fused
-
-    for kernel in (fused._pack_kernel, fused._count_kernel, fused._record_kernel):
-        monkeypatch.setattr(kernel, "function", interpreter.InterpretedFunction(kernel.function.fn))
-    check_triton("cpu")
-
-
 @pytest.mark.gpu
 def test_triton_on_a_gpu() -> None:
     check_triton("cuda")

@@ -30,19 +30,19 @@ SHARED_BYTES = 99 * 1024  # that a block may have on sm_86 and sm_89
     ],
 )
 def test_tiles_hold_the_rows_that_are_expected(expected_m: float | None, max_rows: int, tokens: int) -> None:
-    assert ampere._tile_of(Rows(torch.zeros(4), max_rows, expected_m=expected_m)).tokens == tokens
+    assert ampere.tile_of(Rows(torch.zeros(4), max_rows, expected_m=expected_m)).tokens == tokens
 
 
-@pytest.mark.parametrize("tile", ampere._TILES, ids=lambda tile: str(tile.tokens))
+@pytest.mark.parametrize("tile", ampere.TILES, ids=lambda tile: str(tile.tokens))
 @pytest.mark.parametrize("kind", WEIGHT_TYPES.values(), ids=lambda kind: str(kind.scalar_type))
-def test_stages_fit_every_gpu(kind: WeightType, tile: ampere._Tile) -> None:
+def test_stages_fit_every_gpu(kind: WeightType, tile: ampere.Tile) -> None:
     for group in (-1, 16, 32, 64, 128) if kind.bits == 4 else (-1, 32, 64, 128):
         columns, scale = 7168, torch.uint8 if group == 16 else torch.bfloat16
         num_groups = 1 if group == -1 else columns // group
         weights: Any = SimpleNamespace(
             has_regular_groups=True, num_columns=columns, scales=torch.empty(1, num_groups, 1, dtype=scale)
         )
-        num_bytes = ampere._shared_bytes(tile, kind, weights, num_experts=768)
+        num_bytes = ampere.shared_bytes(tile, kind, weights, num_experts=768)
         assert num_bytes <= SHARED_BYTES
         # Sums of all teams are exchanged where the stages were.
-        assert tile.teams == 1 or num_bytes - 8 * 769 >= tile.teams * 128 * tile.tokens * 4
+        assert tile.split_k_groups == 1 or num_bytes - 8 * 769 >= tile.split_k_groups * 128 * tile.tokens * 4

@@ -20,6 +20,8 @@ CHECKS = {
         "from tests.kernels.convert_cases import *; from moe_ep.kernels.marlin.compute import triton_convert_rows; "
         "check_convert('cpu', triton_convert_rows)"
     ),
+    "pack_codes": "from tests.kernels.test_marlin_repack import *; check_triton('cpu')",
+    "choices": "from tests.hf.test_choices import *; check_triton('cpu')",
     "align": "from tests.kernels.align_cases import *; check_batched('cpu')",
     "rotary": "from tests.kernels.rotary_cases import *; check_rotary('cpu', (torch.float32,))",
     "invariant products": "from tests.kernels.invariant_cases import *; check_linear('cpu', (torch.float32,))",

@@ -65,7 +65,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernel, "current_stream", lambda device: STREAM)
-    kernel._config.cache_clear()
     return driver
 
 

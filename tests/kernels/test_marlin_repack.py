@@ -241,15 +241,6 @@ def check_triton(device: str) -> None:
             assert torch.equal(packed.cpu(), pack_codes.plain(codes, bits, gated, spread))
 
 
-def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from moe_ep.kernels.marlin import repack as fused
-
-    kernel = fused._pack_codes_kernel
-    monkeypatch.setattr(kernel, "function", interpreter.InterpretedFunction(kernel.function.fn))
-    check_triton("cpu")
-
-
 @pytest.mark.gpu
 def test_triton_on_the_last_gpu() -> None:
     """With several, that is not the current one."""

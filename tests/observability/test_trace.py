@@ -74,10 +74,10 @@ def with_a_clock_ahead(rank: int, world_size: int, folder: Path) -> float:
     with pytest.MonkeyPatch.context() as host:
         host.setattr(trace, "machine", lambda: f"host-{rank}")
         host.setattr(trace.time, "time_ns", lambda: time.perf_counter_ns() + int(1e3 * ahead_us))
-        shift_us = trace._clock_difference_us(None)
+        shift_us = trace.clock_difference_us(None)
     recorded, aligned = folder / f"recorded-{rank}.json", folder / f"aligned-{rank}.gz"
     recorded.write_text(json.dumps({"traceEvents": [{"ts": ahead_us + 1, "pid": 7, "name": "event"}]}))
-    trace._align(recorded, aligned, rank, shift_us)
+    trace.align(recorded, aligned, rank, shift_us)
     event, process = read_trace(aligned)
     assert process["pid"] == event["pid"] and process["args"] == {"name": f"rank {rank}: 7"}
     return event["ts"]

@@ -128,7 +128,7 @@ def _rows_before(config: ScalingConfig) -> list[dict[str, Any]]:
 
 
 def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
-    sizes = config.ep_sizes or _divisors(world_size)
+    sizes = config.ep_sizes or divisors(world_size)
     if unfit := [size for size in sizes if world_size % size]:
         raise OptionError(
             f"--ep-sizes has {unfit[0]} and there are {world_size} workers; a size must divide them, so that groups of "
@@ -143,7 +143,7 @@ def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
     """All of them, from 1 to the number itself; quick for one that no machine can serve, which is refused later."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}))
