@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """An activation, and where gate and up end before it (`gate_limit`)."""
+    """An activation and its clamp limit (`gate_limit`)."""
 
     name: MoEActivation
     limit: float | None

@@ -1,4 +1,4 @@
-"""Values of a config.json, checked as they are taken out."""
+"""Reads values of a config.json, with checks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from moe_ep.errors import CheckpointError, one_of
 Config = dict[str, Any]
 V = TypeVar("V")
 
-# What models that see or hear call the part of their config that is about the language model.
+# Keys of the language model's part in configs of multimodal models.
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 # What errors about quantization settings begin with.
 QUANT_CONFIG = "config.json: quantization_config: "
-# No size or count of a model is larger; a damaged number would be allocated before it is compared with a file.
+# Above any size or count of a model: memory for a damaged number would be allocated before files are compared with it.
 _MOST = 1 << 20
 
 
 class MissingKey(CheckpointError):
-    """A key that a config.json does not have."""
+    """A required key is missing from config.json."""
 
 
 def unexpected(key: str, expected: object, found: object, way_out: str = "") -> CheckpointError:
-    """For a value that a key of config.json cannot have."""
+    """The error for an invalid value of a key of config.json."""
     return CheckpointError(f"config.json: {key}: expected {expected}, found {found!r}{way_out}")
 
 
@@ -37,7 +37,7 @@ def required(config: Config, *keys: str) -> Any:
 
 
 def positive(config: Config, *keys: str) -> int:
-    """The same, where it is a whole number of at least 1 that a model can have; CheckpointError for any other."""
+    """The same as a whole number of at least 1; CheckpointError for any other value."""
     return _checked_whole(required(config, *keys), " or ".join(keys), 1)
 
 
@@ -58,7 +58,7 @@ def number(config: Config, key: str, default: float | None = None) -> float:
 
 
 def one_known(key: str, value: object, known: Mapping[str, V]) -> V:
-    """What is known under the value's name; CheckpointError with the known names for any other value."""
+    """The entry of `known` that the value names; CheckpointError with the known names for any other value."""
     if not isinstance(value, str) or value not in known:
         raise CheckpointError(f"config.json: {one_of(key, value, list(known))}")
     return known[value]

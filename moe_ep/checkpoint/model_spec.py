@@ -1,4 +1,4 @@
-"""How a config.json becomes a `MoEModelSpec`, by what models.py says of its family."""
+"""Builds a `MoEModelSpec` from config.json using the family registry."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
     """The description of a checkpoint, from its config.json.
 
     Args:
-        reader: of its tensors. With it the language model may have another name in front than transformers writes.
+        reader: of the tensors. With it, tensor names may have another prefix than transformers writes.
 
     Raises:
-        CheckpointError: an unknown model_type (the known ones are listed), a missing key, or values that can not be.
-        TypeError: a config that is no dict.
+        CheckpointError: an unknown model_type (the known ones are listed), a missing key, or an invalid value.
+        TypeError: the config is not a dict.
     """
     if not isinstance(config, Mapping):
         raise TypeError(
@@ -43,9 +43,9 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
 
 
 def _with_class_defaults(config: Config) -> Config | None:
-    """The config with the values that transformers' class gives to keys it leaves out; None without such a class.
+    """The config with the defaults of transformers' config class for missing keys; None without such a class.
 
-    The class reads the config, so that what it derives from other values, such as kinds of layers, is derived here too.
+    The class itself reads the config, so values that it derives from others, such as kinds of layers, are there too.
     """
     try:
         from transformers import CONFIG_MAPPING
@@ -61,7 +61,7 @@ def _with_class_defaults(config: Config) -> Config | None:
     whole: Config | None = None
     scalars = {key: value for key, value in filled.items() if not isinstance(value, list | dict)}
     for given in (filled, scalars, {}):
-        # A class raises whatever it likes for values that it does not take.
+        # Config classes raise arbitrary exceptions for values that they refuse.
         with contextlib.suppress(Exception):
             whole = CONFIG_MAPPING[known].from_dict(given).to_dict()
             break
@@ -119,16 +119,16 @@ def _known_part(config: Config) -> tuple[str, Config]:
 
 
 def _as_on_disk(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:
-    """With the names of the files, where they are not the family's.
+    """The spec with the names that the files use if they differ from the family's.
 
-    Tools write names of transformers' modules, and those that take a language model out of a larger one, or put it
-    into one, leave other names in front.
+    Tools may write the module names of transformers, or another prefix if they extract a language model from a
+    multimodal one or insert it.
     """
     return _with_layers_of(_with_block_of(spec, reader), reader)
 
 
 def _with_block_of(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:
-    """With the names that the files have for the MoE block, its router, and the matrices of an expert."""
+    """The spec with the files' names of the MoE block, its router, and an expert's matrices."""
     if not spec.other_blocks:
         return spec
     last, blocks = spec.moe_layers[-1], "|".join((spec.moe_module, *spec.other_blocks))
@@ -170,11 +170,11 @@ def _with_block_of(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec
 
 
 def _with_layers_of(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:
-    """With the name that the files have before `layers`, where they have none of the family's and one other."""
+    """The spec with the files' prefix of `layers`, if they do not use the family's and only one other."""
     base = spec.layers_module.rpartition("layers")[0]
     if reader.names(f"{base}layers."):
         return spec
-    # Layers for drafts are numbered anew, so the last one is the language model's.
+    # Draft layers are numbered from 0 again, so the last layer is the language model's.
     last = spec.moe_prefix(spec.moe_layers[-1]).removeprefix(base)
     fused = "|".join(map(re.escape, spec.fused.by_role().values()))
     experts = re.compile(rf"(.*\.)?{re.escape(last)}\.(experts\.|{fused})")
@@ -201,13 +201,11 @@ def _dtype(config: Config) -> torch.dtype:
 
 
 def _check_limits(model_type: str, config: Config, known: tuple[str, ...]) -> None:
-    """Left out, a limit that a model was trained with changes its results now and then, and nothing shows it."""
+    """Refuses clamp limits of other keys: ignoring one would change results silently."""
     for key, value in config.items():
         is_limit = re.search("swiglu.*(limit|clamp)", str(key)) and key not in known
         if is_limit and (any(value) if isinstance(value, list | tuple) else value):
-            raise unexpected(
-                key, "none", value, f", and where gate and up of {model_type} models end by it is not known here"
-            )
+            raise unexpected(key, "none", value, f", a clamp limit that is not known for {model_type} models")
 
 
 def _check(spec: MoEModelSpec) -> None:

@@ -13,9 +13,9 @@ from moe_ep.errors import ConfigError
 
 
 class Projections(NamedTuple):
-    """Names of an expert's matrices on disk, in the order `FusedMoE.make_expert_params_mapping` takes.
+    """Names of an expert's matrices on disk, in the order that `FusedMoE.make_expert_params_mapping` takes.
 
-    Ungated experts have no up: what they read goes through `gate` alone, whatever the files call it.
+    Ungated experts have no up: their only input projection is `gate` here, whatever the files call it.
     """
 
     gate: str
@@ -23,32 +23,32 @@ class Projections(NamedTuple):
     up: str = ""
 
     def by_role(self) -> dict[str, str]:
-        """The names of those that there are, by gate, down and up."""
+        """The names by role: gate, down, and up if the experts are gated."""
         return {role: name for role, name in self._asdict().items() if name}
 
 
 GATE_DOWN_UP = Projections(gate="gate_proj", down="down_proj", up="up_proj")
 GATE_W1 = Projections(gate="w1", down="w2", up="w3")
 PROJECTIONS = (GATE_DOWN_UP, GATE_W1)
-# Names of one block: in files of Mixtral and MiniMax, DeepSeek-V4 and Step, and in transformers 5.
+# The MoE block's name in transformers 5, and in files of Mixtral and MiniMax, DeepSeek-V4, and Step.
 OTHER_BLOCKS = ("mlp", "block_sparse_moe", "ffn", "moe")
 _FUSED = Projections("experts.gate_up_proj", "experts.down_proj")
 
 
 class Gate(NamedTuple):
-    """An activation, and where gate and up end in it, as in `FusedMoE`."""
+    """An activation and its clamp limit, as `FusedMoE` takes them."""
 
     activation: MoEActivation
     swiglu_limit: float | None
 
 
 class Latent(NamedTuple):
-    """Routed experts of another width than the model: they read `down @ x`, and `up @ norm(their sum)` goes on.
+    """Routed experts of another width than the model's: their input is `down @ x`, the output `up @ norm(their sum)`.
 
     Attributes:
-        size: their width.
-        down, up: names of these matrices inside the MoE block, `[size, K]` and `[K, size]`.
-        norm: that of the RMS norm, or None without one.
+        size: the width of the experts.
+        down, up: names of the two matrices inside the MoE block, `[size, K]` and `[K, size]`.
+        norm: name of the RMS norm, or None without one.
     """
 
     size: int
@@ -63,9 +63,9 @@ class RoutingSpec:
 
     Attributes:
         has_correction_bias: whether the router has an `e_score_correction_bias`.
-        apply_router_weight_on_input: whether weights multiply what experts read, not what they write.
+        apply_router_weight_on_input: whether router weights multiply the experts' inputs instead of their outputs.
         zero_expert_num, zero_expert_type: identity experts, the last columns of the router's logits.
-        custom_routing_function: chooses in place of the scores, where the family has a rule of its own.
+        custom_routing_function: replaces top-k of the scores in families with another rule.
     """
 
     renormalize: bool
@@ -88,17 +88,17 @@ class RoutingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertsSpec:
-    """The experts that every token visits, kept on disk as one MLP.
+    """The shared experts, which every token visits; one MLP on disk.
 
     Attributes:
-        module: its name inside a layer.
-        num_experts: how many experts of the routed experts' size it stands for; 1 where its size is its own.
+        module: the MLP's name inside a layer.
+        num_experts: the number of experts of the routed experts' size that the MLP stands for; 1 if its size differs.
         intermediate_size: of all of them together.
         has_gate: whether `sigmoid(hidden_states @ gate)` scales the output.
-        fused: names of the two linear layers where gate and up are one; None where they are not.
-        projections: names of gate, down and up where they are not those of the experts.
-        factor: what their output is multiplied by.
-        swiglu_limit, step_limits: as in `MoEModelSpec`, of these alone.
+        fused: names of the two linear layers if gate and up are one; None if they are separate.
+        projections: names of gate, down and up if they differ from the routed experts'.
+        factor: scales the output.
+        swiglu_limit, step_limits: as in `MoEModelSpec`, for the shared experts.
     """
 
     module: str
@@ -118,30 +118,29 @@ class MoEModelSpec:
 
     Attributes:
         family: `model_type` of the config.
-        moe_layers: indices of the layers that have experts; the others are dense.
-        table_layers: those of them whose experts a table chooses by a token's id, and no router.
-        moe_module: name of the MoE block inside a layer; empty where its parts lie in the layer itself.
-        other_blocks: names that others have for the MoE block, transformers or the family's authors; projections have
-            other names there too.
-        projections: names of gate, down and up on disk; without up where the activation is ungated.
-        layers_module: what the names of layers start with.
-        norm: the norm before the MoE block, inside a layer; None where the block reads something else than what one
-            norm writes: in its place stands an RMS norm without weights.
-        output_norm: the RMS norm of what the MoE block writes, inside a layer; None where there is none.
-        router: the router inside the MoE block, and has_router_bias whether its logits have a bias; None for one that
-            is no matrix, or chooses by a rule of its own, and that only a model of transformers computes.
+        moe_layers: indices of the layers with experts; the others are dense.
+        table_layers: those of them that choose experts by a table of token ids instead of a router.
+        moe_module: name of the MoE block inside a layer; empty if its parts are in the layer itself.
+        other_blocks: other names of the MoE block, of transformers or the family's authors, used with other names of
+            the projections.
+        projections: names of gate, down and up on disk; without up if the activation is ungated.
+        layers_module: the prefix of the layers' names.
+        norm: the norm before the MoE block, inside a layer; None if the block's input is not the output of one norm:
+            an RMS norm without weights replaces it.
+        output_norm: the RMS norm of the MoE block's output, inside a layer, or None.
+        router: the router inside the MoE block (has_router_bias: its logits have a bias); None for a router that is not
+            one matrix, or has another rule, which only the model in transformers computes.
         correction_bias_tensor: the `e_score_correction_bias` inside the MoE block.
         correction_bias_may_miss: whether files may lack it, which means zeros.
         has_bias: whether experts have biases; missing ones are zeros.
-        latent: where the routed experts are of another width than the model; the router and shared experts are not.
-        fused: what the tensors of all experts in one are called inside the MoE block; without up where gate's holds
-            both.
-        interleaved: whether fused experts hold gate and up rows in turns.
-        swiglu_limit: as in `FusedMoE`, of the routed experts.
-        step_limits: of all layers of the model, where gate and up of the routed experts end in those whose activation
-            is swiglustep; None for the others, empty where none is.
-        embedding_multiplier, residual_multiplier: factors of embeddings, and of what a block adds to its input.
-        norm_offset: what is added to the weights of norms.
+        latent: set if the routed experts are of another width than the model; the router and shared experts are not.
+        fused: names inside the MoE block of tensors that hold all experts; without up if gate's tensor holds both.
+        interleaved: whether gate and up rows of fused experts alternate.
+        swiglu_limit: clamp limit of the routed experts, as in `FusedMoE`.
+        step_limits: clamp limit of the routed experts by layer of the model, for layers whose activation is swiglustep;
+            None for the others, empty if there are none.
+        embedding_multiplier, residual_multiplier: factors of the embeddings, and of a block's output.
+        norm_offset: added to the weights of norms.
         has_layer_norm: whether the norm before the experts is a layer norm, not an RMS norm.
         has_norm_bias: whether that has a bias.
     """
@@ -195,7 +194,7 @@ class MoEModelSpec:
 
     @property
     def router_layers(self) -> tuple[int, ...]:
-        """The layers whose experts a router chooses by what it reads."""
+        """The layers with a router."""
         return tuple(layer for layer in self.moe_layers if layer not in self.table_layers)
 
     def moe_prefix(self, layer: int) -> str:
@@ -205,14 +204,14 @@ class MoEModelSpec:
         return f"{self.layers_module}.{layer}.{self.moe_module}".removesuffix(".")
 
     def expert_prefix(self, layer: int) -> str:
-        """What the names of a layer's experts start with, such as `model.layers.3.mlp.experts`."""
+        """The prefix of a layer's experts, such as `model.layers.3.mlp.experts`."""
         return f"{self.moe_prefix(layer)}.experts"
 
     def expert_module_names(self, layer: int, expert: int, role: str) -> list[str]:
-        """What an expert's linear layer is called in the files, and what configurations may call it besides.
+        """The name of an expert's linear layer in the files, and other names that quantization configs may use.
 
-        Tools write the names that they had: the family's own, those of transformers 5, where some blocks and
-        projections have other names, or that of the module of all experts.
+        Tools write the names of the model they quantized: the family's own, those of transformers 5, where some blocks
+        and projections are renamed, or the name of the module of all experts.
         """
         own = f"{self.expert_prefix(layer)}.{expert}.{getattr(self.projections, role)}"
         blocks = [self.moe_prefix(layer), *(f"{self.layers_module}.{layer}.{other}" for other in self.other_blocks)]
@@ -221,7 +220,7 @@ class MoEModelSpec:
         return list(dict.fromkeys((own, *others, *(f"{block}.experts" for block in blocks))))
 
     def router_weight(self, layer: int) -> str:
-        """Name of the router's weight, `[num_router_columns, K]`; ConfigError for a router that is of another form."""
+        """Name of the router's weight, `[num_router_columns, K]`; ConfigError for a router of another form."""
         if self.router is None:
             raise ConfigError(
                 f"the routers of {self.family} models, or what is before them or the experts, have a form that moe_ep "

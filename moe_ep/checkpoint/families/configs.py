@@ -1,6 +1,6 @@
-"""Configurations that call things otherwise, under the names that the rest of the checkpoint code reads.
+"""Translates configs of model families to the keys that the rest of the checkpoint code reads.
 
-Each function turns a whole config.json into the language model's; which family has which is said in models.py.
+Each function maps a whole config.json to the language model's; models.py assigns them to families.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def whole_config(config: Config) -> Config:
 def renamed(
     names: dict[str, str], silent: Config | None = None, part: Callable[[Config], Config] = whole_config
 ) -> Callable[[Config], Config]:
-    """A config whose keys have names of their own.
+    """A config with renamed keys.
 
     Args:
-        names: by the names that others have; a key that is there under both keeps the value of the other families'.
-        silent: what the config means where it says nothing.
-        part: the part of config.json that this is about.
+        names: common key -> the family's key; a config with both keeps the value of the common one.
+        silent: defaults of missing keys.
+        part: extracts the relevant part of config.json.
     """
 
     def common(config: Config) -> Config:
@@ -35,7 +35,7 @@ def renamed(
 
 
 def only(values: Config, common: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
-    """A config with these values, or silent about them: no other is computed, whatever the file says."""
+    """Refuses configs with other values than these; the keys may be missing."""
 
     def checked(config: Config) -> Config:
         config = common(config)
@@ -47,24 +47,24 @@ def only(values: Config, common: Callable[[Config], Config] = whole_config) -> C
     return checked
 
 
-# As transformers writes it, from the file that the models came with.
+# The models' original config has these names; transformers writes its own.
 mimo_config = renamed({"rms_norm_eps": "layernorm_epsilon"}, {"routed_scaling_factor": 1.0, "first_k_dense_replace": 1})
 
 
 def afmoe_config(config: Config) -> Config:
-    """Its embeddings are scaled where `mup_enabled` says so."""
+    """Embeddings are scaled if `mup_enabled`."""
     factor = positive(config, "hidden_size") ** 0.5 if config.get("mup_enabled") else 1.0
     return config | {"embedding_multiplier": factor}
 
 
 def aria_config(part: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
-    """Experts have the size that others call the dense layers', and silu whatever the shared ones have."""
+    """`intermediate_size` is the experts'; they use silu, whatever the shared ones use."""
     common = only({"hidden_act": "silu"}, part)
     return lambda config: (found := common(config)) | {"moe_intermediate_size": found.get("intermediate_size")}
 
 
 def inkling_config(part: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
-    """Where dense layers have a size of their own, the one that others call theirs is the experts'."""
+    """If `dense_intermediate_size` is given, `intermediate_size` is the experts'."""
 
     def common(config: Config) -> Config:
         config = part(config)
@@ -76,21 +76,21 @@ def inkling_config(part: Callable[[Config], Config] = whole_config) -> Callable[
 
 
 def step_config(part: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
-    """With names that others have; its routers are of one kind, and its MLPs have no biases."""
+    """Renamed keys; one kind of router, MLPs without biases."""
     silent = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "moe_router_scaling_factor": 1.0}
     fixed = {"moe_router_activation": "sigmoid", "norm_expert_weight": True, "use_moe_router_bias": True}
     return only(fixed | {"mlp_bias": False}, renamed({"num_experts_per_tok": "moe_top_k"}, silent, part))
 
 
 def cohere_config(config: Config) -> Config:
-    """Experts have the size that others call the dense layers'; without an RMS norm's epsilon norms are layer norms."""
+    """`intermediate_size` is the experts'; norms are layer norms if there is no epsilon of an RMS norm."""
     has_layer_norm = config.get("rms_norm_eps") is None
     meant = {"moe_intermediate_size": config.get("intermediate_size"), "has_layer_norm": has_layer_norm}
     return renamed({"rms_norm_eps": "layer_norm_eps"})(config) | meant
 
 
 def nemotron_config(config: Config) -> Config:
-    """With names that others have; its layers are a list of kinds, or a string with E for those of experts."""
+    """Renamed keys; the kinds of layers are a list, or a string with E for MoE layers."""
     if config.get("mlp_bias"):
         raise unexpected("mlp_bias", "none", config["mlp_bias"], "; shared experts with biases do not load")
     kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern") or []
@@ -106,17 +106,17 @@ def nemotron_config(config: Config) -> Config:
 
 
 def longcat_config(config: Config) -> Config:
-    """A layer of its has two attentions, which others count as two; its activation is fixed."""
+    """A layer has two attentions and one MoE block; the activation is fixed."""
     return config | {"num_hidden_layers": config.get("num_layers"), "hidden_act": config.get("hidden_act") or "silu"}
 
 
 def lfm_config(config: Config) -> Config:
-    """With names that others have; its activation is fixed."""
+    """Renamed keys; the activation is fixed."""
     return config | {"rms_norm_eps": config.get("norm_eps"), "hidden_act": "silu"}
 
 
 def part_of(config: Config, key: str) -> Config:
-    """A part of a config that has several, with the dtype of the whole where it says none."""
+    """One part of a config, with the dtype of the whole if it has none."""
     part = required(config, key)
     if not isinstance(part, dict):
         raise unexpected(key, "an object", part)
@@ -130,12 +130,12 @@ def text_part(config: Config) -> Config:
 
 
 def thinker_part(config: Config) -> Config:
-    """That of a model that also speaks."""
+    """The language model's part in a model that also speaks."""
     return text_part(part_of(config, "thinker_config"))
 
 
 def text_part_of(*known: str) -> Callable[[Config], Config]:
-    """The same, where it is a model of one of these types: others of the family have no experts."""
+    """The language model's part; refuses other types than these, which have no experts."""
 
     def part(config: Config) -> Config:
         text = text_part(config)
@@ -147,12 +147,12 @@ def text_part_of(*known: str) -> Callable[[Config], Config]:
 
 
 def text_part_or_whole(config: Config) -> Config:
-    """Published files may have the language model's sizes beside its eyes', which transformers moves into a part."""
+    """Published files may have the language model's keys at the top level, which transformers moves into a part."""
     return config if config.get("text_config") is None else text_part(config)
 
 
 def deepseek_v4_config(config: Config) -> Config:
-    """With the layers whose experts a table chooses as `table_layers`: those of kind hash_moe, or the first ones."""
+    """Adds `table_layers`, the layers that choose experts by a table: those of kind hash_moe, or the first ones."""
     layers, kinds = range(positive(config, "num_hidden_layers")), config.get("mlp_layer_types")
     if kinds is None:
         table_layers = tuple(layers[: whole(config, "num_hash_layers", 3)])
@@ -164,5 +164,5 @@ def deepseek_v4_config(config: Config) -> Config:
 
 
 def deepseek_v41_config(config: Config) -> Config:
-    """Without such layers."""
+    """The same without layers that choose by a table."""
     return deepseek_v4_config(text_part(config) | {"num_hash_layers": 0})

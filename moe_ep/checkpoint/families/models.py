@@ -1,7 +1,7 @@
-"""Registry of model families: what each one has of its own; everything else stays at the defaults of `Family`.
+"""Registry of model families. A family states how it differs from the defaults of `Family`.
 
-The values are those of the families' code in transformers 5 (transformers/models/<model_type>), and the tensor names
-those of published files.
+Values are from the families' code in transformers 5 (transformers/models/<model_type>), tensor names from published
+files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_ep.checkpoint.config_values import Config
 from moe_ep.checkpoint.families import configs, routing, rules
 from moe_ep.checkpoint.spec import GATE_DOWN_UP, GATE_W1, Projections, RoutingSpec, SharedExpertsSpec
 
-# Models that see have the language model in a part of their own.
+# Names of tensors if the language model is a part of a multimodal model.
 LANGUAGE_PART = {
     "layers_module": "model.language_model.layers",
     "embedding": "model.language_model.embed_tokens.weight",
@@ -24,21 +24,21 @@ WHOLE_LANGUAGE_MODEL = {
     "layers_module": "language_model.model.layers",
     "embedding": "language_model.model.embed_tokens.weight",
 }
-# Where the config is silent.
+# Defaults of missing keys.
 FIRST_DENSE = {"first_k_dense_replace": 1}
 _SOFTMAX = routing.softmax_routing(renormalize=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family does its own way.
+    """How to read one family's config.json, and where its tensors are.
 
     Attributes:
         intermediate_size: the config's key for N.
-        text_config: the part of the config that is about the language model.
-        names: fields of `MoEModelSpec` that say where tensors are and what they mean.
-        fields: more of them, which the config decides.
-        limits: the config's keys that say where gate and up end; any other such key is refused.
+        text_config: extracts the language model's config, under the keys that the other functions read.
+        names: fields of `MoEModelSpec` that locate and interpret tensors.
+        fields: the fields that depend on the config.
+        limits: the config's keys for clamp limits; any other such key is refused.
     """
 
     moe_module: str = "mlp"
@@ -57,7 +57,7 @@ class Family:
 def _in_a_part(
     family: Family, names: dict[str, Any], text_config: Callable[[Config], Config] = configs.text_part
 ) -> Family:
-    """A model with other inputs beside text, whose language model is one of that family under other names."""
+    """A multimodal model whose language model is of that family, under other tensor names."""
     return replace(family, text_config=text_config, names={**family.names, **names})
 
 
@@ -84,7 +84,7 @@ _DEEPSEEK_V4 = Family(
     fields=rules.deepseek_v4_fields,
     limits=("swiglu_limit",),
 )
-# What Kimi Linear and Ling call otherwise.
+# Keys that Kimi Linear and Ling rename.
 _KIMI_KEYS = {
     "n_group": "num_expert_group",
     "norm_topk_prob": "moe_renormalize",
@@ -106,9 +106,9 @@ _LING = replace(
     names={"embedding": "model.word_embeddings.weight", "correction_bias_tensor": "gate.expert_bias"},
 )
 _LING_FIXED = {"use_nGPT": False, "scale_router_input": False, "up_proj_norm": False}
-# Of the routed and of the shared experts. transformers leaves them out; vLLM and SGLang do not.
+# Clamp limits of the routed and the shared experts. transformers ignores them; vLLM and SGLang apply them.
 _LING_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
-# Softmax scores without a correction bias, and groups by their two best all the same.
+# Softmax scores without a correction bias; groups are still ranked by their two best experts.
 _MISTRAL = replace(
     _DEEPSEEK_V3,
     routing=routing.deepseek_routing("noaux_tc", "softmax", renormalize=True),
@@ -149,7 +149,7 @@ _QWEN3_NEXT = Family(
     shared_experts=_GATED_SHARED_EXPERT,
     names={"norm_offset": 1.0},
 )
-# All of its layers have experts, and weights sum up to one, whatever a config says that has the older names.
+# All layers have experts and weights sum to one, even if a config with the older keys says otherwise.
 _QWEN3_5 = replace(_QWEN3_NEXT, moe_layers=rules.all_layers, routing=_RENORMALIZED)
 _MINIMAX_M3_SILENT = {"routed_scaling_factor": 2.0, "shared_intermediate_size": 3072}
 _MINIMAX_M3 = Family(
@@ -199,7 +199,7 @@ _INKLING2 = Family(
     text_config=configs.renamed({}, _INKLING2_SILENT),
     names={**_INKLING_MODEL, "norm": "mlp_norm", "correction_bias_tensor": "gate.bias"},
 )
-_STEP_LIMITS = ("swiglu_limits", "swiglu_limits_shared")  # of the routed and of the shared experts
+_STEP_LIMITS = ("swiglu_limits", "swiglu_limits_shared")  # routed and shared experts
 _STEP = Family(
     moe_module="moe",
     moe_layers=rules.enumerated_layers,
@@ -214,7 +214,7 @@ _STEP = Family(
     fields=rules.steps_at(_STEP_LIMITS[0]),
     limits=_STEP_LIMITS,
 )
-# Its experts lie in the layer itself, beside a dense MLP, and its router has a norm and scales of its own.
+# The experts are in the layer itself, beside a dense MLP; the router has its own norm and scales.
 _GEMMA4_KEYS = {"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"}
 _GEMMA4 = Family(moe_module="", text_config=configs.renamed(_GEMMA4_KEYS), names=rules.EXPERTS_ALONE)
 _INKLING = Family(
@@ -224,7 +224,7 @@ _INKLING = Family(
 FAMILIES: dict[str, Family] = {
     "mixtral": _MIXTRAL,
     "minimax": _MIXTRAL,
-    # What it was before transformers had it.
+    # The same models before transformers had them.
     "minimax_text_01": replace(_MIXTRAL, text_config=configs.only({"shared_intermediate_size": 0})),
     "minimax_m1": replace(_MIXTRAL, text_config=configs.only({"shared_intermediate_size": 0})),
     "minimax_m2": Family(
@@ -286,7 +286,7 @@ FAMILIES: dict[str, Family] = {
         routing=routing.softmax_routing(renormalize=True),
         text_config=configs.text_part,
     ),
-    # Hyper-connections mix what the experts read.
+    # Hyper-connections mix the experts' inputs.
     "qwen4_exp_text": replace(_QWEN3_NEXT, names={"norm": None}),
     "qwen4_exp": replace(_QWEN3_NEXT, text_config=configs.text_part, names={"norm": None, **LANGUAGE_PART}),
     "mellum": Family(routing=routing.softmax_routing(renormalize=True)),
@@ -305,7 +305,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": _OLMOE,
     "flex_olmo": replace(_OLMOE, names={"norm": None, "output_norm": "post_feedforward_layernorm"}),
-    # Its experts are beside its attention, and read what that reads.
+    # Experts and attention run in parallel on the same input.
     "cohere2_moe": Family(
         moe_layers=rules.layers_after_dense,
         routing=routing.cohere_routing,
@@ -314,11 +314,11 @@ FAMILIES: dict[str, Family] = {
         names={"norm": "input_layernorm"},
         fields=rules.cohere_fields,
     ),
-    # It adds its bias to logits.
+    # The bias is added to the logits.
     "kolibri1": Family(names=rules.EXPERTS_ALONE),
-    # Its router is an MLP that hands what it has found on to the next layer's.
+    # The router is an MLP that passes a state to the next layer's router.
     "zaya": Family(names=rules.EXPERTS_ALONE),
-    # Its router weighs the shared experts too.
+    # The router weights the shared experts too.
     "inkling_text": _INKLING,
     "inkling_mm_model": _in_a_part(_INKLING, _INKLING_MODEL, configs.inkling_config(configs.text_part)),
     "inkling2_text": _INKLING2,
@@ -331,7 +331,7 @@ FAMILIES: dict[str, Family] = {
         shared_experts=rules.counted_shared_experts,
         names={"correction_bias_tensor": "moe_statics.e_score_correction_bias"},
     ),
-    # Its files have the language model as Step 3.5's, whatever transformers has in front of it.
+    # Files name the language model as Step 3.5 does, whatever prefix transformers has.
     "step3p5": _STEP,
     "step3p7": replace(_STEP, text_config=configs.step_config(configs.text_part)),
     "gpt_oss": Family(
@@ -384,7 +384,7 @@ FAMILIES: dict[str, Family] = {
         shared_experts=rules.one_mlp("mlp.shared_mlp", "intermediate_size"),
         names={"router": "gate.wg"},
     ),
-    # Much like DeepSeek-V3: experts chosen in groups or by a bias, shared ones in one MLP.
+    # Like DeepSeek-V3: grouped or biased top-k, shared experts in one MLP.
     "exaone_moe": replace(
         _DEEPSEEK_V3,
         text_config=configs.renamed({}, FIRST_DENSE),
@@ -416,13 +416,13 @@ FAMILIES: dict[str, Family] = {
         _DEEPSEEK_V2, text_config=configs.renamed({}, {"topk_method": "greedy", "routed_scaling_factor": 1.0})
     ),
     "deepseek_v2": _DEEPSEEK_V2,
-    # Its files have the language model as DeepSeek-V2's, whatever transformers has in front of it.
+    # Files name the language model as DeepSeek-V2 does, whatever prefix transformers has.
     "deepseek_ocr2": _OCR,
     "unlimited_ocr": _OCR,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
     "deepseek_v4": _DEEPSEEK_V4,
-    # Of images another bias chooses the experts.
+    # Image tokens have another correction bias.
     "deepseek_v41": replace(
         _DEEPSEEK_V4, text_config=configs.only(_V4_FIXED | {"gate_temp": 1.0}, configs.deepseek_v41_config)
     ),
@@ -451,7 +451,7 @@ FAMILIES: dict[str, Family] = {
         text_config=configs.renamed({}, FIRST_DENSE),
         names={"router": "router.gate", "correction_bias_tensor": "expert_bias"},
     ),
-    # Ling 1 and 2, and Ling 2 with linear attention.
+    # Ling 1, Ling 2, and Ling 2 with linear attention.
     "bailing_moe": _LING,
     "bailing_moe_v2": replace(_LING, text_config=configs.renamed({}, {"score_function": "sigmoid"})),
     "bailing_moe_linear": _LING,
@@ -468,7 +468,7 @@ FAMILIES: dict[str, Family] = {
         text_config=configs.renamed({}, FIRST_DENSE),
         names={"correction_bias_may_miss": True, "output_norm": "post_mlp_layernorm"},
     ),
-    # The norm before its experts has a gate.
+    # The norm before the experts is gated.
     "axk2": Family(
         moe_layers=rules.layers_after_dense, text_config=configs.renamed({}, FIRST_DENSE), names=rules.EXPERTS_ALONE
     ),

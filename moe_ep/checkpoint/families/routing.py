@@ -1,7 +1,4 @@
-"""How the routers of model families choose experts.
-
-Each function reads it from a config.json; which family has which is said in models.py and deepseek_families.py.
-"""
+"""Routing rules of model families: functions from config.json to a `RoutingSpec`, assigned to families in models.py."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from moe_ep.routing.topk import SCORING_FUNCS, sparse_mixer
 
 
 def top_k(config: Config) -> int:
-    """Experts of a token; Hunyuan lists them by layer, and they are the same in all."""
+    """Experts per token; Hunyuan lists the number by layer, the same for all."""
     listed = config.get("moe_topk")
     if isinstance(listed, list) and listed and all(value == listed[0] for value in listed):
         config = config | {"moe_topk": listed[0]}
@@ -31,7 +28,7 @@ def fixed_routing(**routing: Any) -> Callable[[Config], RoutingSpec]:
 
 
 def softmax_routing(renormalize: bool) -> Callable[[Config], RoutingSpec]:
-    """Renormalized as `norm_topk_prob` says, or as given where the config is silent."""
+    """Softmax scores; `norm_topk_prob` decides on renormalization, `renormalize` is its default."""
     return lambda config: RoutingSpec(renormalize=bool(config.get("norm_topk_prob", renormalize)))
 
 
@@ -39,12 +36,12 @@ biased_sigmoid = fixed_routing(renormalize=True, scoring_func="sigmoid", has_cor
 
 
 def biased_sigmoid_times(factor: str) -> Callable[[Config], RoutingSpec]:
-    """The same, with the factor of weights that stands under that key."""
+    """The same with a factor of the weights, under that key."""
     return lambda config: replace(biased_sigmoid(config), routed_scaling_factor=number(config, factor, 1.0))
 
 
 def ernie_routing(config: Config) -> RoutingSpec:
-    """It divides by the weights' sum, which is at least top_k / num_experts, or by `moe_norm_min` if that is more."""
+    """Weights are divided by the larger of their sum, which is at least top_k / num_experts, and `moe_norm_min`."""
     least, sum_is = number(config, "moe_norm_min", 1e-12), top_k(config) / positive(config, "moe_num_experts")
     if least > sum_is:
         raise CheckpointError(
@@ -54,7 +51,7 @@ def ernie_routing(config: Config) -> RoutingSpec:
 
 
 def lfm_routing(config: Config) -> RoutingSpec:
-    """Its sum, that it divides by, has 1e-6 more: below what a sum of sigmoids of chosen experts shows."""
+    """The family adds 1e-6 to the sum it divides by, which is negligible for a sum of chosen sigmoids."""
     bias, renormalize = config.get("use_expert_bias"), config.get("norm_topk_prob")
     return RoutingSpec(
         renormalize=renormalize is None or bool(renormalize),
@@ -65,7 +62,7 @@ def lfm_routing(config: Config) -> RoutingSpec:
 
 
 def sigmoid_routing(config: Config) -> RoutingSpec:
-    """Without a bias; renormalized unless `norm_topk_prob` says otherwise."""
+    """Sigmoid scores without a bias, renormalized by default."""
     return replace(softmax_routing(renormalize=True)(config), scoring_func="sigmoid")
 
 
@@ -77,21 +74,21 @@ def laguna_routing(config: Config) -> RoutingSpec:
 
 
 def cohere_routing(config: Config) -> RoutingSpec:
-    """A softmax over the chosen experts, which is a renormalized one over all, or sigmoid scores."""
+    """Softmax over the chosen experts, which equals a renormalized softmax over all, or sigmoid scores."""
     kinds = {"softmax": fixed_routing(renormalize=True), "sigmoid": sigmoid_routing}
     routing = one_known("expert_selection_fn", config.get("expert_selection_fn") or "softmax", kinds)(config)
     return replace(routing, routed_scaling_factor=cohere_factor(config))
 
 
 def cohere_factor(config: Config) -> float:
-    """Of both the routed and the shared experts, which are added or averaged."""
+    """Factor of the routed and the shared experts, whose outputs are added or averaged."""
     strategy = config.get("shared_expert_combination_strategy") or "average"
     factor = one_known("shared_expert_combination_strategy", strategy, {"average": 0.5, "sum": 1.0})
     return factor if config.get("num_shared_experts") else 1.0
 
 
 def longcat_routing(config: Config) -> RoutingSpec:
-    """Among the experts are some that return what they read."""
+    """The last experts may be identity experts."""
     kind = config.get("zero_expert_type") or "identity"
     if kind != "identity":
         raise CheckpointError(f"config.json: {one_of('zero_expert_type', kind, ['identity'])}")
@@ -107,7 +104,7 @@ def longcat_routing(config: Config) -> RoutingSpec:
 
 
 def ling_routing(config: Config) -> RoutingSpec:
-    """Sigmoid scores with a bias, in groups, from Ling 2 on; a softmax before."""
+    """Grouped sigmoid scores with a bias from Ling 2 on; a softmax before."""
     kinds = {
         "softmax": softmax_routing(renormalize=True),
         "sigmoid": deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
@@ -116,7 +113,7 @@ def ling_routing(config: Config) -> RoutingSpec:
 
 
 def phi_routing(config: Config) -> RoutingSpec:
-    """Of two experts: transformers chooses as many whatever the config says."""
+    """Two experts; transformers ignores other values in the config."""
     if (found := top_k(config)) != 2:
         raise CheckpointError(f"config.json: num_experts_per_tok: expected 2 for a PhiMoE model, found {found}")
     mixer = partial(sparse_mixer, jitter_eps=number(config, "router_jitter_noise", 0.01))
@@ -124,7 +121,7 @@ def phi_routing(config: Config) -> RoutingSpec:
 
 
 def deepseek_routing(topk_method: str, scoring_func: str, renormalize: bool) -> Callable[[Config], RoutingSpec]:
-    """The routing of a DeepSeek generation, given what its configs mean where they are silent.
+    """The routing of a DeepSeek generation; the arguments are the defaults of missing keys.
 
     `greedy` ignores groups; `group_limited_greedy` ranks groups by their best score; `noaux_tc` by their two best
     scores plus correction bias. All of them multiply the weights by `routed_scaling_factor`, renormalized or not.

@@ -1,6 +1,6 @@
-"""What model families do in their own ways: layers with experts, shared experts, activations.
+"""Rules of model families: layers with experts, shared experts, activations, and further fields of the spec.
 
-Each function reads it from a config.json; which family has which is said in models.py.
+Each function reads a config.json; models.py assigns them to families.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_ep.checkpoint.config_values import Config, number, one_known, positive,
 from moe_ep.checkpoint.families.routing import cohere_factor
 from moe_ep.checkpoint.spec import Latent, SharedExpertsSpec
 
-# Of families whose routers, or what is before them or the experts, only transformers computes.
+# For families with routers, or norms before router or experts, that only transformers computes.
 EXPERTS_ALONE = {"router": None, "norm": None}
 _ACTIVATIONS = {
     "silu": MoEActivation.SILU,
@@ -31,14 +31,14 @@ def named_activation(config: Config) -> MoEActivation:
 
 
 def kimi_activation(config: Config) -> MoEActivation:
-    """Kimi-K3: the ends of gate and up stand in its config."""
+    """Kimi-K3: SiTU, with its soft caps in the config, or an ordinary activation."""
     if required(config, "hidden_act") != MoEActivation.SITU:
         return named_activation(config)
     return _situ(config, "activation_situ_beta", "activation_situ_linear_beta")
 
 
 def inkling2_activation(config: Config) -> MoEActivation:
-    """Its hidden_act says silu, and the ends of gate and up stand beside it."""
+    """SiTU with its soft caps in the config, although hidden_act is silu."""
     return _situ(config, "mlp_gate_softcap", "mlp_up_softcap")
 
 
@@ -50,19 +50,19 @@ def _situ(config: Config, gate: str, up: str) -> MoEActivation:
 
 
 def swigluoai(config: Config) -> MoEActivation:
-    """GPT-OSS: its hidden_act says silu, and what it computes has a constant more, and a limit."""
+    """GPT-OSS: silu with a further constant and a clamp limit, although hidden_act is silu."""
     if (found := config.get("swiglu_alpha", SWIGLUOAI_ALPHA)) != SWIGLUOAI_ALPHA:
         raise unexpected("swiglu_alpha", SWIGLUOAI_ALPHA, found)
     return MoEActivation.SWIGLUOAI
 
 
 def relu2(config: Config) -> MoEActivation:
-    """Nemotron: its experts are ungated."""
+    """Nemotron: ungated experts."""
     return one_known("mlp_hidden_act", required(config, "mlp_hidden_act"), {"relu2": MoEActivation.RELU2_NO_MUL})
 
 
 def listed_layers(config: Config) -> tuple[int, ...] | None:
-    """The layers that transformers lists as sparse, for families of any kind; None without such a list."""
+    """The layers that transformers lists as sparse, in any family; None without such a list."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
         return None
@@ -77,7 +77,7 @@ def all_layers(config: Config) -> tuple[int, ...]:
 
 
 def sparse_step_layers(config: Config) -> tuple[int, ...]:
-    """Qwen: every `decoder_sparse_step`-th layer, less those listed as dense."""
+    """Qwen: every `decoder_sparse_step`-th layer except those listed as dense."""
     dense, step = config.get("mlp_only_layers") or [], whole(config, "decoder_sparse_step", 1, least=1)
     if not isinstance(dense, list):
         raise unexpected("mlp_only_layers", "a list of layers", dense)
@@ -85,7 +85,7 @@ def sparse_step_layers(config: Config) -> tuple[int, ...]:
 
 
 def layers_after_dense(config: Config) -> tuple[int, ...]:
-    """DeepSeek: the first layers are dense, and of the rest every `moe_layer_freq`-th has experts, or those listed."""
+    """DeepSeek: after the first dense layers, every `moe_layer_freq`-th layer, or those listed there."""
     layers, first, listed = all_layers(config), whole(config, "first_k_dense_replace", 0), config.get("moe_layer_freq")
     if isinstance(listed, list):
         if len(listed) < len(layers):
@@ -96,7 +96,7 @@ def layers_after_dense(config: Config) -> tuple[int, ...]:
 
 
 def layers_after(key: str) -> Callable[[Config], tuple[int, ...]]:
-    """All but the first, whose number stands under that key."""
+    """All but the first layers, whose number is under that key."""
 
     def layers(config: Config) -> tuple[int, ...]:
         return tuple(i for i in all_layers(config) if i >= whole(config, key, 0))
@@ -105,7 +105,7 @@ def layers_after(key: str) -> Callable[[Config], tuple[int, ...]]:
 
 
 def llama_layers(config: Config) -> tuple[int, ...]:
-    """Those listed, or every `interleave_moe_layer_step`-th."""
+    """Llama 4: the listed layers, or every `interleave_moe_layer_step`-th."""
     layers, listed = all_layers(config), config.get("moe_layers")
     if listed is None:
         step = whole(config, "interleave_moe_layer_step", 1, least=1)
@@ -116,7 +116,7 @@ def llama_layers(config: Config) -> tuple[int, ...]:
 
 
 def enumerated_layers(config: Config) -> tuple[int, ...]:
-    """Step: those of `moe_layers_enum`, a list or one in a string; all but the first three where it is silent."""
+    """Step: the layers of `moe_layers_enum`, a list or a string of one; all but the first three by default."""
     listed, layers = config.get("moe_layers_enum"), all_layers(config)
     if listed is None:
         return layers[3:]
@@ -129,7 +129,7 @@ def enumerated_layers(config: Config) -> tuple[int, ...]:
 
 
 def jamba_layers(config: Config) -> tuple[int, ...]:
-    """Every `expert_layer_period`-th from `expert_layer_offset` on."""
+    """Jamba: every `expert_layer_period`-th layer from `expert_layer_offset` on."""
     step, first = whole(config, "expert_layer_period", 2, least=1), whole(config, "expert_layer_offset", 1)
     return tuple(i for i in all_layers(config) if i % step == first)
 
@@ -147,7 +147,7 @@ def no_fields(config: Config) -> dict[str, Any]:
 
 
 def limited_gate(config: Config) -> dict[str, Any]:
-    """Where gate and up end, in families that limit them."""
+    """The clamp limit of gate and up."""
     found = config.get("swiglu_limit")
     limit = None if found is None else number(config, "swiglu_limit")
     if limit is not None and limit <= 0:
@@ -156,7 +156,7 @@ def limited_gate(config: Config) -> dict[str, Any]:
 
 
 def step_limits(config: Config, key: str) -> dict[str, Any]:
-    """Where gate and up end in each layer, in families whose activation there is swiglustep; 0 and null for nowhere."""
+    """Clamp limits by layer, for layers with the activation swiglustep; 0 and null mean none."""
     found, layers = config.get(key), all_layers(config)
     if found is None:
         return {}
@@ -171,19 +171,19 @@ def _is_limit(value: object) -> bool:
 
 
 def steps_at(key: str) -> Callable[[Config], dict[str, Any]]:
-    """Those of the routed experts, under that key."""
+    """Clamp limits of the routed experts by layer, under that key."""
     return lambda config: step_limits(config, key)
 
 
 def nemotron_fields(config: Config) -> dict[str, Any]:
-    """Nemotron 3 Super and Ultra have experts of another width."""
+    """Nemotron 3 Super and Ultra: latent experts."""
     if config.get("moe_latent_size") is None:
         return {}
     return {"latent": Latent(positive(config, "moe_latent_size"), "fc1_latent_proj", "fc2_latent_proj")}
 
 
 def kimi_fields(config: Config) -> dict[str, Any]:
-    """Kimi-K3 has experts of another width."""
+    """Kimi-K3: latent experts."""
     if config.get("routed_expert_hidden_size") is None:
         return {}
     size, norm = positive(config, "routed_expert_hidden_size"), config.get("latent_moe_use_norm")
@@ -196,7 +196,7 @@ def cohere_fields(config: Config) -> dict[str, Any]:
 
 
 def deepseek_v4_fields(config: Config) -> dict[str, Any]:
-    """Named as by the model's authors or, where the attention's settings are those of transformers, as by that."""
+    """Tensor names are the authors', or transformers' if the attention's settings are."""
     fields = {"table_layers": config["table_layers"], **limited_gate(config)}
     if "compress_ratios" in config:
         fields |= {"layers_module": "layers", "embedding": "embed.weight"}
@@ -210,7 +210,7 @@ def no_shared_experts(config: Config) -> None:
 def limited(
     shared_experts: Callable[[Config], SharedExpertsSpec | None],
 ) -> Callable[[Config], SharedExpertsSpec | None]:
-    """The same with the routed experts' limit."""
+    """The same with the routed experts' clamp limit."""
 
     def shared(config: Config) -> SharedExpertsSpec | None:
         spec = shared_experts(config)
@@ -222,7 +222,7 @@ def limited(
 def stepped(
     key: str, shared_experts: Callable[[Config], SharedExpertsSpec | None]
 ) -> Callable[[Config], SharedExpertsSpec | None]:
-    """The same with limits of their own in each layer, under that key."""
+    """The same with clamp limits by layer, under that key."""
 
     def shared(config: Config) -> SharedExpertsSpec | None:
         spec = shared_experts(config)
@@ -232,7 +232,7 @@ def stepped(
 
 
 def one_mlp(module: str, size: str, **form: Any) -> Callable[[Config], SharedExpertsSpec | None]:
-    """A shared expert whose size stands under a key of its own; none where that is missing or 0."""
+    """One shared expert with its size under that key; none if that is missing or 0."""
 
     def shared(config: Config) -> SharedExpertsSpec | None:
         found = whole(config, size, 0)
@@ -244,7 +244,7 @@ def one_mlp(module: str, size: str, **form: Any) -> Callable[[Config], SharedExp
 def several_in_one_mlp(
     module: str, size: str = "moe_intermediate_size", **form: Any
 ) -> Callable[[Config], SharedExpertsSpec | None]:
-    """One MLP for all shared experts, each of the size under that key; EXAONE and Ernie call their number otherwise."""
+    """One MLP for all shared experts, each of the size under that key."""
 
     def shared(config: Config) -> SharedExpertsSpec | None:
         keys = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
