@@ -94,7 +94,7 @@ def test_groups_of_scattered_columns_by_any_of_their_names() -> None:
     [
         (
             {"config_groups": {"R1": {"apply": [{"location": "weight_output"}, {"location": "input"}]}}},
-            "one of 'input'",
+            "found 'input'",
         ),
         ({"config_groups": {"R1": {}}}, "expected config_groups, each with apply, found"),
     ],

@@ -1,4 +1,4 @@
-"""Quantized forms on disk: one module a format, and the table that picks it by `quant_method`."""
+"""Quantization formats on disk: one module per format, and the table of formats by `quant_method`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
     "unpack_gptq",
 ]
 
-# How a whole model is quantized: `of_module` says how one of its linear layers is.
+# The quantization of a whole model; `of_module` gives that of one linear layer.
 ModelQuantization = QuantizationConfig | ModuleSchemes
 
 
@@ -55,7 +55,7 @@ def _awq(values: Mapping[str, Any]) -> ModelQuantization:
 def _with_exceptions(
     values: Mapping[str, Any], scheme_of: Callable[[Mapping[str, Any]], QuantizationConfig]
 ) -> ModelQuantization:
-    """One scheme, but for the modules that GPTQModel's `dynamic` or a list of plain ones names."""
+    """One scheme, with exceptions by GPTQModel's `dynamic` or a list of plain modules."""
     scheme = scheme_of(values)
     ignored = values.get("modules_to_not_convert") or ()
     if not values.get("dynamic") and not ignored:
@@ -66,7 +66,7 @@ def _with_exceptions(
 def _dynamic(
     values: Mapping[str, Any], scheme_of: Callable[[Mapping[str, Any]], QuantizationConfig]
 ) -> list[tuple[tuple[str, ...], Scheme]]:
-    """The first expression that fits decides; "-:" leaves modules out, "+:" or nothing changes settings."""
+    """The first matching expression decides; "-:" excludes modules, "+:" or no prefix changes settings."""
     exceptions = values.get("dynamic") or {}
     if not isinstance(exceptions, Mapping):
         raise unexpected("quantization_config: dynamic", "an object", exceptions)
@@ -147,7 +147,7 @@ def _method_of_quantize_config(settings: Mapping[str, Any]) -> str:
     return "awq" if settings.keys() & {"w_bit", "q_group_size", "zero_point"} else "gptq"
 
 
-# Files beside config.json in which tools leave their settings, and the method of settings that do not name theirs.
+# Files of settings beside config.json, and the quant_method of settings without one.
 SETTINGS_BESIDE: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "hf_quant_config.json": _method_of_hf_quant_config,
     "quantize_config.json": _method_of_quantize_config,
@@ -160,10 +160,10 @@ SETTINGS_BESIDE: dict[str, Callable[[Mapping[str, Any]], str]] = {
 def with_settings_beside(
     config: dict[str, Any], directory: Path, read: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
-    """A config.json with all settings of its quantization under `quantization_config`.
+    """A config.json with all quantization settings under `quantization_config`.
 
-    They may stand under the name that compressed-tensors had for them first, or in a file beside config.json. What
-    config.json says comes first; a file of the same method adds what it leaves out.
+    They may be under compressed-tensors' former key, or in a file beside config.json. config.json takes precedence; a
+    file of the same method adds missing keys.
     """
     if config.get("quantization_config") is None and "compression_config" in config:
         config["quantization_config"] = config.pop("compression_config")
@@ -185,7 +185,7 @@ def with_settings_beside(
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The object under `quantization_config`, of the whole model or of its language model."""
+    """The object under `quantization_config` of the model, or of its language model's part."""
     parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]
     found = next(filter(None, (part.get("quantization_config") for part in parts)), None)
     if found is not None and not isinstance(found, dict):
@@ -194,21 +194,21 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
-    """How a checkpoint is quantized, from its config.json; None where it is plain.
+    """The quantization of a checkpoint, from its config.json; None if it is plain.
 
     Raises:
-        CheckpointError: a quant_method that is not known (the known ones are listed), or one with bad settings.
+        CheckpointError: an unknown quant_method (the known ones are listed), or invalid settings.
     """
     values = _settings(config)
     if not values and config.get("model_type") == "inkling2" and not config.get("transformers_version"):
-        # Whose config does not say it, as transformers knows (INKLING2_QUANTIZATION_CONFIG).
+        # Its config does not say so; transformers knows (INKLING2_QUANTIZATION_CONFIG).
         values = {"quant_method": "mxfp8"}
     if not values:
         return None
     method = values.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(QUANT_CONFIG + one_of("quant_method", method, list(FORMATS)))
-    # Of GPTQModel and AutoRound.
+    # Keys of GPTQModel and AutoRound.
     for key in ("rotation", "rotation_config", "spinquant_config"):
         if values.get(key):
             raise unexpected(
@@ -217,7 +217,7 @@ def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
                 values[key],
                 "; rotated activations are not computed, so quantize without it",
             )
-    # DeepSeek-V4 says it of its experts beside the settings of the others.
+    # DeepSeek-V4 has the experts' dtype outside of quantization_config.
     parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]
     of_experts = next(filter(None, (part.get("expert_dtype") for part in parts)), None)
     return FORMATS[method](({} if of_experts is None else {"expert_dtype": of_experts}) | dict(values))

@@ -4,12 +4,12 @@
     auto_round, auto_round:exllamav2, :gptqmodel  GPTQ, zero points as they are: asymmetric ones by default
     auto_round:auto_awq, auto_round:awq           AWQ
 
-The name of a kernel may follow. Before version 0.5 the method was called intel/auto-round and the key `backend`. A
-`data_type` of floats says more than the packing: mx_fp (mxfp4, mxfp8) and nv_fp (nvfp4) lie as compressed-tensors has
-them, fp (fp8) as others do, with a scale a tensor (group_size 0), a row (-1) or a block (two numbers).
+A kernel's name may follow. Before version 0.5 the method was called intel/auto-round and the key `backend`. A float
+`data_type` overrides the packing: mx_fp (mxfp4, mxfp8) and nv_fp (nvfp4) have the layout of compressed-tensors, and fp
+(fp8) has a scale per tensor (group_size 0), row (-1) or block (two numbers).
 
-Linear layers that are quantized otherwise, or not at all, stand in `extra_config` by name or regular expression; 16
-bits and more mean plain ones. The keys are those of https://github.com/intel/auto-round (export/export_to_autoround).
+`extra_config` lists exceptions by name or regular expression; 16 bits and more mean plain weights. The keys are those
+of https://github.com/intel/auto-round (export/export_to_autoround).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_ep.checkpoint.formats.fp4 import PACKED_MXFP4, PACKED_NVFP4
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
-from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
+from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, by_scheme, if_readable
 from moe_ep.errors import CheckpointError, one_of
 
 METHOD = "auto-round"
@@ -56,7 +56,7 @@ _FLOATS: dict[tuple[str, Any], QuantizationConfig] = {
     **dict.fromkeys((("mx_fp", 8), ("mx_fp_rceil", 8)), MXFP8),
     **dict.fromkeys((("nv_fp", 4), ("nv_fp4_with_static_gs", 4)), PACKED_NVFP4),
 }
-# What is none is a regular expression, to be found anywhere in a name.
+# Other keys are regular expressions, searched for anywhere in a name.
 _NAME = re.compile(r"[\w.-]+")
 _SETTINGS = ("bits", "group_size", "sym", "data_type")
 
@@ -72,8 +72,7 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
         raise unexpected("quantization_config: extra_config", "an object", exceptions)
     settings = {key: values[key] for key in _SETTINGS if key in values}
     of_settings = partial(_scheme_beside_activations, values)
-    # There may be a name for every layer, and each is looked for in the name of every matrix: by scheme they are few.
-    names: dict[Scheme, list[str]] = {}
+    names: list[tuple[str, Scheme]] = []
     expressions: list[tuple[list[str], Scheme]] = []
     for name, changes in exceptions.items():
         if not isinstance(changes, Mapping):
@@ -81,11 +80,10 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
         changed = settings | {key: changes[key] for key in _SETTINGS if key in changes}
         scheme = if_readable(partial(of_settings, changed))
         if _NAME.fullmatch(name):
-            names.setdefault(scheme, []).append(name)
+            names.append((name, scheme))
         else:
             expressions.append(([f"re:.*(?:{name})"], scheme))
-    named = [(modules, scheme) for scheme, modules in names.items()]
-    return ModuleSchemes(METHOD, [*named, *expressions, ([EVERY_LINEAR], of_settings(settings))])
+    return ModuleSchemes(METHOD, [*by_scheme(names), *expressions, ([EVERY_LINEAR], of_settings(settings))])
 
 
 def _scheme_beside_activations(values: Mapping[str, Any], settings: Mapping[str, Any]) -> QuantizationConfig | None:
@@ -97,7 +95,7 @@ def _scheme_beside_activations(values: Mapping[str, Any], settings: Mapping[str,
 
 
 def _integers(values: Mapping[str, Any]) -> _Scheme:
-    """By the name of the packing, without the tool's before it and the kernel's behind it."""
+    """The scheme of a packing, without the tool's name before it and the kernel's after it."""
     key = "backend" if values.get("packing_format") is None and values.get("backend") else "packing_format"
     name = str(values.get(key) or "auto")
     packing = "auto_gptq" if name == "auto" else name.removeprefix("auto_round:").split(":")[0]

@@ -6,7 +6,7 @@ With g the group size, a linear layer of N outputs and K inputs is stored as
     qzeros   int32 [K / g, N / 8]  packed alike
     scales   f16 [K / g, N]
 
-and column k of row n stands for `scales[k // g, n] * (code - z[k // g, n])`. The format is that of AutoAWQ
+and the value of column k of row n is `scales[k // g, n] * (code - z[k // g, n])`. The format is that of AutoAWQ
 (https://github.com/casper-hansen/AutoAWQ, awq/modules/linear/gemm.py).
 
 Example: the codes 1, 2, 3, ... 8 of rows 0..7 of a column are the int32 0x86427531.
@@ -35,7 +35,7 @@ from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types
 
 PACK = 8
-# Where the code of row 8 c + i lies in word c: the inverse of the order that the nibbles have.
+# The nibble of row 8 c + i in word c: the inverse of the order above.
 _NIBBLE_OF_ROW = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -56,7 +56,7 @@ class AWQConfig(QuantizationConfig):
         """The configuration in config.json.
 
         Raises:
-            CheckpointError: bits other than 4, a version other than gemm, or a group_size that is not one.
+            CheckpointError: bits other than 4, a version other than gemm, or an invalid group_size.
         """
         bits = values.get("bits", values.get("w_bit"))
         group_size = values.get("group_size", values.get("q_group_size"))

@@ -1,7 +1,7 @@
 """compressed-tensors (`quant_method: compressed-tensors`): config groups, each a scheme for the modules it names.
 
-A group's own `format` says how its weights lie; where there is none, the model's does. A model of `mixed-precision` has
-groups of several formats. The keys are those of https://github.com/vllm-project/compressed-tensors
+A group's `format` gives the layout of its weights, by default the model's. A model of `mixed-precision` has groups of
+several formats. The keys are those of https://github.com/vllm-project/compressed-tensors
 (src/compressed_tensors/quantization/quant_config.py).
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
-from moe_ep.checkpoint.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, PACKED_MXFP4, PACKED_NVFP4
-from moe_ep.checkpoint.formats.fp8 import MXFP8, MXFP8_GROUP, Float8Config
+from moe_ep.checkpoint.formats.fp4 import PACKED_MXFP4, PACKED_NVFP4
+from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig, ScaleShape
 from moe_ep.checkpoint.formats.modules import ModuleSchemes, Scheme, if_readable
@@ -26,17 +26,15 @@ from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 METHOD = "compressed-tensors"
-FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "mxfp4-pack-quantized",
-    "mxfp8-quantized",
-    "nvfp4-pack-quantized",
-)
+# Formats without further settings: the scheme and the bits of its codes.
+_FIXED: dict[str, tuple[QuantizationConfig, int]] = {
+    "mxfp4-pack-quantized": (PACKED_MXFP4, 4),
+    "mxfp8-quantized": (MXFP8, 8),
+    "nvfp4-pack-quantized": (PACKED_NVFP4, 4),
+}
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *_FIXED)
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
-# Values of actorder, as text, with which the columns of a group may be scattered.
+# Values of actorder, as text, that scatter the columns of a group.
 _SCATTERED = ("group", "dynamic", "true")
 _INPUT_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
 
@@ -66,7 +64,7 @@ def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes | Non
         scheme = if_readable(partial(_of_group, name, group, values.get("format")))
         names.append(([target for target in targets if not target.startswith("re:")], scheme))
         expressions += [([target], scheme) for target in targets if target.startswith("re:")]
-    # Names come before expressions, and these in the order of the alphabet, as in match_targets of the library.
+    # Names take precedence over expressions, which are tried in alphabetical order, as in the library's match_targets.
     expressions.sort(key=lambda entry: entry[0])
     schemes = names + expressions
     if all(scheme is None for _, scheme in schemes):
@@ -75,7 +73,7 @@ def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes | Non
 
 
 def _of_group(name: str, group: Mapping[str, Any], form: Any) -> QuantizationConfig | None:
-    # A group may be about what modules read alone, such as queries and keys.
+    # A group may be for activations alone, such as queries and keys.
     if "weights" in group and group["weights"] is None:
         return None
     try:
@@ -93,7 +91,7 @@ def _input_dtype(activations: Any) -> torch.dtype | None:
 
 
 def _check_transforms(transforms: Any) -> None:
-    """Rotations of weights are in the weights; those of activations would have to be computed."""
+    """Refuses transforms of activations; those of weights are part of the weights."""
     if not transforms:
         return
     try:
@@ -124,15 +122,10 @@ def _scheme(group: Mapping[str, Any], form: str) -> QuantizationConfig:
         form = f"{kind}-quantized"
     if form not in FORMATS:
         raise CheckpointError(one_of("format", form, FORMATS))
-    if form == "mxfp4-pack-quantized":
-        _require(weights, group_size=MXFP4_GROUP, num_bits=4)
-        return PACKED_MXFP4
-    if form == "mxfp8-quantized":
-        _require(weights, group_size=MXFP8_GROUP, num_bits=8)
-        return MXFP8
-    if form == "nvfp4-pack-quantized":
-        _require(weights, group_size=NVFP4_GROUP, num_bits=4)
-        return PACKED_NVFP4
+    if form in _FIXED:
+        scheme, num_bits = _FIXED[form]
+        _require(weights, group_size=scheme.column_block, num_bits=num_bits)
+        return scheme
     symmetric = bool(weights.get("symmetric", True))
     scale = _scale_shape(weights)
     if form == "pack-quantized":
@@ -142,7 +135,7 @@ def _scheme(group: Mapping[str, Any], form: str) -> QuantizationConfig:
         return PackQuantizedConfig(bits=bits, scale=scale, symmetric=symmetric, scattered=scattered)
     _require(weights, symmetric=True, type=form.removesuffix("-quantized"))
     if form == "int-quantized" and bits == 4:
-        # A byte each, as wider ones.
+        # One byte per code, as 8-bit ones.
         return IntQuantizedConfig(scale=scale)
     _require(weights, num_bits=8)
     return IntQuantizedConfig(scale=scale) if form == "int-quantized" else Float8Config(scale=scale)

@@ -1,15 +1,15 @@
-"""4-bit floats (e2m1), two to a byte with the low half first, in groups that share a scale.
+"""4-bit floats (e2m1), two per byte, low half first, in groups that share a scale.
 
     mxfp4  groups of 32 columns, scales e8m0 (powers of two, kept as their bits)
            per expert (compressed-tensors): weight_packed u8 [N, K / 2], weight_scale u8 [N, K / 32]
            per expert (DeepSeek-V4): weight i8 [N, K / 2], scale e8m0 [N, K / 32]
            fused (gpt-oss): ..._blocks u8 [E, rows, K / 32, 16], ..._scales u8 [E, rows, K / 32]
-    nvfp4  groups of 16 columns, scales e4m3, and one f32 number a matrix
+    nvfp4  groups of 16 columns, scales e4m3, and one global f32 scale per matrix
            modelopt:            weight,        weight_scale e4m3 [N, K / 16], weight_scale_2      multiplied by
            fused (modelopt):    ... u8 [E, rows, K / 2], ..._weight_scale [E, rows, K / 16], ..._weight_scale_2
            compressed-tensors:  weight_packed, weight_scale e4m3 [N, K / 16], weight_global_scale divided by
 
-`value = e2m1 * scale` (times the number of the matrix). The numbers are those of the OCP Microscaling Formats
+`value = e2m1 * scale` (times the matrix's global scale). The formats are those of the OCP Microscaling Formats
 specification 1.0, section 5, and of https://github.com/NVIDIA/Model-Optimizer and compressed-tensors.
 
 Example: the byte 0x2A holds -1 (code 10) in the even column and 1 (code 2) in the odd one.
@@ -90,9 +90,9 @@ class NVFP4Config(QuantizationConfig):
     """nvfp4.
 
     Attributes:
-        weight_name: of the codes.
-        global_name: of the matrix's number.
-        global_divides: whether values are divided by that number; experts are given its reciprocal then.
+        weight_name: suffix of the codes.
+        global_name: suffix of the global scale.
+        global_divides: whether the global scale divides; experts get its reciprocal.
     """
 
     quant_method: ClassVar[str] = "nvfp4"
@@ -125,7 +125,7 @@ class NVFP4Config(QuantizationConfig):
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
         factor = tensors[self.global_name].squeeze(-1)
-        # A matrix of zeros may have a factor of 0, which nothing can be divided by.
+        # A matrix of zeros may have a factor of 0, which cannot divide.
         if bool((factor < 0).any()) or (self.global_divides and bool((factor == 0).any())):
             raise CheckpointError(f"{self.global_name}: expected a positive number, found {float(factor.min())}")
         return CanonicalWeights(

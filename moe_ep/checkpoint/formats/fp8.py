@@ -1,21 +1,21 @@
-"""8-bit floats (e4m3) with scales: blocks of DeepSeek, one a tensor or an output row elsewhere.
+"""8-bit floats (e4m3) with a scale per block (DeepSeek), tensor or output row.
 
     weight            e4m3 [N, K]
     weight_scale_inv  f32 or e8m0 [ceil(N / bn), ceil(K / bk)]   with weight_block_size [bn, bk]; or
     weight_scale      [1] or [N, 1], f32 or the model's dtype; blocks and groups in compressed-tensors
 
-mxfp8 has scales e8m0, also stored as their bits (u8), of groups of 32 columns: blocks of [1, 32] to transformers.
+mxfp8 has e8m0 scales, also stored as their bits (u8), for groups of 32 columns: blocks of [1, 32] to transformers.
 
-transformers calls the scale of a whole tensor weight_scale_inv too, and DeepSeek-V4 any scale `scale`: each name is
-taken for any of them.
-Qwen3-VL has all experts in one: `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_proj_scale_inv` [E, K / bk, 2N / bn];
-Mistral Small 4 has one number for each expert there. Granite's `input_linear.weight` e4m3 [E, 2N, K] has
-`input_linear.weight_scale` [E, 2N, 1] where llm-compressor quantized it, and Llama 4 one number for all experts,
-`gate_up_proj_weight_scale`, where Model Optimizer did.
+transformers also names the scale of a whole tensor weight_scale_inv, and DeepSeek-V4 names any scale `scale`, so all
+names are accepted for all kinds.
+Fused experts: Qwen3-VL has `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_proj_scale_inv` [E, K / bk, 2N / bn], Mistral
+Small 4 one number per expert there. Granite by llm-compressor has `input_linear.weight` e4m3 [E, 2N, K] with
+`input_linear.weight_scale` [E, 2N, 1], and Llama 4 by Model Optimizer one number for all experts,
+`gate_up_proj_weight_scale`.
 
-Both are multipliers, whatever their name says; only those of GPTQModel divide (`weight_scale_semantics: inverse`, in
-https://github.com/ModelCloud/GPTQModel). A block at an edge may be smaller; gate and up have blocks of their own, so
-their rows are joined after the scales have been spread over them. The formats are those of
+All scales multiply, whatever their name; only those of GPTQModel divide (`weight_scale_semantics: inverse`, in
+https://github.com/ModelCloud/GPTQModel). A block at an edge may be smaller; gate and up have separate blocks, so scales
+are expanded to rows before gate and up are concatenated. The formats are those of
 https://huggingface.co/deepseek-ai/DeepSeek-V3 (inference/fp8_cast_bf16.py) and compressed-tensors' float-quantized.
 """
 
@@ -56,8 +56,8 @@ class Float8Config(QuantizationConfig):
 
     Attributes:
         scale: which weights share a scale.
-        scale_name: weight_scale or weight_scale_inv, what a layer's parameters are called after.
-        divides: whether values are divided by the scales; experts are given their reciprocals then.
+        scale_name: weight_scale or weight_scale_inv, the suffix of the layer's parameters.
+        divides: whether scales divide; experts get their reciprocals.
     """
 
     quant_method: ClassVar[str] = "fp8"
@@ -71,8 +71,7 @@ class Float8Config(QuantizationConfig):
         """`quantization_config` of `quant_method: fp8`.
 
         Raises:
-            CheckpointError: another 8-bit float, a weight_block_size that is not two positive numbers, or scales that
-                are neither of rows nor of matrices nor of blocks.
+            CheckpointError: another 8-bit float, an invalid weight_block_size, or another kind of scales.
         """
         kind = str(values.get("fmt") or "e4m3").lower()
         if kind not in ("e4m3", "float8_e4m3fn"):
@@ -111,7 +110,7 @@ class Float8Config(QuantizationConfig):
         }
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
-        # Kept in f32 as on disk: they are small numbers of which f16 would lose bits.
+        # Kept in f32 as on disk: f16 would lose bits of small scales.
         dtypes = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
         scale = self.scale.layout(dtypes, out_features, in_features, held=torch.float32)
         other_names = tuple(name for name in _SCALE_NAMES if name != self.scale_name)

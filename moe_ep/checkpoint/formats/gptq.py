@@ -7,8 +7,8 @@ With pack = 32 / bits and g the group size, a linear layer of N outputs and K in
     scales   f16 or bf16 [K / g, N]
     g_idx    int32 [K]               the group of every column; unsorted where desc_act was used
 
-and column k of row n stands for `scales[g_idx[k], n] * (code - z[g_idx[k], n])`. The format is that of AutoGPTQ and
-GPTQModel (https://github.com/ModelCloud/GPTQModel).
+and the value of column k of row n is `scales[g_idx[k], n] * (code - z[g_idx[k], n])`. The format is that of AutoGPTQ
+and GPTQModel (https://github.com/ModelCloud/GPTQModel).
 
 Example, 4 bits: the codes 1, 2, 3, ... 8 of columns 0..7 are the int32 0x87654321.
 """
@@ -48,7 +48,7 @@ class GPTQConfig(QuantizationConfig):
         bits: 4 or 8.
         group_size: input columns that share a scale, -1 for all of them.
         desc_act: whether columns were quantized in order of activation size, so that g_idx is unsorted.
-        sym: whether zero points are all in the middle; what the file holds decides, not this.
+        sym: whether all zero points are in the middle; the file's content decides, not this.
         checkpoint_format: gptq (zero points stored less one) or gptq_v2.
 
     Raises:
@@ -73,7 +73,7 @@ class GPTQConfig(QuantizationConfig):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GPTQConfig:
-        """The configuration in config.json; keys that say nothing about the experts' tensors are ignored.
+        """The configuration in config.json; keys that do not affect the experts' tensors are ignored.
 
         Raises:
             CheckpointError: bits or group_size missing, or a value that is not supported.
@@ -127,7 +127,7 @@ class GPTQConfig(QuantizationConfig):
             "qweight": TensorLayout(int32, (in_features // pack, out_features), out_dim=1, in_dim=0),
             "qzeros": TensorLayout(int32, (groups, out_features // pack), role=Role.GROUPS, out_dim=1, in_dim=0),
             "scales": TensorLayout(FLOATS, (groups, out_features), role=Role.GROUPS, out_dim=1, in_dim=0),
-            # Some writers leave g_idx out where it says nothing.
+            # Some writers omit a trivial g_idx.
             "g_idx": TensorLayout(
                 int32,
                 (in_features,),
@@ -174,8 +174,8 @@ def unpack_gptq(
         `[..., N, G]` or None, g_idx or None.
 
     Raises:
-        ValueError: tensors whose shapes or dtypes do not belong together.
-        CheckpointError: zero points or groups that no writer means.
+        ValueError: shapes or dtypes that do not fit together.
+        CheckpointError: zero points or groups out of range.
     """
     num_columns, groups = qweight.shape[-2] * config.pack_factor, scales.shape[-2]
     _check_shapes(qweight, qzeros, scales, g_idx, config, num_columns)
@@ -223,7 +223,7 @@ def pack_gptq(weights: CanonicalWeights, config: GPTQConfig) -> GPTQTensors:
 
 
 def _zero_points(qzeros: torch.Tensor, config: GPTQConfig) -> torch.Tensor | None:
-    """uint8 `[..., N, G]`, or None where all are in the middle."""
+    """uint8 `[..., N, G]`, or None if all are in the middle."""
     stored = unpack_words(qzeros, config.bits).transpose(-1, -2).contiguous()
     stored_less = _STORED_LESS[config.checkpoint_format]
     largest = 2**config.bits - 1
@@ -244,7 +244,7 @@ def _trivial_g_idx(num_columns: int, group_size: int, device: torch.device) -> t
 
 
 def _needed_g_idx(g_idx: torch.Tensor, config: GPTQConfig, groups: int) -> torch.Tensor | None:
-    """The g_idx, or None where it says nothing."""
+    """The g_idx, or None if it is trivial."""
     if bool((g_idx == _trivial_g_idx(g_idx.shape[-1], config.group_size, g_idx.device)).all()):
         return None
     low, high = int(g_idx.min()), int(g_idx.max())
@@ -264,7 +264,7 @@ def _check_shapes(
     num_columns: int,
 ) -> None:
     batch, num_rows, groups = qweight.shape[:-2], qweight.shape[-1], scales.shape[-2]
-    # A shard of K keeps the scales of all groups, and only its g_idx says which of them it uses.
+    # A shard of K keeps the scales of all groups; its g_idx selects those it uses.
     expected = {"scales": (*batch, groups if g_idx is not None else config.num_groups(num_columns), num_rows)}
     found = {"scales": scales}
     if qzeros is not None:

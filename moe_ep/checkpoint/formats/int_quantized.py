@@ -1,11 +1,11 @@
-"""Signed bytes as they are, with a scale a row: `int-quantized` of compressed-tensors, and what others write alike.
+"""Signed bytes with a scale per row: `int-quantized` of compressed-tensors, and the same of other tools.
 
     weight        int8 [N, K]           the values, not offset
     weight_scale  f16, bf16 or f32 [N, 1]   or [1], or [N, K / g]; of blocks [ceil(N / bn), ceil(K / bk)]
 
-`weight * weight_scale` is what a row stands for (https://github.com/vllm-project/compressed-tensors). DeepSeek was also
-published so by the methods of https://github.com/sgl-project/sglang that are called w8a8_int8 (a scale a row) and
-blockwise_int8 (blocks, whose scales are called weight_scale_inv).
+The values are `weight * weight_scale` (https://github.com/vllm-project/compressed-tensors). DeepSeek was also published
+in this form for https://github.com/sgl-project/sglang, as w8a8_int8 (a scale per row) and blockwise_int8 (blocks, with
+scales named weight_scale_inv).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a format says about the tensors of a linear layer on disk, and what it owes the loader."""
+"""The interface of formats: tensor layouts of a linear layer on disk, scales, and conversion to canonical weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Role(Enum):
-    """What a tensor of a linear layer says.
+    """The content of a linear layer's tensor.
 
-    CODES: the weights themselves. GROUPS: one number a group, such as scales and zero points. INDEX: the group of every
-    input column. BIAS. CHECKED: nothing new; it must equal the layout's default. UNUSED: it is not read, as it is about
-    activations, and these are not quantized here.
+    CODES: the weights themselves. GROUPS: one number per group, such as scales and zero points. INDEX: the group of
+    every input column. BIAS. CHECKED: redundant; it must equal the layout's default. UNUSED: for quantized activations,
+    not read.
     """
 
     CODES = "codes"
@@ -38,15 +38,15 @@ class TensorLayout:
     """Expected dtypes and shape of a tensor of a linear layer.
 
     Attributes:
-        shape: on disk, where there may be more or fewer dimensions of 1: a number is `[]` or `[1]`.
-        default: makes what stands for the tensor where a checkpoint or a layer leaves it out; None where neither may.
-        out_dim, in_dim: the dimension that runs along the outputs, and along the inputs; None where none does. A
-            single number has out_dim 0: the gate's and the up projection's lie side by side.
-        held: the dtype in which a layer holds it: None for the first of `dtypes`, or for the layer's own dtype where
-            floats of several kinds are taken. Bytes held as floats are the bits of e8m0 numbers, powers of two.
-        other_names: what some writers call it.
-        in_order: of an INDEX, the groups of columns in order: what it means where it holds -1, as calibration never
-            reached the expert.
+        shape: on disk, up to dimensions of 1: a number is `[]` or `[1]`.
+        default: makes the value of a tensor that a checkpoint or a layer lacks; None if it is required.
+        out_dim, in_dim: the dimension of the outputs and of the inputs, or None. A single number has out_dim 0: those
+            of gate and up are concatenated.
+        held: the dtype of the layer's parameter: None for the first of `dtypes`, or the layer's own dtype if several
+            float types are accepted. Bytes held as floats are the bits of e8m0 numbers, powers of two.
+        other_names: names in files of other writers.
+        in_order: for an INDEX, the groups of sorted columns: the meaning of -1, which writers leave for experts that
+            calibration never reached.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -60,7 +60,7 @@ class TensorLayout:
     in_order: Callable[[], torch.Tensor] | None = None
 
     def as_held(self, stored: torch.Tensor) -> torch.Tensor:
-        """What was read, where it is not held as it is stored."""
+        """Converts the stored tensor to what the layer holds."""
         if self.in_order is not None and bool((stored == -1).any()):
             return self.in_order()
         if self.held is None or not self.held.is_floating_point:
@@ -70,13 +70,13 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class ScaleShape:
-    """The scales of a matrix `[N, K]`.
+    """Which weights of a matrix `[N, K]` share a scale: all, an output row, a group of input columns, or a block.
 
     Attributes:
         kind: TENSOR (one), CHANNEL (`[N, 1]`), GROUP (`[N, ceil(K / columns)]`) or BLOCK
             (`[ceil(N / rows), ceil(K / columns)]`).
-        columns: input columns that share a scale; 1 where they all do.
-        rows: output rows that share one, of a block.
+        columns: input columns of a group or block; 1 if all share the scale.
+        rows: output rows of a block.
     """
 
     kind: Kind
@@ -85,18 +85,18 @@ class ScaleShape:
 
     @classmethod
     def of_blocks(cls, argument: str, size: object) -> ScaleShape:
-        """Of blocks of that size; CheckpointError with the argument's name unless it is two positive whole numbers."""
+        """Blocks of that size; CheckpointError with the argument's name unless it is two positive whole numbers."""
         if not isinstance(size, list) or len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
             raise CheckpointError(f"{argument} is {size!r}; it must be two positive whole numbers")
         return cls(Kind.BLOCK, rows=size[0], columns=size[1])
 
     @property
     def group_size(self) -> int:
-        """As in `CanonicalWeights`."""
+        """`group_size` of `CanonicalWeights`."""
         return self.columns if self.kind in (Kind.GROUP, Kind.BLOCK) else -1
 
     def shape(self, num_rows: int, num_columns: int) -> tuple[int, ...]:
-        """On disk; the last block of a side may be smaller."""
+        """The shape on disk; the last block of a side may be smaller."""
         if self.kind is Kind.TENSOR:
             return (1,)
         if self.kind is Kind.CHANNEL:
@@ -110,7 +110,7 @@ class ScaleShape:
         num_columns: int,
         held: torch.dtype | None = None,
     ) -> TensorLayout:
-        """What a format says of the tensor of the scales."""
+        """The layout of the tensor of scales."""
         return TensorLayout(
             dtypes,
             self.shape(num_rows, num_columns),
@@ -131,7 +131,7 @@ class ScaleShape:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig(ABC):
-    """How linear layers are quantized: the tensors of each, and how they become canonical weights.
+    """The scheme of quantized linear layers: the tensors of each, and the conversion to canonical weights.
 
     Attributes:
         quant_method: the name of the layer's method in the registry.
@@ -145,15 +145,15 @@ class QuantizationConfig(ABC):
 
     @property
     def column_block(self) -> int:
-        """Input columns that share a scale: a part of a matrix that starts elsewhere needs the scales of all columns.
+        """Input columns that share a scale, 1 if scales do not depend on the column.
 
-        1 where the scales do not depend on the column.
+        A part of a matrix that does not start at a multiple of it needs the scales of all columns.
         """
         return 1
 
     @property
     def row_block(self) -> int:
-        """Output rows that share a scale within a group; 1 where rows have their own, or all have the same."""
+        """Output rows that share a scale within a group; 1 if each row has its own, or all rows have the same."""
         return 1
 
     @property
@@ -163,13 +163,13 @@ class QuantizationConfig(ABC):
 
     @property
     def may_have_zero_points(self) -> bool:
-        """Whether some experts may turn out to have zero points, and others not."""
+        """Whether only some experts may have zero points."""
         return False
 
     @property
     def fused_endings(self) -> Mapping[str, tuple[str, ...]] | None:
-        """What a linear layer's tensors are called behind the name of all experts in one, by each of its names; None
-        where experts never are in one."""
+        """Suffixes of fused tensors, which hold all experts, by the name of the linear layer's tensor; None if the
+        format has none."""
         return None
 
     @abstractmethod
@@ -186,20 +186,20 @@ class QuantizationConfig(ABC):
 
     @property
     def schemes(self) -> list[QuantizationConfig]:
-        """All schemes that some module of a model may have that is quantized so: this one."""
+        """All schemes of a model that is quantized so: this one."""
         return [self]
 
     def of_module(self, name: str, *other_names: str) -> QuantizationConfig | None:
-        """How the linear layer of that name is quantized: all alike."""
+        """The scheme of the linear layer of that name: the same for all."""
         return self
 
     def of_gemm(self, gemm: str) -> QuantizationConfig:
-        """How the layers of "w13" or "w2" are quantized: both alike."""
+        """The scheme of "w13" or "w2": the same for both."""
         return self
 
 
 def plain_tensors(out_features: int, in_features: int) -> dict[str, TensorLayout]:
-    """The tensors of a linear layer that is not quantized."""
+    """The tensors of a plain linear layer."""
     return {
         "weight": TensorLayout(FLOATS, (out_features, in_features), out_dim=0, in_dim=1),
         "bias": bias_layout(out_features),
@@ -207,7 +207,7 @@ def plain_tensors(out_features: int, in_features: int) -> dict[str, TensorLayout
 
 
 def bias_layout(out_features: int) -> TensorLayout:
-    """A bias, which may be left out; AutoGPTQ wrote zeros for every linear layer, whether it has a bias or not."""
+    """An optional bias; AutoGPTQ wrote zeros for linear layers without one."""
     return TensorLayout(
         FLOATS,
         (out_features,),
@@ -218,7 +218,7 @@ def bias_layout(out_features: int) -> TensorLayout:
 
 
 def activation_scales() -> dict[str, TensorLayout]:
-    """Numbers about activations and cached keys that some writers leave beside weights; none of them is read."""
+    """Scales of activations and cached keys that some writers store with the weights; not read."""
     names = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "k_scale", "v_scale")
     return dict.fromkeys(
         names, TensorLayout(FLOATS, (1,), lambda: torch.zeros(1, dtype=torch.float32, device="cpu"), Role.UNUSED)

@@ -1,9 +1,8 @@
 """NVIDIA Model Optimizer (`quant_method: modelopt`): nvfp4, mxfp4, fp8, mxfp8, int8, or a list of modules of several.
 
-fp8 has a scale a tensor, a row or a block of 128 rows and columns, and int8 a scale a row.
+fp8 has a scale per tensor, row or block of 128 x 128, and int8 a scale per row.
 
-Its settings stand in config.json's quantization_config, or in a hf_quant_config.json beside it, whose `quantization`
-object the reader puts there (https://github.com/NVIDIA/Model-Optimizer).
+Settings are in config.json's quantization_config, or in a hf_quant_config.json beside it, which the reader merges (https://github.com/NVIDIA/Model-Optimizer).
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from moe_ep.checkpoint.formats.w4afp8 import w4afp8_schemes
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
-# The method, and what it is called where serving engines tell its algorithms apart.
+# The method, and the names of its algorithms in serving engines.
 METHODS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed")
 _ALGORITHMS: dict[str, QuantizationConfig] = {
     "NVFP4": MODELOPT_NVFP4,
-    # The same weights, made for activations that are not quantized.
+    # The same weights, for activations that are not quantized.
     "W4A16_NVFP4": MODELOPT_NVFP4,
     "FP8": Float8Config(scale=ScaleShape(Kind.TENSOR), input_dtype=torch.float8_e4m3fn),
     "FP8_PER_CHANNEL_PER_TOKEN": Float8Config(scale=ScaleShape(Kind.CHANNEL), input_dtype=torch.float8_e4m3fn),
@@ -49,7 +48,7 @@ def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
         return None
     ignored = values.get("exclude_modules") or values.get("ignore") or ()
     if values.get("quant_algo") == _MIXED and values.get("quantized_layers") is None:
-        # As SGLang takes it. The first of them had the lists in a file of their own.
+        # As in SGLang. The first such checkpoints had the lists in a separate file.
         return w4afp8_schemes(values)
     if values.get("quant_algo") == _MIXED:
         return ModuleSchemes(METHODS[0], _listed_schemes(values.get("quantized_layers")), ignored)
@@ -58,10 +57,10 @@ def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
 
 
 def _listed_schemes(layers: Any) -> list[tuple[list[str], Scheme]]:
-    """Of every module that is listed; the others are plain."""
+    """The schemes of all listed modules; the others are plain."""
     if not isinstance(layers, Mapping) or not layers:
         raise unexpected("quantization_config: quantized_layers", "an object of modules", layers)
-    # There may be every matrix of every expert: by settings they are few.
+    # Every matrix of every expert may be listed, with few different settings.
     schemes: dict[str, tuple[list[str], Scheme]] = {}
     for name, settings in layers.items():
         where = f"{QUANT_CONFIG}quantized_layers: {name}: "
@@ -80,8 +79,8 @@ def scheme_of(
     known: Sequence[str] = tuple(_ALGORITHMS),
     key: str = "quant_algo",
 ) -> QuantizationConfig:
-    """The scheme of the algorithm that stands under that key; CheckpointError for another, or another group size."""
-    # Those that the tool has no name of its own for are written in small letters.
+    """The scheme of the algorithm under that key; CheckpointError for an unknown one, or another group size."""
+    # Some are written in lower case.
     algorithm = str(values.get(key)).upper()
     if algorithm not in tuple(_ALGORITHMS):
         raise CheckpointError(where + one_of(key, values.get(key), known))

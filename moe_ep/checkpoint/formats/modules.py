@@ -1,4 +1,4 @@
-"""Which linear layers of a model a quantization is about: configurations name modules, and exceptions to them."""
+"""Matches the module names in quantization configs with a model's linear layers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.errors import CheckpointError
 
 EVERY_LINEAR = "Linear"
-# What stands before the layers of a language model, by itself or in a larger one. Tools that quantize name modules as
-# they had them, and files may have them otherwise.
+# Prefixes of a language model's layers, alone or in a multimodal model. Quantization tools write the module names of
+# the model they loaded, and files may have other prefixes.
 _LANGUAGE_MODEL = re.compile(r"(?:(?:model|language_model|thinker)\.)*(?=layers\.)")
 _MOST_LETTERS, _MOST_SECONDS = 10_000, 1.0
 _BASES = ("model.", "model.language_model.", "language_model.model.")
 
 
 class ModulePatterns:
-    """Names of modules, as configurations write them.
+    """A set of module names, given by patterns of a quantization config.
 
-    A pattern is `re:` and a regular expression from the start of the name (compressed-tensors), a name with `*`
-    (modelopt, mxfp4), or whole parts of a dotted name: `mlp.gate` means the router, and not `mlp.gate_proj`, as does
-    `mlp.gate.`.
+    A pattern is `re:` and a regular expression that matches from the start (compressed-tensors), a name with `*`
+    (modelopt, mxfp4), or whole parts of a dotted name: `mlp.gate` and `mlp.gate.` match the router, not
+    `mlp.gate_proj`.
 
     Raises:
-        CheckpointError: a pattern that is no text, or no regular expression.
+        CheckpointError: a pattern that is not text, or not a regular expression.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -52,7 +52,7 @@ class ModulePatterns:
         self._lengths = {pattern.count(".") + 1 for pattern in self._exact}
 
     def __contains__(self, name: str) -> bool:
-        # Asked for every linear layer of every expert.
+        # Called for every linear layer of every expert.
         parts = name.split(".")
         for length in self._lengths:
             for start in range(len(parts) - length + 1):
@@ -64,10 +64,10 @@ class ModulePatterns:
 class Expression:
     """A regular expression of a config, matched from the start of a name and within a bounded time.
 
-    A checkpoint is data from elsewhere, and an expression such as `(([a-z])+)+!` takes time without end.
+    Checkpoints are untrusted data, and an expression such as `(([a-z])+)+!` takes exponential time.
 
     Raises:
-        CheckpointError: no regular expression.
+        CheckpointError: not a regular expression.
     """
 
     def __init__(self, expression: str) -> None:
@@ -85,7 +85,7 @@ class Expression:
             started, found = time.thread_time(), None
             with contextlib.suppress(TimeoutError):  # of the clock: others may have had the processor
                 found = self._compiled.match(name, timeout=_MOST_SECONDS) is not None
-            # Quick ones are not counted: there may be some for every matrix of every expert.
+            # Fast matches do not count, as there may be several for every matrix of every expert.
             if (took := time.thread_time() - started) > _MOST_SECONDS / 1000:
                 self._slow_seconds += took
             if self._slow_seconds >= _MOST_SECONDS:
@@ -101,7 +101,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A scheme that is not read, and why: it is refused where a module that is asked for has it."""
+    """An unsupported scheme, with the reason; refused when a module with this scheme is requested."""
 
     reason: str
 
@@ -110,24 +110,32 @@ Scheme = QuantizationConfig | Unreadable | None
 
 
 def if_readable(make: Callable[[], QuantizationConfig | None]) -> Scheme:
-    """What `make` returns, or why it raises a CheckpointError: a model may have such modules that nothing reads."""
+    """What `make` returns, or `Unreadable` if it raises CheckpointError: perhaps no such module is ever requested."""
     try:
         return make()
     except CheckpointError as error:
         return Unreadable(str(error))
 
 
+def by_scheme(named: Iterable[tuple[str, Scheme]]) -> list[tuple[list[str], Scheme]]:
+    """One entry per scheme: a config may name every layer, and every entry is searched for every matrix."""
+    names: dict[Scheme, list[str]] = {}
+    for name, scheme in named:
+        names.setdefault(scheme, []).append(name)
+    return [(modules, scheme) for scheme, modules in names.items()]
+
+
 class ModuleSchemes:
-    """A model whose linear layers are quantized in one way or several, or not at all.
+    """The quantization of a model with several schemes, or with linear layers that stay plain.
 
     Args:
-        quant_method: what config.json calls it.
-        schemes: (names of modules, their scheme or None for plain ones); the first that names a module decides, and
-            `Linear` stands for all that no other names.
-        ignored: names of modules that are plain.
+        quant_method: the name in config.json.
+        schemes: (module patterns, their scheme or None for plain ones); the first match decides, and `Linear` matches
+            modules that no other entry does.
+        ignored: patterns of plain modules.
 
     Raises:
-        CheckpointError: a scheme of all that is not read, and no other that is.
+        CheckpointError: no scheme is supported.
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class ModuleSchemes:
         self._named = [
             (ModulePatterns(name for name in names if name != EVERY_LINEAR), scheme) for names, scheme in schemes
         ]
-        # Of names that many modules share.
+        # Cached for names that many modules share.
         self._of_others: dict[str, tuple[bool, int]] = {}
         self._others = next((scheme for names, scheme in schemes if EVERY_LINEAR in names), None)
         if isinstance(self._others, Unreadable) and all(isinstance(scheme, Unreadable) for _, scheme in schemes):
@@ -149,18 +157,18 @@ class ModuleSchemes:
 
     @property
     def schemes(self) -> list[QuantizationConfig]:
-        """All schemes that some module may have, each once."""
+        """All supported schemes, each once."""
         found = [*(scheme for _, scheme in self._named), self._others]
         return list(dict.fromkeys(scheme for scheme in found if isinstance(scheme, QuantizationConfig)))
 
     def of_module(self, name: str, *other_names: str) -> QuantizationConfig | None:
-        """How the linear layer of that name is quantized; None where it is plain.
+        """The scheme of the linear layer of that name; None if it is plain.
 
         Args:
-            other_names: what tools may call it.
+            other_names: other names that tools may use for it.
 
         Raises:
-            CheckpointError: in a way that is not read.
+            CheckpointError: an unsupported scheme.
         """
         ignored, first = self._found(name)
         for other in other_names:
@@ -176,14 +184,14 @@ class ModuleSchemes:
         return scheme
 
     def _found(self, name: str) -> tuple[bool, int]:
-        """Whether a module is ignored by name, and the index of the first scheme that names it."""
+        """Whether a module is ignored, and the index of the first entry that matches it."""
         names = _names_of(name)
         indices = (i for i, (patterns, _) in enumerate(self._named) if any(each in patterns for each in names))
         return any(each in self._ignored for each in names), next(indices, len(self._named))
 
 
 def _names_of(module: str) -> list[str]:
-    """The module's name, and for a part of a language model those that it may have in configurations."""
+    """The module's name, and for modules of a language model the names with other prefixes."""
     base = _LANGUAGE_MODEL.match(module)
     if base is None:
         return [module]
@@ -192,7 +200,7 @@ def _names_of(module: str) -> list[str]:
 
 @dataclass(frozen=True)
 class PerGemm:
-    """w13 and w2 of a layer, each with a scheme of its own."""
+    """Different schemes for w13 and w2 of a layer."""
 
     quant_method: ClassVar[str] = "mixed-precision"
     fused_endings: ClassVar[None] = None
@@ -201,9 +209,9 @@ class PerGemm:
     w2: QuantizationConfig
 
     def of_gemm(self, gemm: str) -> QuantizationConfig:
-        """How the layers of "w13" or "w2" are quantized."""
+        """The scheme of "w13" or "w2"."""
         return self.w13 if gemm == "w13" else self.w2
 
 
-# How the experts of one layer are quantized.
+# The quantization of one layer's experts.
 LayerQuantization = QuantizationConfig | PerGemm

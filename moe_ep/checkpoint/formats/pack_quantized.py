@@ -8,10 +8,10 @@ With b the bits and g the group size, a linear layer of N outputs and K inputs i
     weight_shape       int64 [2]                       N, K
     weight_g_idx       int32 [K]                       the group of every column, where groups are scattered
 
-Gemma 4 was published with all experts in one: `gate_up_proj_packed` int32 [E, 2N, K b / 32] and `gate_up_proj_scale`
+Gemma 4 was published with fused experts: `gate_up_proj_packed` int32 [E, 2N, K b / 32] and `gate_up_proj_scale`
 [E, 2N, K / g].
 
-Column k of row n stands for `scale * (q - z)` with q = code - 2^(b-1), and z stored with the same offset. The
+The value of column k of row n is `scale * (q - z)` with q = code - 2^(b-1), and z stored with the same offset. The
 format is that of compressed-tensors (https://github.com/vllm-project/compressed-tensors, compressors/pack_quantized).
 
 Example, 4 bits: the values -7, -6, ... 0 of columns 0..7 are the int32 0x87654321.
@@ -53,7 +53,7 @@ class PackQuantizedConfig(QuantizationConfig):
         scale: which weights share a scale.
         symmetric: whether there are no zero points.
         scattered: whether the columns of a group may be scattered ("actorder": "group"); without a weight_g_idx in the
-            file they are in order all the same.
+            file they are in order.
     """
 
     quant_method: ClassVar[str] = "pack-quantized"

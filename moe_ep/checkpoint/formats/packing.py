@@ -1,4 +1,4 @@
-"""Codes of 4 and 8 bits as they lie in words: low bits first, in order of the last dimension."""
+"""Packs codes of 4 and 8 bits into words along the last dimension, low bits first."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def unpack_nibbles(octets: torch.Tensor) -> torch.Tensor:
 
 
 def _in_a_row(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers one behind the other, for views of another size; what `flatten` alone returns may have gaps."""
+    """A contiguous flat copy or view; `flatten` alone may return a strided tensor."""
     return tensor.flatten().contiguous()

@@ -1,4 +1,4 @@
-"""AMD Quark (`quant_method: quark`): one scheme for all linear layers, and others for those that names or patterns say.
+"""AMD Quark (`quant_method: quark`): one scheme for all linear layers, and others by name or pattern.
 
     fp4 in groups of 32, scales e8m0       weight u8 [N, K / 2], weight_scale u8 [N, K / 32]
     fp4 in groups of 16, scales fp8_e4m3   weight u8 [N, K / 2], weight_scale e4m3 [N, K / 16], weight_scale_2 f32 []
@@ -6,8 +6,8 @@
     fp8_e4m3 in blocks, as they were       weight e4m3 [N, K], weight_scale_inv [ceil(N / bn), ceil(K / bk)]
     int8, of a tensor or row               weight i8 [N, K], weight_scale [] or [N]
 
-Integers in groups and those of 4 bits lie in several ways under the same settings, and are not read. Keys and tensors
-are those that amd-quark 0.13 writes (https://quark.docs.amd.com).
+Grouped integers and those of 4 bits have several layouts under the same settings, and are not read. Keys and tensors
+are those of amd-quark 0.13 (https://quark.docs.amd.com).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4_GROUP, NVFP4_GRO
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig, ScaleShape
-from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
+from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, by_scheme, if_readable
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 METHOD = "quark"
 _PLAIN = ("bfloat16", "float16", "float32")
 _SHAPES = {"per_tensor": ScaleShape(Kind.TENSOR), "per_channel": ScaleShape(Kind.CHANNEL)}
-# By how `_said` says it.
+# By the description that `_said` makes.
 _SCHEMES: dict[str, QuantizationConfig] = {
     f"fp4 per_group of {MXFP4_GROUP} with scales e8m0": MXFP4Config(),
     f"fp4 per_group of {NVFP4_GROUP} with scales fp8_e4m3 per_tensor": MODELOPT_NVFP4,
@@ -47,28 +47,25 @@ def quark_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     """The schemes of a checkpoint.
 
     Raises:
-        CheckpointError: weights of all linear layers that are not read, rotated activations, or no configuration of all
-            layers.
+        CheckpointError: an unknown scheme of all layers or none, or rotated activations.
     """
     _check_algorithms(values.get("algo_config"))
     by_name, by_type = _object(values, "layer_quant_config"), _object(values, "layer_type_quant_config")
-    # A name decides before patterns, and these as they stand. There may be a name for every layer, and each is looked
-    # for in the name of every matrix: by scheme they are few.
-    names: dict[Scheme, list[str]] = {}
+    # Names take precedence over patterns, which are tried in order.
+    names: list[tuple[str, Scheme]] = []
     patterns: list[tuple[list[str], Scheme]] = []
     for name, layer in by_name.items():
         scheme = if_readable(partial(_scheme, "layer_quant_config", layer))
         if _is_pattern(name):
             patterns.append(([_as_module(name)], scheme))
         else:
-            names.setdefault(scheme, []).append(name)
-    named = [(modules, scheme) for scheme, modules in names.items()]
+            names.append((name, scheme))
     of_all = "layer_type_quant_config: Linear" if EVERY_LINEAR in by_type else "global_quant_config"
     every = if_readable(partial(_scheme, of_all, by_type.get(EVERY_LINEAR, values.get("global_quant_config"))))
     excluded = values.get("exclude") or ()
     if isinstance(excluded, list):
         excluded = [_as_module(name) for name in excluded]
-    return ModuleSchemes(METHOD, [*named, *patterns, ([EVERY_LINEAR], every)], excluded)
+    return ModuleSchemes(METHOD, [*by_scheme(names), *patterns, ([EVERY_LINEAR], every)], excluded)
 
 
 def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -79,7 +76,7 @@ def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _check_algorithms(algorithms: Any) -> None:
-    """Rotations R1 and R2 can be in the weights; R4, and R1 where it is online, are of what the layers read."""
+    """Refuses rotations of activations: R4, and R1 if it is online. R1 and R2 can be part of the weights."""
     for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
         settings = algorithm if isinstance(algorithm, Mapping) else {}
         for key in ("r4", "online_r1_rotation"):
@@ -93,7 +90,7 @@ def _check_algorithms(algorithms: Any) -> None:
 
 
 def _is_pattern(name: str) -> bool:
-    # Expressions are not Quark's own, but serving engines take them.
+    # Regular expressions are not Quark's, but serving engines accept them.
     return not name.startswith("re:") and any(letter in name for letter in "*?[")
 
 
@@ -126,7 +123,7 @@ def _scheme(key: str, layer: Any) -> QuantizationConfig | None:
 
 
 def _how(stage: Mapping[str, Any]) -> str:
-    """What a second stage quantizes: the scales of the first, or its numbers."""
+    """Whether a second stage quantizes the scales of the first, or its numbers."""
     return "with scales" if stage.get("is_scale_quant") else "then"
 
 

@@ -1,11 +1,11 @@
-"""W4AFP8 (`quant_method: w4afp8`): experts of 4-bit integers in a model whose other linear layers are fp8 in blocks.
+"""W4AFP8 (`quant_method: w4afp8`): experts in 4-bit integers, other linear layers in fp8 with block scales.
 
-    weight            i8 [N, K / 2]       two's complement, two to a byte with the low half first
-    weight_scale_inv  floats [N, K / g]   multiplied by, whatever the name says; g is group_size, else 128
+    weight            i8 [N, K / 2]       two's complement, two per byte, low half first
+    weight_scale_inv  floats [N, K / g]   a multiplier despite its name; g is group_size, by default 128
     input_scale                           not read: rows have scales of their own
 
-DeepSeek and GLM were published so, for GPUs that multiply the weights by fp8 activations. The settings are those that
-https://github.com/sgl-project/sglang reads (python/sglang/srt/layers/quantization/w4afp8.py).
+DeepSeek and GLM were published in this form, for GPUs that multiply the weights with fp8 activations. The settings are
+those of https://github.com/sgl-project/sglang (python/sglang/srt/layers/quantization/w4afp8.py).
 
 Example: the byte 0x2F holds -1 (code 15) in the even column and 2 in the odd one.
 """
@@ -42,7 +42,7 @@ _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modul
 
 @dataclass(frozen=True, kw_only=True)
 class W4AFP8Config(QuantizationConfig):
-    """The experts' scheme, with a scale for every `group_size` columns of a row."""
+    """The experts' scheme, with one scale per `group_size` columns of a row."""
 
     quant_method: ClassVar[str] = METHOD
 
