@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_ep.bench.checkout import checkout_commit
+from moe_ep.bench.results import checkout_commit
 from moe_ep.launch.cli.generate_config import GenerateConfig
 from moe_ep.launch.cli.report import percentile
 from moe_ep.launch.gangs.progress import workers

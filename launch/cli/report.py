@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
-from moe_ep.bench.checkout import checkout_commit
+from moe_ep.bench.results import checkout_commit
 from moe_ep.files import naming
 from moe_ep.launch.cli.outputs import tell
 from moe_ep.launch.cli.run_config import RunConfig

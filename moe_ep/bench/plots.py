@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_ep.bench.scaling_tables import KIND, kind_of, of_most_alike
+from moe_ep.bench.scaling_tables import KIND, STAGES, kind_of, of_most_alike
 from moe_ep.errors import missing_extra
 from moe_ep.files import replacing
-from moe_ep.observability.stages import STAGES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,17 +10,33 @@ import json
 import platform
 import resource
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import moe_ep
-from moe_ep.bench.checkout import checkout_commit
 from moe_ep.files import naming, parse_json, write_whole
 
 if TYPE_CHECKING:
     import torch
+
+
+def checkout_commit() -> str | None:
+    """The checkout's commit, with "-dirty" if tracked files differ from it; None outside a checkout."""
+    # The package lies in the checkout's root, and launch/ and kernels/ are reached through links in it.
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        asked = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return asked.stdout.strip()
 
 
 def facts(*, seed: int, commit: str | None = None, command: str | None = None) -> dict[str, Any]:

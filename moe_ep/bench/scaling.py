@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
 
 _STAGE_REPLAYS = 5
-_KIND = ("asked_backend", "wire", "eplb")
-_ALIKE = ("geometry", "scaling", "phase", "asked_tokens", "routing")
 
 
 class Load(NamedTuple):
@@ -234,22 +232,3 @@ def _floors(layers: BenchLayers, timing: Timing, load: Load, ceilings: Ceilings)
         "link_floor_us": round(link_us, 2),
         "floor_over_time": round((experts_us + link_us) / timing.median, 4),
     }
-
-
-def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with `efficiency`: tokens/s of one GPU over that of the smallest EP size measured alike.
-
-    With weak scaling alike means the same tokens per rank, with strong scaling the same tokens in total. Where the
-    smallest size was measured with several backends or wire dtypes, a row is compared with its own kind.
-    """
-    families: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        families.setdefault(tuple(row[key] for key in _ALIKE), []).append(row)
-    result = []
-    for row in rows:
-        family = families[tuple(row[key] for key in _ALIKE)]
-        smallest = min(other["ep_size"] for other in family)
-        bases = [other for other in family if other["ep_size"] == smallest]
-        base = next((base for base in bases if all(base[key] == row[key] for key in _KIND)), bases[0])
-        result.append(row | {"efficiency": round(row["tokens_per_s_per_gpu"] / base["tokens_per_s_per_gpu"], 4)})
-    return result

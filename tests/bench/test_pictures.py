@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from moe_ep.bench import plots
-from moe_ep.bench.scaling_markdown import balancing
+from moe_ep.bench.scaling_tables import balancing
 from moe_ep.eplb.pictures import draw_load
 from tests.full_disk import files_of_at_most
 

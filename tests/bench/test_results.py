@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ep.bench.results import append_line, facts, markdown_table, read_lines, table
-from moe_ep.bench.scaling import with_efficiency
+from moe_ep.bench.scaling_tables import with_efficiency
 from moe_ep.bench.timing import time_calls, timing_of
 
 

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from moe_ep.bench.results import read_lines
-from moe_ep.bench.scaling_file import read_scaling
-from moe_ep.bench.scaling_markdown import as_markdown
+from moe_ep.bench.scaling_tables import as_markdown, read_scaling
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"

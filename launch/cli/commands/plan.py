@@ -156,7 +156,7 @@ def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machi
     """The machine by the measured rows, those rows beside their prediction, and "GPU" or "CPU"; of CPUs the rows do not
     say how much memory they have."""
     from moe_ep.bench.cost_model import calibrated
-    from moe_ep.bench.scaling_file import about_runs, read_scaling
+    from moe_ep.bench.scaling_tables import about_runs, read_scaling
 
     try:
         rows, runs = read_scaling(path)

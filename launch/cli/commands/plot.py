@@ -36,8 +36,7 @@ def main(args: argparse.Namespace) -> int:
     config = from_args(PlotConfig, args)
     path = parsed("FILE", args.file, lambda raw: input_file(raw, "it must be a file that a benchmark wrote"))
     from moe_ep.bench.plots import plot_scaling
-    from moe_ep.bench.scaling_file import about_runs, read_scaling
-    from moe_ep.bench.scaling_markdown import as_markdown
+    from moe_ep.bench.scaling_tables import about_runs, as_markdown, read_scaling
     from moe_ep.files import write_text
 
     try:
