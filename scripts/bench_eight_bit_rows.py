@@ -12,10 +12,8 @@ without quantizing too.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,10 +21,10 @@ import torch
 from bench_gemm import make_weights, peer_times, takes
 from gemm_cases import OF_PEERS, SHAPES, Shape, with_weights
 from gemm_timing import clock_mhz, num_copies, timed
-from on_gpu import this_gpu
+from harness import Bench, this_gpu
 
 from moe_ep.activation import MoEActivation
-from moe_ep.bench.results import append_line, facts, markdown_table
+from moe_ep.bench.results import markdown_table
 from moe_ep.bench.timing import time_calls
 from moe_ep.kernels.marlin import eight_bit
 from moe_ep.kernels.marlin.compute import partials_numel, run_experts, sort_by_expert
@@ -104,19 +102,15 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("--shapes", nargs="+", default=["deepseek-v3", "qwen3-235b", "qwen3-30b"], choices=SHAPES)
     parser.add_argument("--weights", nargs="+", default=["int4", "fp8"], choices=ROWS)
     parser.add_argument("--rows", type=int, nargs="+", default=[48, 64, 128, 256, 1024])
     parser.add_argument("--peers", nargs="*", default=[], choices=[name for name in OF_PEERS if name != "vllm"])
     parser.add_argument("--peer-seconds", type=float, default=600, help="for one of them, compiling and timing")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what to record where this is no git checkout")
-    parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    device, found = this_gpu(), []
-    about = facts(seed=options.seed, commit=options.commit)
+    options = bench.parse()
+    device = this_gpu()
     for name, scheme in itertools.product(options.shapes, options.weights):
         shape = with_weights(SHAPES[name], scheme)
         rows = list(measure(name, scheme, shape, options.rows, device))
@@ -124,11 +118,9 @@ def main() -> None:
             for times in peer_times(peer, {name: shape}, options.rows, None, options.peer_seconds):
                 for row in rows:
                     row |= times | {"rows": row["rows"]} if times["rows"] == str(row["rows"]) else {}
-        found += rows
         for row in rows:
-            if options.json is not None:
-                append_line(options.json, row | about)
-    print(markdown_table(found, COLUMNS))
+            bench.keep(row)
+    print(markdown_table(bench.rows, COLUMNS))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Both GEMMs of the experts with the activation between them, on one GPU, beside their floor and other implementations.
 
     python scripts/bench_gemm.py --peers torch humming vllm --vllm-library FILE     everything
-    python scripts/bench_gemm.py --shapes deepseek-v3 --rows 8 64 --jsonl results.jsonl
+    python scripts/bench_gemm.py --shapes deepseek-v3 --rows 8 64 --json results.jsonl
     python scripts/bench_gemm.py --shapes deepseek-v3 --weights fp8 --no-skew --peers deepgemm humming-fp8
 
 floor = max(weight bytes / 4.3 TB/s, FLOPs / 790 TFLOP/s); what this GPU reaches is measured in the same run and printed
@@ -19,7 +19,6 @@ docs/benchmarks/experts.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -36,11 +35,11 @@ import torch
 import torch.nn.functional as F
 from gemm_cases import OF_PEERS, SHAPES, WEIGHTS, Shape, cases_of, with_weights
 from gemm_timing import capacity_of, num_copies, timed
-from on_gpu import this_gpu
+from harness import Bench, this_gpu
 
 from moe_ep.activation import apply_activation
 from moe_ep.bench.ceilings import measure_ceilings
-from moe_ep.bench.results import append_line, facts, table
+from moe_ep.bench.results import table
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import compute, hopper
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
@@ -241,7 +240,8 @@ def summary(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument(
         "--weights", nargs="+", choices=list(WEIGHTS), help="all shapes with each of these, instead of their own"
@@ -258,10 +258,7 @@ def main() -> None:
     parser.add_argument("--peer-seconds", type=float, default=600, help="for one of them, compiling and timing")
     parser.add_argument("--compiled", action="store_true", help="compile nothing ahead: all is there")
     parser.add_argument("--vllm-library", type=Path, help="vLLM's _moe_C_stable_libtorch.abi3.so, or that as .xz")
-    parser.add_argument("--jsonl", type=Path, help="append one JSON line a row to this file")
-    parser.add_argument("--commit", help="what to record where this is no git checkout")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = bench.parse()
     if "vllm" in options.peers and options.vllm_library is None:
         parser.error("--peers vllm needs --vllm-library")
     for name, counts in (("--rows", options.rows), ("--peer-rows", options.peer_rows or [1])):
@@ -276,38 +273,30 @@ def main() -> None:
             parser.error(f"--peers has {peer}, which is timed with {taken}, and no shape has such weights; add one")
     if options.ampere_only:
         compute.run_experts = partial(compute.run_experts, ampere_only=True)
-    torch.manual_seed(options.seed)
     device = this_gpu()
     ceilings = measure_ceilings(device, torch.bfloat16)
-    about = facts(seed=options.seed, commit=options.commit) | {
+    bench.about |= {
         "memory_tb_s": ceilings.memory_bytes_per_s / 1e12,
         "bf16_tflop_s": ceilings.flops_per_s / 1e12,
         "ampere_only": options.ampere_only,
     }
-    print(json.dumps(about))
+    print(json.dumps(bench.about))
     asked = (options.peer_rows or options.rows, options.vllm_library, options.peer_seconds)
     if not options.compiled and not options.ampere_only:
         compile_all(options.peers, list(shapes.values()), *asked)
     everything = []
     for name, shape in shapes.items():
         for row in run_shape(name, shape, cases_of(name, shape, options.rows, not options.no_skew)):
-            everything.append(keep(row, about, options.jsonl))
+            everything.append(bench.keep(row))
         torch.cuda.empty_cache()
     for peer in options.peers:
         for times in peer_times(peer, shapes, *asked):
-            keep(times, about, options.jsonl)
+            bench.keep(times)
             for row in everything:
                 row |= times if (times["shape"], times["rows"]) == (row["shape"], row["rows"]) else {}
     for name in shapes:
         print(table([row for row in everything if row["shape"] == name], COLUMNS), flush=True)
     print(summary(everything))
-
-
-def keep(row: dict[str, Any], about: dict[str, Any], path: Path | None) -> dict[str, Any]:
-    """Appends the row to the file and gives it back."""
-    if path is not None:
-        append_line(path, row | about)
-    return row
 
 
 if __name__ == "__main__":

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import GangBenchConfig, measure_on_gang
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
-from on_gang import measure_on_gang
 
 from moe_ep.distributed.exchange import gather_texts, gather_values
-from moe_ep.launch.cli.gang_options import GangConfig
-from moe_ep.launch.cli.options import at_least, checkpoint_folder, one_of, option, output_file, whole_numbers
+from moe_ep.launch.cli.options import at_least, checkpoint_folder, one_of, option, whole_numbers
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs.rank_env import RankEnv
 
@@ -38,7 +37,7 @@ Times = list[list[dict[str, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateBenchConfig(GangConfig):
+class GenerateBenchConfig(GangBenchConfig):
     """The settings of one measurement."""
 
     model: Path | None = option(None, checkpoint_folder, "a checkpoint in place of the made one", "DIR")
@@ -50,15 +49,12 @@ class GenerateBenchConfig(GangConfig):
     steps: int = option(50, at_least(2), "measured steps (50)")
     room: int = option(0, at_least(0), "tokens that a sequence has room for, if more than it needs")
     backend: str = option("auto", str, "dispatch backend, or auto (the default)")
-    commit: str | None = option(None, str, "what to record outside a checkout", "HASH")
-    json: Path | None = option(None, output_file, "append one JSON line a row", "FILE")
 
 
 def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, Any]]:
     """One worker's part: a row of the table for each number of tokens, the same on every rank."""
     import torch
 
-    from moe_ep.bench.results import append_line, facts
     from moe_ep.launch.cli.report import StepReport
     from moe_ep.launch.workers.worker import run_worker
 
@@ -82,9 +78,7 @@ def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, An
             row = {"benchmark": "generate", "ep_size": rank_env.world_size, "tokens": tokens, "room": config.room}
             row |= {"backend": alone.backend, "experts": alone.experts_name, "steps": config.steps}
             row |= {"model": str(config.model) if config.model else f"{config.geometry} {config.format}"}
-            rows.append(row | compare(by_rank) | facts(seed=0, commit=config.commit))
-            if config.json is not None and rank_env.rank == 0:
-                append_line(config.json, rows[-1])
+            rows.append(config.keep(row | compare(by_rank), rank_env.rank))
     return rows
 
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from on_gang import measure_on_gang
+from harness import GangBenchConfig, measure_on_gang
 
-from moe_ep.launch.cli.gang_options import GangConfig
 from moe_ep.launch.cli.options import at_least, geometry_name, option, output_file
 from moe_ep.launch.gangs.rank_env import RankEnv
 
@@ -33,7 +32,7 @@ def _names(raw: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostBenchConfig(GangConfig):
+class HostBenchConfig(GangBenchConfig):
     """The settings of one measurement."""
 
     geometry: str = option("qwen3-30b", geometry_name, "preset of the layer (qwen3-30b); small on CPUs")
@@ -42,8 +41,6 @@ class HostBenchConfig(GangConfig):
     )
     tokens: int = option(64, at_least(1), "of each rank (64)")
     profile: Path | None = option(None, output_file, "append what Python functions of rank 0 take", "FILE")
-    commit: str | None = option(None, str, "what to record outside a checkout", "HASH")
-    json: Path | None = option(None, output_file, "append one JSON line a row", "FILE")
 
 
 def measure(rank_env: RankEnv, config: HostBenchConfig) -> list[dict[str, Any]]:
@@ -53,7 +50,6 @@ def measure(rank_env: RankEnv, config: HostBenchConfig) -> list[dict[str, Any]]:
 
     from moe_ep.bench.geometries import preset
     from moe_ep.bench.layers import BenchLayers, make_weights
-    from moe_ep.bench.results import append_line, facts
     from moe_ep.bench.workload import Routing
     from moe_ep.distributed.passes import one_pass
 
@@ -87,9 +83,7 @@ def measure(rank_env: RankEnv, config: HostBenchConfig) -> list[dict[str, Any]]:
                 row["us"] = _time(chain, device)
                 if config.profile is not None:
                     _profile(chain, config.profile if rank_env.rank == 0 else None, backend)
-            rows.append(row | facts(seed=0, commit=config.commit))
-            if config.json is not None and rank_env.rank == 0:
-                append_line(config.json, rows[-1])
+            rows.append(config.keep(row, rank_env.rank))
     return rows
 
 

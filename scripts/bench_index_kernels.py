@@ -8,17 +8,15 @@ bytes. Times are of one call out of a chain in a CUDA graph. Every kernel is com
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from on_gpu import this_gpu
+from harness import Bench, this_gpu
 
 from moe_ep.bench.ceilings import measure_ceilings
-from moe_ep.bench.results import append_line, facts, markdown_table, table
+from moe_ep.bench.results import markdown_table, table
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size, sort_slots_by_expert
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum, mul_sum
@@ -113,26 +111,21 @@ def by_tokens(rows: list[dict[str, Any]], tokens: list[int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 128, 4096])
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what to record where this does not run from a git checkout")
     parser.add_argument("--markdown", action="store_true", help="a table with a column for each number of tokens")
-    parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
+    args = bench.parse()
     device = this_gpu()
-    about = facts(seed=args.seed, commit=args.commit)
     ceiling = measure_ceilings(device, torch.bfloat16).memory_bytes_per_s
 
     def time_us(call: Callable[[], object]) -> float:
         return timing_of(time_calls(lambda _: call(), device=device, chain=20)).median
 
     empty_us = time_us(lambda: _empty_kernel[(1,)]())
-    rows = []
     for T in args.tokens:
         for case in cases(T, args.experts, args.topk, args.hidden):
             case.call()
@@ -142,15 +135,13 @@ def main() -> None:
             us = time_us(case.call)
             row = {"kernel": case.name, "tokens": T, "us": us, "over_empty_us": us - empty_us, "bytes": case.num_bytes}
             row["share_of_copy"] = case.num_bytes / us * 1e6 / ceiling
-            rows.append(row | {"empty_us": empty_us, "copy_tb_per_s": ceiling / 1e12} | about)
-            if args.json is not None:
-                append_line(args.json, rows[-1])
+            bench.keep(row | {"empty_us": empty_us, "copy_tb_per_s": ceiling / 1e12})
     print(f"an empty kernel takes {empty_us:.2f} us, a large copy moves {ceiling / 1e12:.2f} TB/s")
     if args.markdown:
-        print(by_tokens(rows, args.tokens))
+        print(by_tokens(bench.rows, args.tokens))
         return
     columns = {"kernel": "kernel", "tokens": "T", "us": "us", "over_empty_us": "over empty", "share_of_copy": "of copy"}
-    print(table(rows, columns))
+    print(table(bench.rows, columns))
 
 
 if __name__ == "__main__":

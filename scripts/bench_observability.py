@@ -14,28 +14,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from on_gang import measure_on_gang
+from harness import GangBenchConfig, measure_on_gang
 
-from moe_ep.launch.cli.gang_options import GangConfig
-from moe_ep.launch.cli.options import at_least, geometry_name, option, output_file, whole_numbers
+from moe_ep.launch.cli.options import at_least, geometry_name, option, whole_numbers
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 _TURNS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObservabilityConfig(GangConfig):
+class ObservabilityConfig(GangBenchConfig):
     """The settings of one measurement."""
 
     geometry: str = option("deepseek-v3", geometry_name, "a preset (deepseek-v3)")
     tokens: tuple[int, ...] = option((1, 128), whole_numbers, "tokens of each rank (1,128)")
     chain: int = option(8, at_least(1), "layers of a step (8)")
     steps: int = option(64, at_least(1), "steps of a turn; one in 64 is sampled (64)")
-    commit: str | None = option(None, str, "what to record outside a checkout", "HASH")
-    json: Path | None = option(None, output_file, "append one JSON line a row", "FILE")
 
 
 def measure(rank_env: RankEnv, config: ObservabilityConfig) -> list[dict[str, Any]]:
@@ -45,7 +41,6 @@ def measure(rank_env: RankEnv, config: ObservabilityConfig) -> list[dict[str, An
 
     from moe_ep.bench.geometries import preset
     from moe_ep.bench.layers import BenchLayers, make_weights
-    from moe_ep.bench.results import facts
     from moe_ep.bench.workload import parse_routing
 
     device = torch.device(rank_env.device)
@@ -66,8 +61,9 @@ def measure(rank_env: RankEnv, config: ObservabilityConfig) -> list[dict[str, An
                     layers.call(index, batch)
 
             for way, times in _take_turns(step, device, config.steps, rank_env.rank).items():
-                rows.append({"geometry": geometry.name, "ep_size": size, "tokens": tokens, "way": way, **times})
-    return [row | facts(seed=0, commit=config.commit) for row in rows]
+                row = {"geometry": geometry.name, "ep_size": size, "tokens": tokens, "way": way, **times}
+                rows.append(config.keep(row, rank_env.rank))
+    return rows
 
 
 def _take_turns(step: Callable[[], None], device: Any, steps: int, rank: int) -> dict[str, dict[str, float]]:
@@ -124,13 +120,10 @@ def _turn(run: Callable[[], Any], tell: Callable[[], None] | None, device: Any, 
 
 
 def main() -> int:
-    config, results = measure_on_gang("bench_observability.py", __doc__ or "", ObservabilityConfig, measure)
+    _, results = measure_on_gang("bench_observability.py", __doc__ or "", ObservabilityConfig, measure)
     if results is not None:
-        from moe_ep.bench.results import append_line, table
+        from moe_ep.bench.results import table
 
-        for row in results[0]:
-            if config.json is not None:
-                append_line(config.json, row)
         columns = {"geometry": "geometry", "ep_size": "EP", "tokens": "T", "way": "way", "us": "us", "ratio": "ratio"}
         print(table(results[0], columns))
     return 0

@@ -8,14 +8,13 @@ weighted sum. floor = max(weights of the experts that have rows / 4.3 TB/s, FLOP
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from typing import Any
 
 import torch
-from on_gpu import this_gpu
+from harness import Bench, this_gpu
 
 from moe_ep.bench.geometries import preset
-from moe_ep.bench.results import append_line, facts, markdown_table
+from moe_ep.bench.results import markdown_table
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.layer.methods import relative_error
@@ -27,31 +26,19 @@ BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 4096])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what to record where this is no git checkout")
-    parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    about = facts(seed=options.seed, commit=options.commit)
-    rows = []
+    options = bench.parse()
     for geometry, num_experts in LAYERS:
         for row in measure(geometry, num_experts, options.tokens):
-            rows.append(row)
-            if options.json is not None:
-                append_line(options.json, row | about)
-    columns = {
-        "layer": "layer",
-        "tokens": "tokens",
-        "grouped_us": "us",
-        "floor_us": "floor us",
-        "of_floor": "floor/time",
-    }
-    print(markdown_table(rows, columns | {"eager_us": "eager us", "reference_us": "reference us", "error": "error"}))
+            bench.keep(row)
+    columns = {"layer": "layer", "tokens": "tokens", "grouped_us": "us", "floor_us": "floor us"}
+    columns |= {"of_floor": "floor/time", "eager_us": "eager us", "reference_us": "reference us", "error": "error"}
+    print(markdown_table(bench.rows, columns))
 
 
-def measure(geometry: str, num_experts: int, tokens: list[int]) -> list[dict[str, object]]:
+def measure(geometry: str, num_experts: int, tokens: list[int]) -> list[dict[str, Any]]:
     """A row for each number of tokens; the reference, which waits for the host, is timed eagerly."""
     sizes, device = preset(geometry), this_gpu()
     K, N, top_k = sizes.hidden_size, sizes.intermediate_size, sizes.top_k
@@ -88,17 +75,8 @@ def measure(geometry: str, num_experts: int, tokens: list[int]) -> list[dict[str
         row = {name: timing_of(measured).median for name, measured in times.items()}
         active, flops = int(ids.unique().numel()), T * top_k * 6 * K * N
         floor = max(active * 6 * K * N / BYTES_PER_S, flops / FLOPS_PER_S) * 1e6
-        layer = f"{geometry}, {num_experts} experts"
-        rows.append(
-            {
-                "layer": layer,
-                "tokens": T,
-                **row,
-                "floor_us": floor,
-                "of_floor": floor / row["grouped_us"],
-                "error": error,
-            }
-        )
+        about = {"layer": f"{geometry}, {num_experts} experts", "tokens": T}
+        rows.append(about | row | {"floor_us": floor, "of_floor": floor / row["grouped_us"], "error": error})
     return rows
 
 

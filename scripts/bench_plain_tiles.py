@@ -10,19 +10,17 @@ taken.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from bench_plain_experts import BYTES_PER_S, FLOPS_PER_S, LAYERS
-from on_gpu import this_gpu
+from harness import Bench, this_gpu
 
 from moe_ep.activation import MoEActivation
 from moe_ep.bench.geometries import preset
-from moe_ep.bench.results import append_line, facts, markdown_table
+from moe_ep.bench.results import markdown_table
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.kernels.align import moe_align_block_size
 from moe_ep.kernels.grouped.products import (
@@ -54,23 +52,16 @@ CHAIN = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256, 512, 1024])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what to record where this is no git checkout")
-    parser.add_argument("--json", type=Path, help="append one JSON line a tile to this file")
-    options = parser.parse_args()
+    options = bench.parse()
     device = this_gpu()
-    torch.manual_seed(options.seed)
-    about = facts(seed=options.seed, commit=options.commit)
     lines = []
     for geometry, num_experts in LAYERS:
         layer = Layer(geometry, num_experts, device)
         for T in options.tokens:
-            rows = list(layer.measure(T))
-            for row in rows if options.json is not None else ():
-                append_line(options.json, row | about)
-            lines.append(summary(rows))
+            lines.append(summary([bench.keep(row) for row in layer.measure(T)]))
     print(markdown_table(lines, dict(zip(lines[0], lines[0], strict=True))))
 
 

@@ -7,13 +7,10 @@ DeepSeek-V3's w13 of eight experts, every number type; wanted: 100 GB/s.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
-from on_gpu import this_gpu
+from harness import Bench, this_gpu
 
-from moe_ep.bench.results import append_line, facts, markdown_table
+from moe_ep.bench.results import markdown_table
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.kernels.marlin.repack import pack_marlin, unpack_marlin
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
@@ -22,15 +19,9 @@ EXPERTS, ROWS, COLUMNS = 8, 4096, 7168
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what to record where this is no git checkout")
-    parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
+    bench = Bench(__doc__)
+    bench.parse()
     device = this_gpu()
-    about = facts(seed=options.seed, commit=options.commit)
-    rows = []
     for type_id, kind in WEIGHT_TYPES.items():
         group = kind.group_sizes[-1]
         size = (EXPERTS, ROWS, COLUMNS)
@@ -50,11 +41,9 @@ def main() -> None:
         ):
             us = timing_of(time_calls(call, device=device, chain=1, repeats=5, graph=False)).median
             row[f"{name}_ms"], row[f"{name}_gb_per_s"] = us / 1e3, codes.nbytes / us / 1e3
-        rows.append(row)
-        if options.json is not None:
-            append_line(options.json, row | about)
+        bench.keep(row)
     columns = {"type": "number type", "group": "group", "pack_ms": "pack, ms", "pack_gb_per_s": "GB/s"}
-    print(markdown_table(rows, columns | {"unpack_ms": "unpack, ms", "unpack_gb_per_s": "unpack, GB/s"}))
+    print(markdown_table(bench.rows, columns | {"unpack_ms": "unpack, ms", "unpack_gb_per_s": "unpack, GB/s"}))
 
 
 if __name__ == "__main__":

@@ -8,23 +8,21 @@ third pass over the same prompts, and the median of decoding steps in a CUDA gra
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import transformers
-from on_gpu import this_gpu
+from harness import Bench, this_gpu
 
 import moe_ep
-from moe_ep.bench.results import append_line, facts, table
+from moe_ep.bench.results import table
 from moe_ep.generation.decoder import WARM_UP_PASSES, SlotDecoder
 
 SMALL = {"moe_intermediate_size": 128, "vocab_size": 1024, "num_experts_per_tok": 4}
@@ -101,15 +99,13 @@ def _ms(run: Any) -> float:
 
 def main() -> int:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("--layers", type=int, default=4, help="of each model (4)")
     parser.add_argument("--steps", type=int, default=20, help="decoding steps that are measured (20)")
-    parser.add_argument("--commit", help="what to record outside a checkout")
-    parser.add_argument("--json", type=Path, help="append one JSON line a row")
-    args = parser.parse_args()
+    args = bench.parse()
     this_gpu()
     models = {name: make_model(name, args.layers) for name in MODELS}
-    rows = []
     with torch.inference_mode():
         for name, lengths, room in CASES:
             for masks in (True, False):
@@ -121,11 +117,9 @@ def main() -> int:
                 except torch.OutOfMemoryError:
                     row["gib"] = "out of memory"
                 torch.cuda.empty_cache()
-                rows.append(row | facts(seed=0, commit=args.commit))
-                if args.json is not None:
-                    append_line(args.json, rows[-1])
+                bench.keep(row)
     columns = {"model": "model", "prompts": "prompts", "longest": "longest", "room": "room", "masks": "masks"}
-    print(table(rows, columns | {"read_ms": "read ms", "gib": "GiB", "step_ms": "step ms"}))
+    print(table(bench.rows, columns | {"read_ms": "read ms", "gib": "GiB", "step_ms": "step ms"}))
     return 0
 
 

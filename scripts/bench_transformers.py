@@ -30,11 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from on_gpu import this_gpu, use_gpu_of_rank
+from harness import Bench, this_gpu, use_gpu_of_rank
 
 import moe_ep
 from moe_ep.bench.geometries import preset
-from moe_ep.bench.results import append_line, facts, markdown_table, read_lines
+from moe_ep.bench.results import markdown_table, read_lines
 from moe_ep.bench.timing import slowest_rank, time_calls, timing_of
 from moe_ep.generation.engine import Generation, Request
 from moe_ep.layer.methods import relative_error
@@ -203,7 +203,8 @@ def meet() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("what", choices=("blocks", "generate"), nargs="?", default="blocks", help="to measure (blocks)")
     parser.add_argument(
         "--experts", nargs="+", choices=[*OWN, *QUANTIZED], help="implementations (those that are quick)"
@@ -215,11 +216,8 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="generate: of each prompt (128)")
     parser.add_argument("--new-tokens", type=int, default=64, help="generate: of each continuation (64)")
     parser.add_argument("--compiled", action="store_true", help="generate: in static caches, compiled by transformers")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what to record where this is no git checkout")
-    parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
     parser.add_argument("--markdown", type=Path, metavar="JSONL", help="print the tables of recorded lines and end")
-    options = parser.parse_args()
+    options = bench.parse()
     # A loop over experts takes a second a token, and to read prompts by copies more memory than there is.
     options.experts = options.experts or [*(OWN if options.what == "blocks" else ("grouped_mm",)), *QUANTIZED]
     if options.markdown is not None:
@@ -231,16 +229,14 @@ def main() -> int:
         use_gpu_of_rank()
         dist.init_process_group("cpu:gloo,cuda:nccl")
     this_gpu()
-    about = {"benchmark": f"transformers {options.what}"} | facts(seed=options.seed, commit=options.commit)
-    about["transformers"] = transformers.__version__
-    rows, is_first = [], not dist.is_initialized() or dist.get_rank() == 0
+    bench.about |= {"benchmark": f"transformers {options.what}", "transformers": transformers.__version__}
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
     with torch.inference_mode():
         for row in (bench_blocks if options.what == "blocks" else bench_generate)(options):
-            rows.append(row | about)
-            if options.json is not None and is_first:
-                append_line(options.json, rows[-1])
+            if is_first:
+                bench.keep(row)
     if is_first:
-        print(tables(rows))
+        print(tables([row | bench.about for row in bench.rows]))
     if dist.is_initialized():
         meet()
         dist.destroy_process_group()

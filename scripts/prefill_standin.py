@@ -22,7 +22,7 @@ os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
 
 import torch
 import torch.distributed as dist
-from on_gpu import use_gpu_of_rank
+from harness import use_gpu_of_rank
 
 from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena
 from moe_ep.dispatch.nvshmem.high_throughput import Layout, common_type, kernel_source, params_type, senders_of

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from on_gpu import use_gpu_of_rank
+from harness import use_gpu_of_rank
 from tqdm import tqdm
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig

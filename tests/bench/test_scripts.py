@@ -14,8 +14,7 @@ import bench_dispatch
 import gemm_peers
 import gemm_tables
 from gemm_cases import OF_PEERS, WEIGHTS
-from on_gang import measure_on_gang
-from on_gpu import this_gpu, use_gpu_of_rank
+from harness import measure_on_gang, this_gpu, use_gpu_of_rank
 
 from moe_ep.launch.cli.gang_options import GangConfig
 
