@@ -12,7 +12,7 @@ import torch
 
 from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, Config, MissingKey, number, one_known, positive, unexpected
 from moe_ep.checkpoint.families import routing, rules
-from moe_ep.checkpoint.families.configs import part_of
+from moe_ep.checkpoint.families.configs import part_of, with_class_defaults
 from moe_ep.checkpoint.families.models import FAMILIES
 from moe_ep.checkpoint.reader import CheckpointReader
 from moe_ep.checkpoint.spec import OTHER_BLOCKS, PROJECTIONS, MoEModelSpec
@@ -115,7 +115,7 @@ def _known_part(config: Config) -> tuple[str, Config]:
             if isinstance(part, Mapping) and part.get("model_type") in list(FAMILIES):
                 return str(part["model_type"]), part_of(config, key)
     one_known("model_type", whole, dict.fromkeys(sorted(FAMILIES)))
-    return str(whole), config
+    return str(whole), with_class_defaults(config)
 
 
 def _as_on_disk(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:

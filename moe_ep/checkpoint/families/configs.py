@@ -115,13 +115,60 @@ def lfm_config(config: Config) -> Config:
     return config | {"rms_norm_eps": config.get("norm_eps"), "hidden_act": "silu"}
 
 
+def _class_defaults() -> dict[str, Config]:
+    shared, groups = {"n_shared_experts": 1}, {"n_group": 1, "topk_group": 1}
+    deepseek_v3 = {**shared, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
+    one_dense, gated = {"first_k_dense_replace": 1}, {"shared_expert_intermediate_size": 512}
+    other_shared = {"num_shared_experts": 1}
+    by_types: dict[str, Config] = {
+        "qwen2_moe": {"shared_expert_intermediate_size": 5632},
+        "qwen3_next qwen3_5_moe_text qwen4_exp_text laguna": gated,
+        "flint": {"shared_expert_intermediate_size": 1024},
+        "aria_text ernie4_5_moe": {"moe_num_shared_experts": 2},
+        "gpt_oss minimax_m3_vl_text": {"swiglu_limit": 7.0},
+        "afmoe": {"num_shared_experts": 2, "num_dense_layers": 1},
+        "lfm2_moe": {"num_dense_layers": 2},
+        "deepseek_v2 deepseek_ocr2_text": {"n_shared_experts": 2},
+        "unlimited_ocr_text": {"n_shared_experts": 2, **groups, **one_dense},
+        "step3p5": {"share_expert_dim": 1280},
+        "axk2": {"norm_topk_prob": True},
+        "deepseek_v3 deepseek_v32": deepseek_v3,
+        "glm4_moe glm4v_moe_text": {**shared, **groups, **one_dense},
+        "glm_moe_dsa": {**shared, **groups, "first_k_dense_replace": 3},
+        "solar_open glm4_moe_lite hy_v4 mistral4 dots3_note_text": {**shared, **groups},
+        "glm5_next_text": {**shared, **groups, "swiglu_limit": 10.0},
+        "granitemoehybrid": {"shared_intermediate_size": 1024},
+        "nemotron_h": {"moe_shared_expert_intermediate_size": 7688, **groups},
+        "mimo_v2_flash": groups,
+        "mistral_large4_text": {**shared, **groups, **one_dense},
+        "exaone_moe": {**other_shared, **groups, **one_dense},
+        "kimi_linear": {**other_shared, "num_expert_group": 1, "topk_group": 1},
+        "hy_v3": {**other_shared, "router_scaling_factor": 2.826},
+        "bailing_hybrid": {**other_shared, "num_expert_group": 8, "topk_group": 4},
+        "beam": {"n_group": 8, "topk_group": 4},
+        "axk1": {**shared, "n_group": 8, "topk_group": 4},
+        "deepseek_v4": shared,
+        "longcat_flash": {"zero_expert_num": 256},
+    }
+    return {model_type: values for types, values in by_types.items() for model_type in types.split()}
+
+
+# What transformers' configuration classes mean by a key that a config leaves out, where other families mean nothing by
+# it. A key that is there with null keeps that. Of keys that every model of a family has, the class itself is asked.
+CLASS_DEFAULTS = _class_defaults()
+
+
+def with_class_defaults(config: Config) -> Config:
+    return CLASS_DEFAULTS.get(str(config.get("model_type")), {}) | config
+
+
 def part_of(config: Config, key: str) -> Config:
     """One part of a config, with the dtype of the whole if it has none."""
     part = required(config, key)
     if not isinstance(part, dict):
         raise unexpected(key, "an object", part)
     dtypes = (each.get(key) for each in (part, config) for key in ("dtype", "torch_dtype"))
-    return part | {"dtype": next(filter(None, dtypes), None)}
+    return with_class_defaults(part) | {"dtype": next(filter(None, dtypes), None)}
 
 
 def text_part(config: Config) -> Config:

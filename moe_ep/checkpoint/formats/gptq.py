@@ -127,15 +127,9 @@ class GPTQConfig(QuantizationConfig):
             "qweight": TensorLayout(int32, (in_features // pack, out_features), out_dim=1, in_dim=0),
             "qzeros": TensorLayout(int32, (groups, out_features // pack), role=Role.GROUPS, out_dim=1, in_dim=0),
             "scales": TensorLayout(FLOATS, (groups, out_features), role=Role.GROUPS, out_dim=1, in_dim=0),
-            # Some writers omit a trivial g_idx.
-            "g_idx": TensorLayout(
-                int32,
-                (in_features,),
-                None if self.desc_act else in_order,
-                Role.INDEX,
-                in_dim=0,
-                in_order=in_order,
-            ),
+            # Left out where it says nothing, or of an expert that calibration never reached: AutoGPTQ and GPTQModel
+            # begin with columns in order and keep that, whatever desc_act says.
+            "g_idx": TensorLayout(int32, (in_features,), in_order, Role.INDEX, in_dim=0, in_order=in_order),
             "bias": bias_layout(out_features),
         }
 
