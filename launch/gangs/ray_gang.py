@@ -476,7 +476,9 @@ def connect(
         address = _found(address)
         _check_listening(address, min(_ANSWER_LIMIT_S, waiting.limit_of(timeout_s)))
         try:
-            with _own_sigterm_handler(), interrupts.ending_within(_JOIN_LIMIT_S):
+            # Ray waits up to a minute for a node of this machine, and hears nothing.
+            limited = interrupts.ending_after(waiting.limit_of(timeout_s), f"joining the Ray cluster at {address}")
+            with _own_sigterm_handler(), interrupts.ending_within(_JOIN_LIMIT_S), limited:
                 ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise GangError(f"no Ray cluster answers at {address}: {first_line(error)}") from None

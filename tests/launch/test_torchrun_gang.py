@@ -44,6 +44,14 @@ def test_the_first_failure_is_named(how: str, cause: str, tmp_path: Path) -> Non
     assert jobs.all_end(jobs.pids_in(tmp_path, 2))
 
 
+def test_a_worker_that_was_stopped_ends_soon_after_the_deadline(tmp_path: Path) -> None:
+    limit_s = 3
+    with pytest.raises(GangError):
+        TorchrunGang(2, timeout_s=limit_s).run(jobs.fail, 1, "SIGSTOP", str(tmp_path))
+    assert time.time() - (tmp_path / "failing").stat().st_mtime < limit_s + 7
+    assert jobs.all_end(jobs.pids_in(tmp_path, 2), limit_s=1)
+
+
 def test_too_few_gpus_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gang, "num_local_gpus", lambda: 0)
     with pytest.raises(GangError, match=r"asks for 2 GPUs \(one a worker\) and there are 0 on this machine"):

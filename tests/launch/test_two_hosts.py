@@ -83,11 +83,15 @@ def test_ray(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     alpha, beta = hosts
     out, environment = tmp_path / "run.jsonl", {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     start = ["-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--num-cpus=1"]
+    command = ["-m", "moe_ep.launch", *RUN, "--address", "alpha:6379", "--ep-size", "2", "--json", str(out)]
     roles = {alpha: ["--head", "--port=6379", "--include-dashboard=false"], beta: ["--address=alpha:6379"]}
     for host, role in roles.items():
+        if host is beta:  # where no node of the cluster is yet, Ray waits for one
+            early = beta.start(*command, environment={**environment, "MOE_EP_DISPATCH_TIMEOUT_S": "4"})
+            error = early.communicate(timeout=40)[1]
+            assert early.returncode == 1 and "alpha:6379" in error, error
         node = host.start(*start, *role, f"--node-ip-address={host.address}", environment=environment)
         assert node.wait(timeout=240) == 0, node.communicate()
-    command = ["-m", "moe_ep.launch", *RUN, "--address", "alpha:6379", "--ep-size", "2", "--json", str(out)]
     driver = alpha.start(*command, environment=environment)
     output = driver.communicate(timeout=240)
     assert driver.returncode == 0, output
