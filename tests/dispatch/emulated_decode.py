@@ -16,12 +16,16 @@ from tests.dispatch.emulated_gpu import Session, compile_kernels
 
 HIDDEN, TOPK, CAPACITY = 128, 4, 5
 GROUP_THREADS = 64
+# Packets of 8-bit rows are put together by so many.
+QUANTIZING_THREADS = 256
 
 
-def compile_decode(folder: Path, num_ranks: int) -> ctypes.CDLL:
+def compile_decode(folder: Path, num_ranks: int, code_dtype: torch.dtype | None = None) -> ctypes.CDLL:
     """Both kernels, with packets and flags."""
-    defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": 0, "INT8": 0}
-    return compile_kernels(folder, dict.fromkeys(KERNELS, GROUP_THREADS), **defines)
+    defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": int(code_dtype is not None)}
+    defines["INT8"] = int(code_dtype == torch.int8)
+    threads = GROUP_THREADS if code_dtype is None else QUANTIZING_THREADS
+    return compile_kernels(folder, dict.fromkeys(KERNELS, threads), **defines)
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Batch:
     row_ids: torch.Tensor
     results: torch.Tensor
     positions: torch.Tensor
+    dequantized: torch.Tensor
 
     @property
     def global_ids(self) -> list[int]:
@@ -57,17 +62,26 @@ class Decode(Session):
     Args:
         timeout_ns: of a wait, by the emulated clock; 0 for none.
         blocks: of each kernel, all at a time; None draws them, and how many of them run at a time.
+        code_dtype: of rows on the wire.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, num_ranks: int, seed: int, timeout_ns: int = 0, blocks: int | None = None
+        self,
+        library: ctypes.CDLL,
+        num_ranks: int,
+        seed: int,
+        timeout_ns: int = 0,
+        blocks: int | None = None,
+        code_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(library, num_ranks, seed, blocks)
         self.timeout_ns, self._blocks = timeout_ns, blocks
         self.layout = BatchLayout(
-            num_ranks=num_ranks, capacity=CAPACITY, hidden_size=HIDDEN, topk=TOPK, code_dtype=None, device_api=False
+            num_ranks=num_ranks, capacity=CAPACITY, hidden_size=HIDDEN, topk=TOPK, code_dtype=code_dtype
         )
         self.row_packet_tokens = self.random.choice([0, 1, self.layout.row_packet_tokens])
+        if self.layout.is_quantized:  # whose rows are packets whatever their number
+            self.row_packet_tokens = self.layout.row_packet_tokens
         # Batches are counted anew behind 2^32, and old flags written again behind each 2^20.
         first = self.random.choice([1, (1 << 20) - 1, -2])
         words = self.layout.batch_bytes // 4
@@ -102,6 +116,7 @@ class Decode(Session):
             routing=self.random.choice(["random", "random", "masked", "any", "one_rank"]),
             placement=self.random.choice(["linear", "round_robin"]),
             capacity=CAPACITY,
+            code_dtype=self.layout.code_dtype,
             seed=self.random.randrange(1000),
         )
 
@@ -127,16 +142,20 @@ class Decode(Session):
             row_ids=torch.zeros(num_local, most, dtype=torch.int32),
             results=torch.full((num_local, most, HIDDEN), float("nan"), dtype=torch.bfloat16),
             positions=torch.zeros(most, TOPK, dtype=torch.int32),
+            dequantized=torch.full((most, HIDDEN), float("nan"), dtype=torch.bfloat16),
         )
 
     def _queue_dispatch(self, batch: Batch) -> None:
         rows, _, weights = batch.setting.inputs[batch.setting.rank]
+        out = None if batch.by_reference else batch.results
+        if batch.by_reference and self.layout.is_quantized:
+            out = batch.dequantized
         params = low_latency.dispatch_type(self.num_ranks)(
             common=self._common(batch),
             rows=rows.data_ptr(),
             weights=weights.data_ptr(),
             locals=batch.locals.data_ptr(),
-            out=None if batch.by_reference else batch.results.data_ptr(),
+            out=None if out is None else out.data_ptr(),
             expert_num_tokens=batch.counts.data_ptr(),
             expert_row_ids=batch.row_ids.data_ptr() if batch.by_reference else None,
             positions=batch.positions.data_ptr(),
@@ -160,6 +179,7 @@ class Decode(Session):
     def _run_experts(self, batch: Batch) -> bool:
         first = self.layout.offsets["rows"]
         rows = self.memory[batch.setting.rank, first : first + self.layout.sizes["rows"]].view(torch.bfloat16)
+        rows = batch.dequantized if self.layout.is_quantized else rows
         for local, expert_id in enumerate(batch.global_ids):
             count = int(batch.counts[local])
             ids = batch.row_ids[local, :count].long()

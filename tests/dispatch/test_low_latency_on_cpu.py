@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.dispatch.emulated_decode import Decode, compile_decode
 from tests.dispatch.emulated_gpu import COMPILER
@@ -27,6 +29,18 @@ def test_steps_with_random_pauses(library: ctypes.CDLL, by_reference: bool) -> N
         assert session.run(), f"seed {seed} does not end"
         assert all(batch.is_right for batch in session.batches), f"seed {seed}"
         assert not session.record.any()
+
+
+def test_rows_of_8_bits(tmp_path: Path) -> None:
+    library = compile_decode(tmp_path, 2, torch.int8)
+    for seed in range(2):
+        for by_reference in (True, False):
+            session = Decode(library, 2, seed, code_dtype=torch.int8)
+            for _ in range(3):
+                session.queue_step(session.draw_case(), by_reference)
+            assert session.run(), f"seed {seed} does not end"
+            assert all(batch.is_right for batch in session.batches), f"seed {seed}"
+            assert not session.record.any()
 
 
 @pytest.mark.parametrize("by_reference", [True, False], ids=["by_reference", "expanded"])

@@ -226,6 +226,14 @@ template <typename T>
 T __ldg(const T* at) {
   return *at;
 }
+template <typename T>
+T __ldcv(const T* at) {
+  return emulated::load(at);
+}
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 template <typename T, typename Change>
 T atomically(T* at, const Change& change) {
   emulated::yield();
