@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         make_experts,
         make_prepare_finalize,
     )
+    from moe_ep.rollouts.logprobs import token_logprobs
     from moe_ep.rollouts.recording import recording
     from moe_ep.rollouts.replay import replaying
     from moe_ep.rollouts.routing_file import read_routed_experts
@@ -72,6 +73,7 @@ _MODULES = {
         "layer.stack": "MoEStack",
         "modular_kernel": "ExpertTokensMetadata FusedMoEActivationFormat FusedMoEModularKernel "
         "FusedMoEPermuteExpertsUnpermute FusedMoEPrepareAndFinalize make_experts make_prepare_finalize",
+        "rollouts.logprobs": "token_logprobs",
         "rollouts.recording": "recording",
         "rollouts.replay": "replaying",
         "rollouts.routing_file": "read_routed_experts",
@@ -112,6 +114,7 @@ __all__ = [
     "select_experts",
     "serve",
     "serving",
+    "token_logprobs",
     "update_weights",
 ]
 

@@ -29,15 +29,18 @@ class FusedModules:
 
     Fused forms are found by trying: a norm, a router or a rotary embedding is replaced if one of the known forms gives
     the result of the model's own code on an example.
+
+    Args:
+        routers: whether routers are replaced too.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, routers: bool = True) -> None:
         known: dict[type, int | None] = {}
         self._forwards: list[tuple[Any, Forward]] = []
         module: Any
         for module in model.modules():
             forms = _forms(module)
-            if not forms:
+            if not forms or not (routers or _is_norm(module)):
                 continue
             kind = type(module)
             if kind not in known:
@@ -64,7 +67,7 @@ def _forms(module: Any) -> list[Forward]:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.is_meta or "forward" in vars(module):
         return []
-    if name.endswith("RMSNorm") and weight.dim() == 1:
+    if _is_norm(module) and weight.dim() == 1:
         # Some store their weights less one, and add it in f32.
         return [partial(_norm, module, weight), partial(_norm, module, 1 + weight.detach().float())]
     if name.lower().endswith("router") and weight.dim() == 2 and isinstance(getattr(module, "top_k", None), int):
@@ -73,8 +76,14 @@ def _forms(module: Any) -> list[Forward]:
     return []
 
 
+def _is_norm(module: Any) -> bool:
+    return type(module).__name__.endswith("RMSNorm")
+
+
 def _norm(module: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """RMS norm: x over the root of its mean square, times weights."""
+    if weight is not module.weight and torch.is_grad_enabled():
+        weight = 1 + module.weight.float()
     epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     dtype = torch.promote_types(x.dtype, weight.dtype)
     return rms_norm(x.to(dtype), weight.shape, weight.to(dtype), epsilon).to(x.dtype)

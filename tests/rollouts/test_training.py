@@ -1,0 +1,76 @@
+"""The example of a training loop, and the log-probabilities that a trainer computes for it."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import moe_ep
+from moe_ep.errors import ConfigError
+from moe_ep.generation.engine import Generation, Request
+from moe_ep.generation.sampling import Sampling
+from tests.hf.hf_models import SIZES, make_model
+from tests.ranks import ranks
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
+# f32, in another order of the sums.
+CLOSE = 1e-5
+
+
+def trained(rank: int, world_size: int, batch_invariant: bool) -> list[tuple[float, float]]:
+    """Reward and difference of each step of the example."""
+    example = runpy.run_path(str(EXAMPLE))
+    settings = example["Settings"](steps=6, learning_rate=1e-2, batch_invariant=batch_invariant)
+    return [(report.reward, report.difference) for report in example["train"](settings)]
+
+
+@pytest.mark.parametrize(("num_ranks", "batch_invariant"), [(1, True), (2, True), (1, False)])
+def test_the_reward_rises_and_the_trainer_agrees_with_the_engine(num_ranks: int, batch_invariant: bool) -> None:
+    first, *others = ranks(num_ranks).run(trained, batch_invariant)
+    assert all(other == first for other in others)
+    rewards, differences = zip(*first, strict=True)
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.08
+    assert max(differences) <= (0 if batch_invariant else CLOSE)
+    assert len(EXAMPLE.read_text().splitlines()) < 200
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Olmoe", "DeepseekV3"])
+def test_log_probabilities_of_a_batch_invariant_generation_bit_for_bit(family: str) -> None:
+    trainer = make_model(family)
+    engine = moe_ep.parallelize(copy.deepcopy(trainer), batch_invariant=True)
+    generator = torch.Generator().manual_seed(0)
+    requests = [Request(i, torch.randint(1, SIZES["vocab_size"], (3 + i,), generator=generator)) for i in range(4)]
+    settings: dict[str, Any] = {"max_new_tokens": 6, "num_slots": 3, "stop_ids": [], "logprobs": 0, "records": "ids"}
+    done = Generation(engine, requests, **settings, sampling=Sampling(temperature=1.0)).run()
+    texts = [torch.cat([requests[each.index].token_ids, torch.tensor(each.token_ids)]) for each in done]
+    routing = [each.routing.ids for each in done]
+    for each, found, close in zip(
+        done,
+        moe_ep.token_logprobs(trainer, texts, routing, batch_invariant=True),
+        moe_ep.token_logprobs(trainer, texts, routing),
+        strict=True,
+    ):
+        generated = torch.tensor([token.chosen for token in each.logprobs])
+        assert torch.equal(found[-6:], generated)
+        torch.testing.assert_close(close[-6:], generated, rtol=CLOSE, atol=CLOSE)
+
+
+def test_texts_and_routing_that_do_not_fit_are_refused() -> None:
+    model, text = make_model("Qwen3Moe"), torch.tensor([3, 4, 5])
+    ids = torch.zeros(2, 2, 2, dtype=torch.int16)
+    for texts, routing, named in (
+        ([text[:1]], None, r"texts\[0\]"),
+        ([text], [ids[:1]], "routing"),
+        ([text], [], "routing"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            moe_ep.token_logprobs(model, texts, routing)
+    with pytest.raises(ConfigError, match="Qwen3Next"):
+        moe_ep.token_logprobs(make_model("Qwen3Next"), [text], batch_invariant=True)
