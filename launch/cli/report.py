@@ -178,9 +178,13 @@ class RunReport:
         self.config, self.command = config, command
         self.ranks: list[RankReport] = []
         self.is_complete = False
+        self.recoveries: list[dict[str, Any]] = []
+        self._last_step = -1
         self._load, self._phases = _Load(), dict[str, _Load]()
         self._stage_ms = {stage: Times() for stage in STAGES}
+        # Of the present ranks, and of so many steps.
         self._layer_loads: list[list[int]] = []
+        self._num_loads = 0
         self._lines: IO[str] | None = None
 
     @property
@@ -209,19 +213,28 @@ class RunReport:
     def take(self, item: list[dict[str, Any]] | StepReport) -> None:
         """What rank 0 hands over: the accounts of all ranks before the first step, and then each step."""
         if isinstance(item, StepReport):
+            self._last_step = item.step
             self._add(item)
         else:
             self.ranks = [RankReport(**rank) for rank in item]
 
+    def take_once(self, item: list[dict[str, Any]] | StepReport) -> None:
+        """The same where all ranks hand over every step, as those do that come and go."""
+        if not isinstance(item, StepReport) or item.step > self._last_step:
+            self.take(item)
+
     def complete(self, ranks: Sequence[RankReport]) -> None:
         """The run is over; the ranks' accounts as they are at the end."""
         self.ranks, self.is_complete = list(ranks), True
+        if self._layer_loads and len(self._layer_loads[0]) != len(self.ranks):  # lost after the last step
+            self._layer_loads, self._num_loads = [[0] * len(self.ranks) for _ in self._layer_loads], 1
 
     def _add(self, step: StepReport) -> None:
         self._load.add(step)
         self._phases.setdefault(step.phase, _Load()).add(step)
-        if not self._layer_loads:
-            self._layer_loads = [[0] * len(layer) for layer in step.loads]
+        if not self._layer_loads or len(self._layer_loads[0]) != len(step.loads[0]):  # other ranks
+            self._layer_loads, self._num_loads = [[0] * len(layer) for layer in step.loads], 0
+        self._num_loads += 1
         for sums, layer in zip(self._layer_loads, step.loads, strict=True):
             sums[:] = [a + b for a, b in zip(sums, layer, strict=True)]
         for position, layer_ms in enumerate(zip(*step.stage_ms, strict=True)):
@@ -250,7 +263,7 @@ class RunReport:
 
     def mean_loads(self) -> list[list[float]]:
         """Expert assignments that land on each rank in a step, `[L][R]`."""
-        return [[load / self.num_steps for load in layer] for layer in self._layer_loads]
+        return [[load / self._num_loads for load in layer] for layer in self._layer_loads]
 
     def summary(self) -> dict[str, Any]:
         """The last JSON line."""
@@ -314,6 +327,7 @@ class RunReport:
             "versions": first.versions,
             "commit": checkout_commit(),
             "command": self.command,
+            "recoveries": self.recoveries,
         }
 
     def json_lines(self) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.files import parse_json
-from moe_ep.launch.cli.gang_options import ModelConfig
+from moe_ep.launch.cli.gang_options import ElasticOptions
 from moe_ep.launch.cli.options import (
     OptionError,
     at_least,
@@ -142,7 +142,7 @@ def _token_counts(raw: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(ModelConfig, EplbOptions):
+class RunConfig(ElasticOptions, EplbOptions):
     """The settings of one run; the flags of `moe-ep run` are these fields."""
 
     tokens_per_rank: tuple[int, ...] = option(
@@ -170,6 +170,12 @@ class RunConfig(ModelConfig, EplbOptions):
     json: Path | None = option(
         None, output_file, f"write JSON lines: one for each layer and step, and a summary{ADDS_LINES}", "FILE"
     )
+
+    def check_elastic(self) -> None:
+        super().check_elastic()
+        for name in ("eplb", "record_routing"):
+            if self.elastic and getattr(self, name):
+                raise OptionError(f"{flag(name)} is given with --elastic, which does not take it; leave one out")
 
     def num_tokens(self, rank: int) -> int:
         """Tokens of one rank in a step."""

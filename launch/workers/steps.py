@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from moe_ep.distributed.exchange import gather_tensors
 from moe_ep.distributed.passes import one_pass
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import ConfigError
@@ -18,6 +18,7 @@ from moe_ep.launch.cli.report import STAGES, RankReport, StepReport
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.balancing import Balancing
 from moe_ep.launch.workers.inputs import RoutingSource, TokenSource
+from moe_ep.layer import FusedMoE
 from moe_ep.layer.stack import MoEStack
 from moe_ep.observability import stages
 
@@ -147,11 +148,10 @@ class MeasuredSteps:
             raise ConfigError(
                 f"--graphs was given and {why}; leave it out, or choose another --backend or --tokens-per-rank"
             )
-        possible = torch.tensor([why is None], dtype=torch.int32)
-        dist.all_reduce(possible, dist.ReduceOp.MIN)
+        possible = all(gather_tensors(torch.tensor([why is None])))
         if possible:
             self._captured = CapturedPass(self._stack, x, logits)
-        self._report.graphs = bool(possible)
+        self._report.graphs = possible
         if not possible:
             self._report.why_eager = why or "another rank cannot be captured"
 
@@ -180,9 +180,10 @@ class MeasuredSteps:
                 kept = [(step, layer, ids.numpy().astype(np.int32)) for layer, ids in enumerate(choices)]
                 self._report.choices += kept
             if counts is None:
-                counts = torch.stack([self._load_per_rank(ids) for ids in choices])
-        loads = counts.cpu()
-        dist.all_reduce(loads)
+                layers = [block.moe for block in self._stack.layers()]
+                counts = torch.stack([self._load_per_rank(*each) for each in zip(layers, choices, strict=True)])
+                self.forget_load()
+        loads = torch.stack(gather_tensors(counts.cpu())).sum(dim=0)
         times = _of_all_ranks(step_ms, stage_ms)
         self._on_step(
             StepReport(
@@ -202,8 +203,17 @@ class MeasuredSteps:
             for position, (block, hidden_states) in enumerate(zip(self._stack.layers(), inputs, strict=True))
         ]
 
-    def _load_per_rank(self, ids: torch.Tensor) -> torch.Tensor:
-        """Assignments to the experts of each rank where those lie in order, int64 `[R]`."""
+    def forget_load(self) -> None:
+        """Forgets what was counted of a pass that is not measured, or did not end."""
+        for block in self._stack.layers():
+            if block.moe.eplb_state is not None:
+                block.moe.eplb_state.expert_load_view.zero_()
+
+    def _load_per_rank(self, moe: FusedMoE, ids: torch.Tensor) -> torch.Tensor:
+        """Assignments to the experts of each rank, int64 `[R]`: where those lie in order, or as the layer counted."""
+        if moe.eplb_state is not None:
+            loads = moe.eplb_state.expert_load_view.cpu().long()
+            return loads.view(moe.parallel_config.ep_size, -1).sum(dim=1)
         chosen = ids.flatten().long()
         owners = expert_owner_table(self._rank_env.world_size, self._stack.layers()[0].moe.num_experts)
         return torch.bincount(owners[chosen[chosen >= 0]].long(), minlength=self._rank_env.world_size)
@@ -211,16 +221,14 @@ class MeasuredSteps:
     def _wait_for_all(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        dist.barrier()
+        gather_tensors(torch.zeros(1))
 
 
 def _of_all_ranks(step_ms: float, stage_ms: list[dict[str, float]]) -> list[tuple[float, list[dict[str, float]]]]:
     """Every rank's times of a step, in rank order."""
     mine = [step_ms, *(layer.get(stage, 0.0) for layer in stage_ms for stage in STAGES)]
     mine_ms = torch.tensor(mine, dtype=torch.float64)
-    gathered = [torch.empty_like(mine_ms) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine_ms)
     return [
         (float(times[0]), [dict(zip(STAGES, layer, strict=True)) for layer in times[1:].view(-1, len(STAGES)).tolist()])
-        for times in gathered
+        for times in gather_tensors(mine_ms)
     ]

@@ -6,9 +6,10 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.bench.results import peak_memory
-from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
+from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, load_moe_layer, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
-from moe_ep.distributed.exchange import gather_texts
+from moe_ep.distributed.exchange import gather_tensors, gather_texts, gather_values
+from moe_ep.distributed.membership import FinishedError, Membership
 from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.eplb.trace import model_name
 from moe_ep.errors import ConfigError
-from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch.cli.gang_options import layer_input_dtype, torch_dtype
 from moe_ep.launch.cli.report import RankReport, StepReport
 from moe_ep.launch.cli.run_config import RunConfig
@@ -36,6 +37,7 @@ from moe_ep.launch.workers.balancing import Balancing
 from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions
 from moe_ep.launch.workers.inputs import RoutingSource, TokenSource
 from moe_ep.launch.workers.steps import MeasuredSteps
+from moe_ep.layer.elastic import ElasticExperts, ElasticSlots
 from moe_ep.layer.stack import MoEBlock, MoEStack
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.observability.metrics import MetricsSink, PrometheusSink, RaySink, Sinks
@@ -46,12 +48,16 @@ _WARM_UP_STEPS = {"cpu": 1, "cuda": 3}
 
 
 def run_worker(
-    rank_env: RankEnv, config: RunConfig, on_step: Callable[[StepReport], None] = progress.hand_over
+    rank_env: RankEnv,
+    config: RunConfig,
+    on_step: Callable[[StepReport], None] = progress.hand_over,
+    membership: Membership | None = None,
 ) -> RankReport:
     """The main job on one rank, in its process group.
 
     Args:
         on_step: is given the account of each measured step, of all ranks; by default it goes to the driver.
+        membership: of ranks that come and go; they go on with their own tokens where others are lost.
 
     Raises:
         CheckpointError: the checkpoint does not hold what it says.
@@ -62,9 +68,11 @@ def run_worker(
     with CheckpointReader(_model(config), config.allow_nonfinite) as reader, torch.inference_mode():
         spec = model_spec(reader.config, reader)
         started = time.perf_counter()
-        stack = _load(config, rank_env, reader, spec, dtype, device)
-        report = _new_report(config, rank_env, reader, spec, stack, dtype, time.perf_counter() - started)
-        report.experts = _experts_held(stack, rank_env)
+        stack = _load(config, rank_env, reader, spec, dtype, device, membership)
+        load_s = time.perf_counter() - started
+        elastic = None if membership is None else _follow(membership, reader, spec, stack)
+        report = _new_report(config, rank_env, reader, spec, stack, dtype, load_s)
+        report.experts = _experts_held(stack)
         source = TokenSource(config, reader, spec, rank_env.rank, rank_env.world_size)
         routing = RoutingSource(config, spec, report.model["name"], rank_env.world_size)
         with observing(
@@ -84,17 +92,100 @@ def run_worker(
                 keep_choices=config.record_routing is not None,
             )
             with closing(steps):
-                _drive(config, steps, balancing, monitor, device, report)
+                if membership is None or elastic is None:
+                    _drive(config, steps, balancing, monitor, device, report)
+                else:
+                    verify_all = partial(_verify_own, config, stack, steps, routing, report, reader, spec)
+                    _drive_with(membership, elastic, config, steps, monitor, report, verify_all)
             if balancing is not None:
                 report.eplb = balancing.close()
                 if config.save_placement is not None and rank_env.rank == 0:
                     report.placement = balancing.placement()
-        report.experts = _experts_held(stack, rank_env)
+        report.experts = _experts_held(stack)
         report.memory_bytes = peak_memory(device)
         progress.report("steps", config.steps, config.steps)
-        if config.verify:
-            _verify(stack, *steps.inputs(0), routing, report, reader, spec, rank_env)
+        if membership is None:
+            _verify_own(config, stack, steps, routing, report, reader, spec)
     return report
+
+
+def _follow(membership: Membership, reader: CheckpointReader, spec: MoEModelSpec, stack: MoEStack) -> ElasticExperts:
+    """Has the stack follow the ranks, and meets them for the first time."""
+
+    def read(number: int, experts: Collection[int]) -> int:
+        block, before = stack.layers()[number], reader.bytes_read
+        load_moe_layer(reader, spec, block.layer_index, block.moe, experts)
+        return reader.bytes_read - before
+
+    elastic = ElasticExperts(membership, [block.moe for block in stack.layers()], read)
+    membership.settle()
+    return elastic
+
+
+def _drive_with(
+    membership: Membership,
+    elastic: ElasticExperts,
+    config: RunConfig,
+    steps: MeasuredSteps,
+    monitor: LayerMonitor | None,
+    report: RankReport,
+    verify_all: Callable[[], None],
+) -> None:
+    """The steps and their verification where ranks come and go: what a change interrupts is made again."""
+    device, next_step = membership.device, 0
+
+    def meet(membership: Membership) -> None:
+        nonlocal next_step
+        steps.close()
+        steps.forget_load()
+        # A rank may have ended the step that others did not.
+        next_step = max(gather_values("step", next_step)) if membership.ep_size > 1 else next_step
+
+    membership.follow(meet)
+    error: Exception | None = None
+    while True:
+        try:
+            membership.settle(error)
+            for step in range(-_WARM_UP_STEPS[device.type], 0):
+                steps.warm_up(max(step + config.steps, 0))
+            steps.forget_load()
+            if monitor is not None and error is None:
+                monitor.start()
+            steps.capture(False if config.trace is not None else config.graphs)
+            accounts = _of_all_ranks(report)
+            if membership.ep_rank == 0:
+                progress.hand_over(accounts)
+            took = elastic.recovery.to_dict() | {"serving_at": time.time()}
+            membership.log.report(membership.epoch, membership.rank, took)
+            while next_step < config.steps:
+                progress.report("steps", next_step, config.steps)
+                steps.run(next_step, "")
+                next_step += 1
+                if monitor is not None:
+                    monitor.end_step(replayed=report.graphs)
+            verify_all()
+            gather_texts("the end")
+            membership.finish()
+        except FinishedError:
+            return
+        except Exception as caught:
+            error = caught
+        else:
+            return
+
+
+def _verify_own(
+    config: RunConfig,
+    stack: MoEStack,
+    steps: MeasuredSteps,
+    routing: RoutingSource,
+    report: RankReport,
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+) -> None:
+    if config.verify:
+        report.errors.clear()
+        _verify(stack, *steps.inputs(0), routing, report, reader, spec)
 
 
 def _drive(
@@ -135,17 +226,21 @@ def _load(
     spec: MoEModelSpec,
     dtype: torch.dtype,
     device: torch.device,
+    membership: Membership | None,
 ) -> MoEStack:
     most_tokens = max(config.num_tokens(rank) for rank in range(rank_env.world_size))
+    slots = None if membership is None else ElasticSlots(membership, config.elastic_config())
+    parallel = FusedMoEParallelConfig.make(
+        ep_size=rank_env.world_size,
+        rank=rank_env.rank,
+        world_size=rank_env.world_size,
+        all2all_backend=config.backend,
+    )
     return MoEStack(
         reader,
         spec,
-        FusedMoEParallelConfig.make(
-            ep_size=rank_env.world_size,
-            rank=rank_env.rank,
-            world_size=rank_env.world_size,
-            all2all_backend=config.backend,
-        ),
+        parallel if slots is None else slots.parallel_config(config.backend),
+        slots=slots,
         dtype=dtype,
         device=device,
         quantize=config.quantize,
@@ -165,19 +260,18 @@ def _verify(
     report: RankReport,
     reader: CheckpointReader,
     spec: MoEModelSpec,
-    rank_env: RankEnv,
 ) -> None:
     """Runs the first step once more and compares each layer's output with the reference on the very same inputs.
 
     Layers are dealt out to the ranks, so that each expert is read once; the rank of a layer checks everybody's tokens.
     """
     passes: list[tuple[torch.Tensor, torch.Tensor]] = []
+    own, size = dist.get_rank(), dist.get_world_size()
     stack(x, lambda layer, hidden_states, output: passes.append((hidden_states, output.clone())), logits)
     mine: list[tuple[int, MoEBlock, list[Any]]] = []
     for position, (block, observed) in enumerate(zip(stack.layers(), passes, strict=True)):
-        owner = position % rank_env.world_size
         gathered = [_rows_of_all_ranks(tensor) for tensor in observed]
-        if rank_env.rank == owner:
+        if own == position % size:
             mine.append((position, block, list(zip(*gathered, strict=True))))
     for count, (position, block, gathered) in enumerate(mine):
         progress.report("verifying layers", count, len(mine))
@@ -205,13 +299,11 @@ def _verify(
 def _of_all_ranks(report: RankReport) -> list[dict[str, Any]]:
     """The accounts of all ranks before the first step, of plain values, in rank order."""
     text = bytearray(json.dumps(asdict(report)).encode())
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(text)]))
+    sizes = gather_tensors(torch.tensor([len(text)]))
     longest = int(max(sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
+    gathered = gather_tensors(padded)
     texts = (bytes(found[: int(size)].tolist()) for found, size in zip(gathered, sizes, strict=True))
     return [json.loads(found) for found in texts]
 
@@ -221,16 +313,12 @@ def _rows_of_all_ranks(rows: torch.Tensor) -> list[torch.Tensor]:
     counts = [int(text) for text in gather_texts("rows", str(len(rows)))]
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    return [part[:count].cpu() for part, count in zip(parts, counts, strict=True)]
+    return [part[:count].cpu() for part, count in zip(gather_tensors(padded), counts, strict=True)]
 
 
-def _experts_held(stack: MoEStack, rank_env: RankEnv) -> list[list[int]]:
+def _experts_held(stack: MoEStack) -> list[list[int]]:
     """For each layer, the routed experts that this rank holds now."""
-    slots = [torch.tensor(block.moe.slots.logical_of_physical()) for block in stack.layers()]
-    mine = expert_owner_table(rank_env.world_size, slots[0].numel()) == rank_env.rank
-    return [layer[mine].unique().tolist() for layer in slots]
+    return [sorted({expert for expert in block.moe.slots.local_experts if expert >= 0}) for block in stack.layers()]
 
 
 def _new_report(

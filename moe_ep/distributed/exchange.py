@@ -106,6 +106,25 @@ def gather_values(
     return [decode(text.encode()) for text in texts]
 
 
+def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """The tensors of the group's ranks, in their order, all of one shape and dtype.
+
+    Raises:
+        DispatchTimeoutError: a rank failed, or did not come before the deadline; on the CPU.
+    """
+    group = group or dist.distributed_c10d._get_default_group()
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    if tensor.is_cuda:
+        dist.all_gather(gathered, tensor, group=group)
+        return gathered
+    detector, deadline = FailureDetector.of(group), deadline_of(group)
+    try:
+        detector.wait_for(dist.all_gather(gathered, tensor, group=group, async_op=True), deadline)
+    except RuntimeError as error:
+        raise _not_exchanged(detector, "tensors", deadline, error) from None
+    return gathered
+
+
 def count_exchanges_anew() -> None:
     """Forgets the numbers of the exchanges so far, as the default group is made again, over a store without them."""
     _counts.clear()

@@ -214,7 +214,8 @@ class Membership:
         self.log = MembershipLog(_clone(store))
         self.epoch = self._seen = self.log.latest()
         self._callbacks: list[Callback] = []
-        self._is_settled = False
+        # Whether the present epoch has its groups, and how many callbacks have run in it.
+        self._has_groups, self._num_called = False, 0
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._watching = MembershipLog(_clone(store))
         # Of other ranks: what they last showed, and when this process saw it first.
@@ -245,7 +246,7 @@ class Membership:
     @property
     def has_changed(self) -> bool:
         """Whether there is an epoch that this member has not settled in."""
-        return not self._is_settled or self._seen.number > self.epoch.number
+        return not self._has_groups or self._seen.number > self.epoch.number
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -271,6 +272,8 @@ class Membership:
     def settle(self, error: BaseException | None = None) -> None:
         """Returns when this member and all others of the newest epoch have a group and what depends on it.
 
+        In an epoch that has them already, only callbacks that were added since are called.
+
         Args:
             error: what a step failed with; it is raised again if the ranks do not change.
 
@@ -279,22 +282,30 @@ class Membership:
             FinishedError: another rank has said that all work is done.
         """
         if error is not None:
+            logger.debug("rank %d left epoch %d: %s", self.rank, self.epoch.number, error)
             self._await_change(error)
         while True:
             with self._lock:
-                self.epoch, self._is_settled = self._seen, False
+                goes_on = error is None and self._has_groups and self._seen.number == self.epoch.number
+                self.epoch = self._seen
+            if not goes_on:
+                self._has_groups, self._num_called = False, 0
             if self.rank not in self.ranks:
                 raise RemovedError(f"rank {self.rank} was removed from the gang; end its process")
             try:
-                self._make_groups(self.epoch)
-                for callback in list(self._callbacks):
-                    callback(self)
+                if not goes_on:
+                    self._make_groups(self.epoch)
+                    self._has_groups = True
+                while self._num_called < len(self._callbacks):
+                    self._callbacks[self._num_called](self)
+                    self._num_called += 1
             except (RemovedError, FinishedError):
                 raise
             except Exception as failure:
+                logger.debug("rank %d could not settle in epoch %d", self.rank, self.epoch.number, exc_info=True)
                 self._await_change(failure)
+                error = failure
             else:
-                self._is_settled = True
                 return
 
     def close(self) -> None:

@@ -42,6 +42,7 @@ from moe_ep.distributed.passes import one_pass
 from moe_ep.errors import ConfigError, one_of
 from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.layer import FusedMoE
+from moe_ep.layer.elastic import ElasticSlots
 from moe_ep.layer.methods.online import ONLINE, OnlineConfig
 from moe_ep.modular_kernel.invariant_ops import invariant_ops
 from moe_ep.routing import select_experts
@@ -163,6 +164,7 @@ class MoEBlock(FixedTensors):
         process_group: dist.ProcessGroup | None,
         num_redundant_experts: int | None = None,
         input_dtype: torch.dtype | str | None = None,
+        slots: ElasticSlots | None = None,
     ) -> None:
         super().__init__()
         self.layer_index = layer_index
@@ -181,6 +183,8 @@ class MoEBlock(FixedTensors):
         self.register_buffer("router_weight", router.weight.float().to(device), persistent=False)
         self.register_buffer("router_bias", bias, persistent=False)
         self._routing = spec.select_experts_options()
+        if slots is not None:
+            num_redundant_experts = slots.num_redundant_experts(spec.num_experts)
         # Parameters are created on their final device: a shard may not fit into host memory twice.
         with torch.device(device):
             shared_experts = _shared_experts(reader, spec, layer_index, dtype)
@@ -199,6 +203,8 @@ class MoEBlock(FixedTensors):
                 num_redundant_experts=num_redundant_experts or 0,
                 input_dtype=input_dtype,
             )
+        if slots is not None:
+            slots.place(self.moe)
         load_moe_layer(reader, spec, layer_index, self.moe)
 
     def update_beside_experts(self, reader: CheckpointReader, spec: MoEModelSpec) -> None:
@@ -289,6 +295,7 @@ class MoEStack(nn.Module):
         process_group: the EP ranks; None for the default group.
         num_redundant_experts: if given, even as 0, enables EPLB with that many physical experts beyond E.
         input_dtype: the rows that quantized experts compute with, as `FusedMoE` takes it.
+        slots: of a gang whose ranks come and go (docs/elastic.md); its `parallel_config` is the one to give.
         on_layer: called with (layers loaded, all layers) while loading progresses.
 
     Attributes:
@@ -313,6 +320,7 @@ class MoEStack(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         num_redundant_experts: int | None = None,
         input_dtype: torch.dtype | str | None = None,
+        slots: ElasticSlots | None = None,
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__()
@@ -337,6 +345,7 @@ class MoEStack(nn.Module):
                     process_group=process_group,
                     num_redundant_experts=num_redundant_experts,
                     input_dtype=input_dtype,
+                    slots=slots,
                 )
             )
         if on_layer is not None:

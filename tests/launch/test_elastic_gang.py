@@ -41,16 +41,13 @@ def texts(demo: Path) -> list[str]:
 
 
 class Job:
-    """`moe-ep generate --elastic` over the prompts, with what it says on stderr."""
+    """An elastic command that writes JSON lines, with what it says on stderr."""
 
-    def __init__(self, model: Path, folder: Path, *options: str, deadline_s: float = 60) -> None:
-        prompts, self._output = folder / "prompts.txt", folder / "out.jsonl"
-        prompts.write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+    def __init__(self, output: Path, *command: str, deadline_s: float = 60) -> None:
+        self._output = output
         self.process: subprocess.Popen[str] = start_moe_ep(
-            "generate", "--elastic", "--model", str(model), "--prompts", str(prompts), "--output", str(self._output),
-            "--device", "cpu", "--batch-size", "2", "--max-new-tokens", str(NUM_TOKENS), *options,
-            MOE_EP_DISPATCH_TIMEOUT_S=str(deadline_s), OMP_NUM_THREADS="1",
-        )  # fmt: skip
+            *command, "--elastic", "--device", "cpu", MOE_EP_DISPATCH_TIMEOUT_S=str(deadline_s), OMP_NUM_THREADS="1"
+        )
         self.said: list[str] = []
         self.pids: dict[int, int] = {}
 
@@ -78,6 +75,15 @@ class Job:
         return code, lines, summary
 
 
+def generate(model: Path, folder: Path, *options: str, deadline_s: float = 60) -> Job:
+    prompts, output = folder / "prompts.txt", folder / "out.jsonl"
+    prompts.write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+    return Job(
+        output, "generate", "--model", str(model), "--prompts", str(prompts), "--output", str(output),
+        "--batch-size", "2", "--max-new-tokens", str(NUM_TOKENS), *options, deadline_s=deadline_s,
+    )  # fmt: skip
+
+
 def check(job: Job, texts: Sequence[str], lost: Sequence[int]) -> dict[str, Any]:
     code, lines, summary = job.end()
     assert code == 0, "".join(job.said)
@@ -89,7 +95,7 @@ def check(job: Job, texts: Sequence[str], lost: Sequence[int]) -> dict[str, Any]
 
 def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_path: Path) -> None:
     shared = set(os.listdir("/dev/shm"))
-    job = Job(demo, tmp_path, "--launcher", "local", "--ep-size", "3", deadline_s=10)
+    job = generate(demo, tmp_path, "--launcher", "local", "--ep-size", "3", deadline_s=10)
     job.until("serving: 3 ranks")
     os.kill(job.pids[0], signal.SIGKILL)
     job.until("serving: 2 ranks")
@@ -104,10 +110,26 @@ def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_pat
 
 
 def test_fewer_than_the_least(demo: Path, tmp_path: Path) -> None:
-    job = Job(demo, tmp_path, "--launcher", "torchrun", "--ep-size", "2", "--min-ranks", "2")
+    job = generate(demo, tmp_path, "--launcher", "torchrun", "--ep-size", "2", "--min-ranks", "2")
     job.until("rank 1: ")
     time.sleep(0.5)
     os.kill(job.pids[1], signal.SIGKILL)
     job.until(r"moe-ep generate: .*--min-ranks \(2\): rank 1: .*SIGKILL")
     assert job.process.wait(30) == 1
     assert all_end(session_pids(job.process.pid))
+
+
+def test_a_run_goes_on_and_is_verified(demo: Path, tmp_path: Path) -> None:
+    output, steps = tmp_path / "run.jsonl", 40
+    job = Job(
+        output, "run", "--model", str(demo), "--launcher", "local", "--ep-size", "3", "--tokens-per-rank", "16",
+        "--steps", str(steps), "--spare-slots", "8", "--json", str(output),
+    )  # fmt: skip
+    job.until("serving: 3 ranks")
+    os.kill(job.pids[1], signal.SIGKILL)
+    code, lines, summary = job.end()
+    assert code == 0, "".join(job.said)
+    assert sorted({line["step"] for line in lines}) == list(range(steps)) and summary["steps"] == steps
+    assert summary["verify"]["passed"] and summary["ep_size"] == 2
+    (loss,) = summary["recoveries"]
+    assert loss["rank"] == 1 and loss["experts_read"]

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import sys
+from typing import Any
 
 from moe_ep.errors import missing_extra
 from moe_ep.launch.cli.gang_options import start_gang
@@ -37,6 +38,7 @@ def main(args: argparse.Namespace) -> int:
     set_up_logging()
     _check_together(config)
     config.check_eplb()
+    config.check_elastic()
     config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
     report = RunReport(config, args.shown)
     try:
@@ -45,7 +47,11 @@ def main(args: argparse.Namespace) -> int:
 
             # Here for its progress bar; workers of other nodes make their own.
             demo_checkpoint()
-        results = gang.run(_work, config, on_item=report.take)
+        if config.elastic:
+            elastic = config.elastic_config()
+            results, report.recoveries = gang.run_elastic(_work, config, config=elastic, on_item=report.take_once)
+        else:
+            results = gang.run(_work, config, on_item=report.take)
     except BaseException:
         gang.close()
         if report.num_steps:
@@ -71,11 +77,11 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _work(rank_env: RankEnv, config: RunConfig) -> RankReport:
+def _work(rank_env: RankEnv, config: RunConfig, membership: Any = None) -> RankReport:
     """The worker's part; what it needs is imported there, so that the driver starts without torch."""
     from moe_ep.launch.workers.worker import run_worker
 
-    return run_worker(rank_env, config)
+    return run_worker(rank_env, config, membership=membership)
 
 
 def _check_fits(config: RunConfig, world_size: int | None, device: str | None) -> None:
