@@ -100,3 +100,50 @@ def test_ranks_have_the_bits_of_one(name: str, world_size: int) -> None:
 def test_every_backend_keeps_it_or_says_why_not() -> None:
     refusing = {name for name in ALL2ALL_BACKENDS if ALL2ALL_BACKENDS.load(name).depends_on_batch() is not None}
     assert refusing.isdisjoint({*BACKENDS, "no_ep"})
+
+
+def with_moved_replicas(rank: int, world_size: int, backend: str) -> torch.Tensor:
+    """The hot expert 5 in five of twelve slots, the others moved."""
+    placed = [[11], [10], [9], [8], [7], [0, 2, 4, 6, 3], [5], [1]]
+    to_physical = torch.full((1, E, 5), -1, dtype=torch.int32)
+    for logical, physical in enumerate(placed):
+        to_physical[0, logical, : len(physical)] = torch.tensor(physical)
+    counts = torch.tensor([[len(physical) for physical in placed]], dtype=torch.int32)
+    load_view = torch.zeros(1, E + 4, dtype=torch.int32)
+    layer = FusedMoE(
+        num_experts=E, top_k=TOP_K, hidden_size=K, intermediate_size=N, all2all_backend=backend, batch_invariant=True,
+        num_redundant_experts=4, enable_eplb=True, max_num_tokens=7,
+    )  # fmt: skip
+    layer.set_eplb_state(0, load_view, to_physical, counts)
+    load(layer, make_weights(E, K, N))
+    rows, logits = inputs_of("f32")
+    return layer(rows[rank::world_size], logits[rank::world_size])
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_moved_and_replicated_experts_give_the_same_bits(backend: str) -> None:
+    _, expected = layer_and_bits("f32")
+    for rank, output in enumerate(ranks(4).run(with_moved_replicas, backend)):
+        assert torch.equal(output, expected[rank::4])
+
+
+def over_tp(rank: int, world_size: int, tokens: list[int]) -> torch.Tensor:
+    layer = layer_of("f32", tp_size=2, ep_size=1, reduce_results=True)
+    rows, logits = inputs_of("f32")
+    return layer(rows[tokens], logits[tokens])
+
+
+@pytest.mark.gang
+def test_tensor_parallel_ranks_keep_the_bits_of_a_token() -> None:
+    pool = ranks(2)
+    together = pool.run(over_tp, list(range(T)))
+    for token in (0, 7, T - 1):
+        for alone_there, all_there in zip(pool.run(over_tp, [token]), together, strict=True):
+            assert torch.equal(alone_there[0], all_there[token])
+
+
+def test_the_variable_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_EP_BATCH_INVARIANT", "1")
+    sizes: dict[str, Any] = {"num_experts": E, "top_k": TOP_K, "hidden_size": K, "intermediate_size": N}
+    assert FusedMoE(**sizes).batch_invariant and not FusedMoE(**sizes, batch_invariant=False).batch_invariant
