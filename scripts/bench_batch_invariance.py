@@ -1,0 +1,63 @@
+"""What batch invariance costs one MoE layer on one device: both layers are timed in turns, in one run.
+
+python scripts/bench_batch_invariance.py [--geometry small] [--device cpu] [--tokens 1,32,256] [--jsonl FILE]
+
+A layer of a preset with made-up weights, one rank; on a GPU calls are chained in a CUDA graph. One JSON line a row with
+`--jsonl`; the ratio is that of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+from moe_ep import env
+from moe_ep.bench.geometries import preset
+from moe_ep.bench.layers import BenchLayers, make_weights
+from moe_ep.bench.results import append_line, facts
+from moe_ep.bench.timing import time_calls, timing_of
+from moe_ep.bench.workload import Routing
+
+ROUNDS, CHAIN = 5, 4
+
+
+def make_layers(geometry_name: str, device: torch.device, invariant: bool) -> BenchLayers:
+    geometry = preset(geometry_name)
+    os.environ[env.BATCH_INVARIANT.name] = str(int(invariant))
+    return BenchLayers(
+        geometry, ep_size=1, ep_rank=0, group=None, backend="auto", capacity=256, dtype=torch.bfloat16, device=device,
+        dispatch_dtype=None, eplb=False, weights=make_weights(geometry, 1, device, seed=0),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", default="small", help="preset of the layer")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", default="1,32,256", help="of a call, one row for each number")
+    parser.add_argument("--jsonl", type=Path, help="append one JSON line a row")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    layers = {invariant: make_layers(options.geometry, device, invariant) for invariant in (False, True)}
+    print("tokens  us, as usual  us, batch-invariant  ratio")
+    for num_tokens in map(int, options.tokens.split(",")):
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(ROUNDS):
+            for invariant, bench in layers.items():
+                batches = bench.batches(Routing(), num_tokens, CHAIN, seed=1)
+                times[invariant] += time_calls(
+                    lambda i, bench=bench, batches=batches: bench.call(i, batches[i]), device=device, chain=CHAIN,
+                    repeats=5,
+                )  # fmt: skip
+        usual, invariant_us = (timing_of(times[invariant]).median for invariant in (False, True))
+        print(f"{num_tokens:6}  {usual:12.1f}  {invariant_us:19.1f}  {invariant_us / usual:5.2f}")
+        if options.jsonl is not None:
+            row = {"tokens": num_tokens, "usual_us": usual, "invariant_us": invariant_us}
+            append_line(options.jsonl, {**facts(seed=0), "geometry": options.geometry, **row})
+
+
+if __name__ == "__main__":
+    main()
