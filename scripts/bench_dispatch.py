@@ -23,7 +23,6 @@ import itertools
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from dispatch_steps import (
     BY_REFERENCE,
     ONE_RANK,
@@ -48,6 +46,7 @@ from dispatch_steps import (
 )
 from dispatch_tables import markdown, text
 from dispatch_times import peer_bandwidth, raw_pair, time_halves, time_kernels, time_pairs
+from harness import Bench, join_ranks, spawn_ranks
 
 from moe_ep.bench.results import append_line, facts, read_lines
 from moe_ep.bench.workload import parse_routing
@@ -82,7 +81,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                 parse_routing(routing)
         return raw.split(",")
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Bench(__doc__).parser
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=numbers, help="processes to start; every GPU of the machine, 4 on the CPU")
     parser.add_argument("--hidden", type=numbers, default=[7168])
@@ -97,9 +96,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kernels", action="store_true", help="time the GPU kernels of each setting too")
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--chain", type=int, default=8, help="pairs in one graph, or in one eager repeat")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what to record where the script is not run from a git checkout")
-    parser.add_argument("--json", type=Path, help="file to append the JSON lines to")
     parser.add_argument("--markdown", type=Path, metavar="JSONL", help="print tables of recorded lines and end")
     if parser.parse_known_args(argv)[0].device == "cpu":
         parser.set_defaults(**SMALL)
@@ -161,17 +157,8 @@ def measure(
 def run_rank(
     rank: int, size: int, commands: Sequence[argparse.Namespace], init_method: str, local_rank: int | None = None
 ) -> None:
-    device = torch.device("cpu")
-    if commands[0].device == "cuda":
-        device = torch.device("cuda", rank if local_rank is None else local_rank)
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    on_gpus = device.type == "cuda"
-    backend, options = ("cpu:gloo,cuda:nccl", {"device_id": device}) if on_gpus else ("gloo", {})
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, **options)
-    if on_gpus:
+    device = join_ranks(rank, size, init_method, commands[0].device, local_rank)
+    if device.type == "cuda":
         compile_kernels(commands, rank, size, device)
         dist.barrier()
     bandwidth = peer_bandwidth(device)
@@ -274,8 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for size, of_size in by_size.items():
         if num_gpus is not None and size > num_gpus:
             sys.exit(f"--ranks is {size} and this machine has {num_gpus} GPUs; pass at most as many")
-        with tempfile.TemporaryDirectory(prefix="bench_dispatch_") as rendezvous:
-            mp.spawn(run_rank, (size, of_size, f"file://{rendezvous}/store"), nprocs=size)
+        spawn_ranks(size, run_rank, of_size)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
     python scripts/bench_eplb.py routing --routing FILE   # a recorded trace: npz, one uint8 [layer, token, k] a domain
     python scripts/bench_eplb.py map                      # the mapping kernel; needs a GPU
 
-Prints markdown tables, then one JSON line for each row with versions, commit, seed and command. Times are medians over
+Prints markdown tables; --json keeps the rows with versions, commit, seed and command. Times are medians over
 repeats, wall clock and the process's own CPU time: on a shared machine the second says what one free core would take.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +26,8 @@ import numpy as np
 import torch
 from eplb_mapping_bench import bench_map
 from eplb_rules_bench import Row, bench_routing, bench_rules, plan, zipf
+from harness import Bench
 
-from moe_ep.bench.results import as_line, facts
 from moe_ep.eplb.policy.maps import Array, experts_moved, rank_loads
 
 
@@ -170,23 +169,19 @@ BENCHES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("bench", choices=list(BENCHES))
     parser.add_argument("--routing", help="npz file for the routing bench")
     parser.add_argument("--expert-bytes", type=int, default=9_437_184, help="bytes of one expert (bf16, 2048 x 768)")
     parser.add_argument("--repeats", type=int, default=31)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what to record where this does not run from a git checkout")
-    arguments = parser.parse_args()
+    arguments = bench.parse()
     if arguments.bench == "routing" and not arguments.routing:
         parser.error("the routing bench needs --routing FILE")
     torch.set_num_threads(1)
-    about = facts(seed=arguments.seed, commit=arguments.commit) | {"bench": arguments.bench, "numpy": np.__version__}
-    for bench in BENCHES[arguments.bench]:
-        rows = list(bench(arguments))
-        print(table(rows), end="\n\n")
-        for row in rows:
-            print(as_line(about | row), end="", file=sys.stderr)
+    bench.about |= {"bench": arguments.bench, "numpy": np.__version__}
+    for measure in BENCHES[arguments.bench]:
+        print(table([bench.keep(row) for row in measure(arguments)]), end="\n\n")
 
 
 if __name__ == "__main__":

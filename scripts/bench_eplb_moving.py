@@ -22,11 +22,9 @@ import itertools
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 # NVLink multicast stays off, whatever the machine's default is.
@@ -35,10 +33,10 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from eplb_moving_model import NEVER, Model, run_moving, run_steps, swapped
 from eplb_skew_bench import skew_rows
 from eplb_transfer_bench import peer_bandwidth, stall_row, transfer_row
+from harness import Bench, join_ranks, spawn_ranks
 
 from moe_ep.bench.results import append_line, facts, table
 from moe_ep.bench.timing import timing_of
@@ -52,7 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Bench(__doc__).parser
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, help="processes to start; every GPU of the machine, 2 on the CPU")
     parser.add_argument("--geometry", default="deepseek-v3", help="a preset of moe_ep.bench.geometries")
@@ -67,9 +65,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=float, default=1.5, help="seconds of steps before those that are timed")
     parser.add_argument("--zipf", type=float, default=0.8, help="for the tokens/s before and after a plan")
     parser.add_argument("--objectives", type=lambda text: text.split(","), default=["tokens", "auto"], help="of plans")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what to record where the script is not run from a git checkout")
-    parser.add_argument("--json", type=Path, help="file to append the JSON lines to")
     return parser.parse_args(argv)
 
 
@@ -134,15 +129,7 @@ def _slowest(steps: list[tuple[float, float, str]]) -> list[tuple[float, int, in
 
 
 def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str) -> None:
-    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
-    options = {"device_id": device} if args.device == "cuda" else {}
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, **options)
+    device = join_ranks(rank, size, init_method, args.device)
     rows: list[dict[str, Any]] = []
     started = time.perf_counter()
     about = facts(seed=args.seed, commit=args.commit)
@@ -213,12 +200,7 @@ def main() -> None:
     size = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
     if args.device == "cpu":
         args.transports = ["messages"]
-    with tempfile.TemporaryDirectory(prefix="moe_ep_bench_") as folder:
-        mp.spawn(_spawned, (size, args, f"file://{folder}/meet"), nprocs=size)
-
-
-def _spawned(rank: int, size: int, args: argparse.Namespace, init_method: str) -> None:
-    run_rank(rank, size, args, init_method)
+    spawn_ranks(size, run_rank, args)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,22 @@
 
 python scripts/bench_layer_python.py [--calls 2000] [--repeats 15] [--profile]
 
-Needs no GPU. Prints the least and the median over repeats of the process's CPU time per call, one JSON line at the end.
+Needs no GPU. Prints the least and the median over repeats of the process's CPU time per call; --json keeps them.
 With --profile it prints where a profiler sees that time instead.
 """
 
 from __future__ import annotations
 
-import argparse
 import cProfile
-import json
 import pstats
 import statistics
 import time
 from typing import Any
 
 import torch
+from harness import Bench
 
 from moe_ep import FusedMoE
-from moe_ep.bench.results import facts
 from moe_ep.kernels.reference import ReferenceExperts
 from moe_ep.routing import router as routing
 
@@ -31,11 +29,12 @@ def write_nothing(*args: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("--calls", type=int, default=2000, help="in one repeat (2000)")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--profile", action="store_true")
-    args = parser.parse_args()
+    args = bench.parse()
     torch.set_num_threads(1)
     choice = torch.full((1, TOP_K), 1 / TOP_K), torch.arange(TOP_K, dtype=torch.int32)[None]
     routing.topk_reference = lambda *_, **__: choice  # type: ignore[assignment]
@@ -57,9 +56,9 @@ def main() -> None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(40)
             return
         times = [repeat() for _ in range(args.repeats)]
-    row = {"least_us": round(min(times), 1), "median_us": round(statistics.median(times), 1)}
-    print(f"a call takes {row['least_us']} us of CPU time at least, {row['median_us']} us in the median")
-    print(json.dumps({"benchmark": "layer_python", **row, **facts(seed=0)}))
+    least, median = (round(value, 1) for value in (min(times), statistics.median(times)))
+    print(f"a call takes {least} us of CPU time at least, {median} us in the median")
+    bench.keep({"benchmark": "layer_python", "least_us": least, "median_us": median})
 
 
 if __name__ == "__main__":

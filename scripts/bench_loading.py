@@ -7,28 +7,26 @@
 Both read the same byte ranges of the same files in file order. `--cache cold` drops the files from the page cache
 before every repeat, `--cache warm` reads them once before. Plain is preadv of whole runs into one buffer that is
 reused; loading ends with the bytes in the layers' parameters, before any repacking. The memory is what the process
-holds at most while it loads into fresh layers, over what it held before, as a multiple of the bytes loaded. A table,
-then one JSON line.
+holds at most while it loads into fresh layers, over what it held before, as a multiple of the bytes loaded. A table;
+--json keeps the row.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from harness import Bench
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
 from moe_ep.checkpoint import MoEModelSpec, model_spec
@@ -183,7 +181,7 @@ def repack_seconds(layer: FusedMoE) -> float:
     return time.perf_counter() - before
 
 
-def measure(directory: Path, args: argparse.Namespace) -> dict[str, object]:
+def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     reader = CheckpointReader(directory)
     spec = model_spec(reader.config, reader)
     # Memory that nobody has touched is none; it is looked at before anything else has used some.
@@ -236,15 +234,9 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def commit() -> str:
-    result = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return result.stdout.strip() or "unknown"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("--model", type=Path, help="checkpoint directory; without it one is made and removed")
     parser.add_argument("--format", choices=FORMATS, default="bf16", help="of the made checkpoint")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-30b", help="of the made checkpoint")
@@ -256,7 +248,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold")
     parser.add_argument("--repeats", type=int, default=7)
-    args = parser.parse_args()
+    args = bench.parse()
     made = None
     if args.model is None:
         made = Path(tempfile.mkdtemp(prefix="moe-ep-bench-loading-", dir=args.made_in))
@@ -275,8 +267,7 @@ def main() -> None:
     print(f"looking for NaN and infinity: {row['finite_check']:+.1%} of loading without it")
     print(f"most host memory while loading: {row['peak_over_share']:.2f} x the bytes loaded")
     print(f"repacking a layer: {row['repack_layer_s'] * 1e3:.0f} ms, {row['repack_over_load']:.2f} of loading it")
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}
-    print(json.dumps({"benchmark": "loading", **row, **versions, "command": " ".join(sys.argv)}))
+    bench.keep({"benchmark": "loading", **row})
 
 
 if __name__ == "__main__":

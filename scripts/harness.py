@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from moe_ep.bench.results import append_line, facts
 from moe_ep.errors import ConfigError, MoeEpError
@@ -27,7 +30,7 @@ class Bench:
         description: the script's docstring.
 
     Attributes:
-        parser: takes the script's own options before `parse`.
+        parser: of --seed, --commit and --json; the script adds its own options before `parse`.
         about: versions, GPU, commit, seed and command; part of every line of --json.
         rows: those that were kept.
     """
@@ -36,16 +39,16 @@ class Bench:
         self.parser = argparse.ArgumentParser(
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        self.parser.add_argument("--seed", type=int, default=0)
+        self.parser.add_argument("--commit", help="what to record where this is no git checkout")
+        help_text = "append one JSON line a row to this file"
+        self.parser.add_argument("--json", "--jsonl", type=Path, metavar="FILE", help=help_text)
         self.about: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
         self._json: Path | None = None
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """The options; seeds torch."""
-        self.parser.add_argument("--seed", type=int, default=0)
-        self.parser.add_argument("--commit", help="what to record where this is no git checkout")
-        help_text = "append one JSON line a row to this file"
-        self.parser.add_argument("--json", "--jsonl", type=Path, metavar="FILE", help=help_text)
         options = self.parser.parse_args(argv)
         torch.manual_seed(options.seed)
         self.about = facts(seed=options.seed, commit=options.commit)
@@ -86,6 +89,26 @@ def use_gpu_of_rank() -> None:
 def _see_a_gpu() -> None:
     if not torch.cuda.is_available():
         sys.exit(f"{Path(sys.argv[0]).name} measures on a GPU, and torch sees none here; moe-ep doctor says more")
+
+
+def spawn_ranks(size: int, run: Callable[..., None], *args: Any) -> None:
+    """Calls `run(rank, size, *args, init_method)` in one process a rank, all on this machine."""
+    with tempfile.TemporaryDirectory(prefix="moe_ep_bench_") as folder:
+        mp.spawn(run, (size, *args, f"file://{folder}/store"), nprocs=size)
+
+
+def join_ranks(rank: int, size: int, init_method: str, device_type: str, local_rank: int | None = None) -> torch.device:
+    """Initializes torch.distributed in one of the processes; returns its device, a GPU of its own or the CPU."""
+    device, backend, options = torch.device("cpu"), "gloo", {}
+    if device_type == "cuda":
+        device = torch.device("cuda", rank if local_rank is None else local_rank)
+        torch.cuda.set_device(device)
+        backend, options = "cpu:gloo,cuda:nccl", {"device_id": device}
+    else:
+        torch.set_num_threads(1)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, **options)
+    return device
 
 
 @dataclass(frozen=True, kw_only=True)

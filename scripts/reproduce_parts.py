@@ -19,8 +19,9 @@ _DISPATCH = "{python} scripts/bench_dispatch.py --ranks {gpus} {commit} --json {
 _NVSHMEM = "nvshmem_low_latency:by_reference,nvshmem_low_latency,nvshmem_high_throughput"
 _SIZES = "--wires bf16 --hidden 2048,2880,4096,5120 --topk 4,6"
 _MODELS = ("deepseek-v3", "kimi-k2", "qwen3-235b", "qwen3-30b", "mixtral-8x7b", "gpt-oss-120b")
-_LOADING = "{python} scripts/bench_loading.py --device cuda"
+_LOADING = "{python} scripts/bench_loading.py --device cuda {commit} --json {rows}"
 _INT4 = "--format int4 --geometry deepseek-v3 --made-layers 1 --made-experts 128 --ep-size 4"
+_PLANNING = "{python} scripts/bench_eplb.py"
 _PEER_COPIES = "--steps 200 --tokens 128,64 --transports peer_copies --gb-s 40"
 _MOVING = f"{{python}} scripts/bench_eplb_moving.py --ranks {{gpus}} {_PEER_COPIES}"
 
@@ -209,7 +210,7 @@ PARTS = (
     ),
     _one("eight-bit-rows", "experts.md", 35, "{python} scripts/bench_eight_bit_rows.py {commit} --json {rows}"),
     _one("repack", "experts.md", 8, "{python} scripts/bench_repack.py {commit} --json {rows}"),
-    _one("eplb-map", "balancing.md", 9, "{python} scripts/bench_eplb.py map {commit}"),
+    _one("eplb-map", "balancing.md", 9, f"{_PLANNING} map {{commit}} --json {{rows}}"),
     _every(
         "host", "runtime.md", 30,
         "{python} scripts/bench_host.py --launcher local --ep-size {gpus} {commit} --json {rows}",
@@ -256,9 +257,12 @@ PARTS = (
         "{python} scripts/bench_gemm.py --ampere-only --no-skew {commit} --jsonl {rows}",
     ),
     # On the host's processor alone.
-    _one("layer-python", "runtime.md", 40, "{python} scripts/bench_layer_python.py", headline="a call takes"),
+    _one(
+        "layer-python", "runtime.md", 40, "{python} scripts/bench_layer_python.py {commit} --json {rows}",
+        headline="a call takes",
+    ),
     _one(
         "eplb-planning", "balancing.md", 240,
-        *(f"{{python}} scripts/bench_eplb.py {name} {{commit}}" for name in ("time", "rules", "quality")),
+        *(f"{_PLANNING} {name} {{commit}} --json {{rows}}" for name in ("time", "rules", "quality")),
     ),
 )  # fmt: skip
