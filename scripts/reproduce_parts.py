@@ -83,7 +83,7 @@ _TESTS = (
         "tests/kernels/test_align.py tests/kernels/test_grouped.py tests/kernels/test_marlin_repack.py "
         "tests/kernels/test_mul_sum.py tests/kernels/test_rotary.py tests/kernels/test_routing_triton.py "
         "tests/kernels/test_tuning.py tests/modular_kernel/test_workspace.py tests/checkpoint/test_formats.py "
-        "tests/hf/test_choices.py "
+        "tests/hf/test_choices.py tests/eplb/test_batch_plan.py "
         "tests/gpu/test_eplb_gpu.py tests/gpu/test_formats_gpu.py tests/gpu/test_grouped_gpu.py "
         "tests/gpu/test_triton_kernel_gpu.py tests/gpu/test_replay_gpu.py",
     ),
