@@ -17,12 +17,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_ep.files import replacing
+
+if TYPE_CHECKING:
+    import torch
 
 Array = npt.NDArray[Any]
 _FORMAT = "moe_ep routed experts 1"
@@ -115,11 +118,13 @@ def _loaded(name: str, stored: Array) -> Array:
 
 
 @overload
-def read_routed_experts(path: str | os.PathLike[str], with_weights: Literal[False] = False) -> dict[int, Array]: ...
+def read_routed_experts(
+    path: str | os.PathLike[str], with_weights: Literal[False] = False
+) -> dict[int, torch.Tensor]: ...
 @overload
 def read_routed_experts(
     path: str | os.PathLike[str], with_weights: Literal[True]
-) -> dict[int, tuple[Array, Array]]: ...
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]: ...
 def read_routed_experts(path: str | os.PathLike[str], with_weights: bool = False) -> dict[int, Any]:
     """The routing that `moe-ep generate --return-routed-experts` or `moe-ep run --record-routing` wrote.
 
@@ -128,20 +133,22 @@ def read_routed_experts(path: str | os.PathLike[str], with_weights: bool = False
         with_weights: read the router's weights too.
 
     Returns:
-        By prompt index int16 `[tokens, layers, top_k]` in numpy, -1 for no expert, with a row for every token that was
-        fed to the model; with_weights gives (ids, f32 weights of the same shape). A run's prompt step * ranks + rank
-        holds the tokens of a rank in a step.
+        By prompt index int16 `[tokens, layers, top_k]`, -1 for no expert, with a row for every token that was fed to
+        the model; with_weights gives (ids, f32 weights of the same shape). A run's prompt step * ranks + rank holds the
+        tokens of a rank in a step.
 
     Raises:
         ValueError: another file, a damaged one, or one without the weights that are asked for.
         FileNotFoundError: there is none.
     """
+    import torch
+
     file = RoutingFile.load(path)
     if not with_weights:
-        return dict(file.ids)
+        return {index: torch.from_numpy(ids) for index, ids in file.ids.items()}
     if missing := [index for index in file.ids if index not in file.weights]:
         raise ValueError(f"{path} has no weights of prompt {missing[0]}; record them too (--return-routed-weights)")
-    return {index: (ids, file.weights[index]) for index, ids in file.ids.items()}
+    return {index: (torch.from_numpy(ids), torch.from_numpy(file.weights[index])) for index, ids in file.ids.items()}
 
 
 def is_routing_file(path: str | os.PathLike[str]) -> bool:
