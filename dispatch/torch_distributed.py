@@ -34,7 +34,7 @@ from moe_ep.dispatch.batch import (
 from moe_ep.dispatch.placement import Placement, owners_of
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.kernels.dispatch_rows import sum_rows
-from moe_ep.modular_kernel.contracts import Dispatched, Dispatcher, Pending, Routing
+from moe_ep.modular_kernel.contracts import BatchExchange, Dispatched, Dispatcher, Pending, Routing
 from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
@@ -144,6 +144,9 @@ class TorchDistributedPrepareFinalize(Dispatcher):
 
     def supports_async(self) -> bool:
         return True
+
+    def batch_exchange(self) -> BatchExchange | None:
+        return RankExchange(self.ranks)
 
     def report_failure(self, error: Exception) -> None:
         self.ranks.detector.report(error)
@@ -387,6 +390,25 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             "dispatch_dtype, of none, e4m3 and int8 (0 to 2),": _CODES.index(self._wire(quant_config).dispatch_dtype),
         }
         self.ranks.must_agree(settings, device)
+
+
+class RankExchange:
+    """`BatchExchange` by collectives of the backend's group."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
+
+    def gather(self, counts: torch.Tensor) -> torch.Tensor:
+        everyones = counts.new_empty(self.size * counts.numel())
+        steps = self._ranks.steps("balancing of a batch", counts.device)
+        steps.all_gather(everyones, counts)
+        return torch.tensor(steps.on_host(everyones.view(self.size, -1)).get(), device="cpu")
+
+    def send_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> Pending[torch.Tensor]:
+        arrived = rows.new_empty(sum(received), rows.size(1))
+        steps = self._ranks.steps("balancing of a batch", rows.device)
+        steps.all_to_all(arrived, rows, received, sent)
+        return steps.then(lambda: arrived)
 
 
 def _stream_of(tensor: torch.Tensor) -> int:

@@ -197,6 +197,15 @@ def input_dtype_option() -> Any:
     )
 
 
+def batch_balance_option() -> Any:
+    """The field of `--batch-balance`."""
+    return option(
+        "auto",
+        one_of("auto", "off"),
+        "copy hot experts to other ranks for a single large batch: auto (where that pays) or off",
+    )
+
+
 def layer_input_dtype(name: str | None) -> torch.dtype | str | None:
     """What layers are given as input_dtype for the value of `--input-dtype`."""
     from moe_ep.quantization.input_rows import input_dtype_of
@@ -226,6 +235,7 @@ class ModelConfig(GangConfig):
     )
 
     input_dtype: str | None = input_dtype_option()
+    batch_balance: str = batch_balance_option()
     allow_nonfinite: bool = option(
         False, None, "load weights that hold NaN or infinity too, which are refused otherwise"
     )

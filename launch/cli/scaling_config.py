@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ep.launch.cli.gang_options import GangConfig, input_dtype_option
+from moe_ep.launch.cli.gang_options import GangConfig, batch_balance_option, input_dtype_option
 from moe_ep.launch.cli.options import (
     BACKEND_NAMES,
     GEOMETRY_NAMES,
@@ -76,6 +76,7 @@ class ScalingConfig(GangConfig):
         "dtype of dispatched rows: activations, fp8, int8",
     )
     input_dtype: str | None = input_dtype_option()
+    batch_balance: str = batch_balance_option()
     routing: tuple[str, ...] = option(
         ("uniform",), _list_of(_routing), "uniform, zipf:S or an .npz file of recorded choices"
     )

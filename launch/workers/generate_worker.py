@@ -205,6 +205,7 @@ def _load(
         backend=config.backend,
         quantize=config.quantize,
         input_dtype=layer_input_dtype(config.input_dtype),
+        batch_balance=config.batch_balance,
         batch_invariant=config.batch_invariant or None,
         eplb=config.eplb,
         num_redundant_experts=config.num_redundant_experts,

@@ -309,6 +309,7 @@ class _Bench:
             eplb=setting.eplb == "on",
             weights=weights,
             input_dtype=layer_input_dtype(config.input_dtype),
+            batch_balance=config.batch_balance,
         )
         prefill = setting.phase == "prefill"
         row = measure_row(
@@ -417,6 +418,7 @@ def _about(rank_env: RankEnv, config: ScalingConfig, command: str, ceilings: Cei
         "hosts": rank_env.world_size // rank_env.local_world_size,
         "launcher": rank_env.source,
         "input_dtype": config.input_dtype or env.INPUT_DTYPE.get(),
+        "batch_balance": config.batch_balance,
         "memory_tb_per_s": round(ceilings.memory_bytes_per_s / 1e12, 3),
         "tflop_per_s": round(ceilings.flops_per_s / 1e12, 2),
         "link_gb_per_s": None if link is None else round(link / 1e9, 1),

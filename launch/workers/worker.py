@@ -245,6 +245,7 @@ def _load(
         device=device,
         quantize=config.quantize,
         input_dtype=layer_input_dtype(config.input_dtype),
+        batch_balance=config.batch_balance,
         # "auto" chooses by the capacity; a backend with a fixed one takes larger batches in several passes.
         num_redundant_experts=config.redundant_experts(spec.num_experts, rank_env.world_size),
         max_num_tokens=most_tokens if config.backend == "auto" else min(most_tokens, DECODE_MAX_NUM_TOKENS),

@@ -50,7 +50,7 @@ class BenchLayers:
         capacity: max_num_tokens of the layers.
         eplb: with one redundant slot a rank, and experts placed by `balance`, which moves them: take weights that no
             other layers share.
-        input_dtype: of the layers.
+        input_dtype, batch_balance: of the layers.
         weights: of each copy; they keep what was packed from one set of layers to the next.
     """
 
@@ -69,6 +69,7 @@ class BenchLayers:
         eplb: bool,
         weights: Sequence[SyntheticConfig],
         input_dtype: torch.dtype | str | None = None,
+        batch_balance: str = "auto",
     ) -> None:
         self.geometry, self.ep_size, self.ep_rank, self.device, self.dtype = geometry, ep_size, ep_rank, device, dtype
         self.weights, self.eplb = weights[0], eplb
@@ -100,6 +101,7 @@ class BenchLayers:
                     max_num_tokens=capacity,
                     dispatch_dtype=dispatch_dtype,
                     input_dtype=input_dtype,
+                    batch_balance=batch_balance,
                     enable_eplb=eplb,
                     num_redundant_experts=redundant,
                     **self.routing_args,

@@ -39,6 +39,7 @@ from moe_ep.hf.experts import (
 from moe_ep.hf.parallelized import make_parallelized, steps_of
 from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS, RoutedExperts, load_shard, make_routed_experts
 from moe_ep.hf.steps import StepCoordinator
+from moe_ep.layer.batch_balance import BatchBalance
 from moe_ep.layer.elastic import ElasticConfig, ElasticExperts, ElasticSlots, Read
 from moe_ep.layer.stack import expert_quantization, layer_quant_config
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
@@ -77,6 +78,7 @@ def parallelize(
     decode_max_num_tokens: int | None = None,
     input_dtype: torch.dtype | str | None = None,
     batch_invariant: bool | None = None,
+    batch_balance: str | BatchBalance = "auto",
     on_layer: OnLayer | None = None,
     membership: Membership | None = None,
     elastic: ElasticConfig | None = None,
@@ -106,6 +108,7 @@ def parallelize(
         input_dtype: the rows that quantized experts compute with, as `FusedMoE` takes it.
         batch_invariant: the experts give a token the same bits in every batch, and so does all of the model in
             `moe-ep generate` and `Generation` (docs/rollouts.md); None takes it from MOE_EP_BATCH_INVARIANT.
+        batch_balance: as `FusedMoE` takes it; off where ranks come and go.
         on_layer: called with (layers loaded, layers) as loading goes on.
         membership: of a gang whose ranks come and go (docs/elastic.md). The model is loaded without any other rank, and
             runs from `membership.settle()` on, which is the collective call then.
@@ -152,6 +155,7 @@ def parallelize(
         "enable_eplb": bool(eplb),
         "num_redundant_experts": num_redundant_experts,
         "batch_invariant": batch_invariant,
+        "batch_balance": batch_balance if membership is None else "off",
         "slots": slots,
     }
     with torch.no_grad():

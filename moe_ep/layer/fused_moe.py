@@ -36,6 +36,7 @@ from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.errors import ConfigError, check_router_weight_on_input, check_whole
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.fixed_tensors import table_device
+from moe_ep.layer.batch_balance import BatchBalance, BatchBalancer
 from moe_ep.layer.custom_ops import operator, register_layer, without_autocast
 from moe_ep.layer.dispatcher import LayerDispatcher
 from moe_ep.layer.expert_slots import ExpertSlots, LayerEplbState
@@ -146,6 +147,8 @@ class FusedMoE(MoELayer):
             it from MOE_EP_INPUT_DTYPE, which is checkpoint by default.
         batch_invariant: a token's result has the same bits whatever tokens are beside it, on whichever rank it came in
             and wherever its experts are (docs/rollouts.md); None takes it from MOE_EP_BATCH_INVARIANT.
+        batch_balance: "auto" copies hot experts to other ranks for one large batch where that pays (docs/eplb.md),
+            "off" never does; a `BatchBalance` says from how many rows on and with how many slots.
 
     Raises:
         ValueError: sizes, names or options that do not fit together.
@@ -196,6 +199,7 @@ class FusedMoE(MoELayer):
         input_dtype: torch.dtype | str | None = None,
         router: Router | None = None,
         batch_invariant: bool | None = None,
+        batch_balance: str | BatchBalance = "auto",
     ) -> None:
         routing = RoutingConfig(
             top_k=top_k,
@@ -251,6 +255,7 @@ class FusedMoE(MoELayer):
         )
         super().__init__()
         self._kernels = ModularKernels()
+        self.balancer: BatchBalancer | None = None
         # The wrapper of torch that was found not to touch the layer.
         self._wrapper = 0
         self.layer_name = register_layer(self, prefix)
@@ -265,6 +270,7 @@ class FusedMoE(MoELayer):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.dispatch_dtype = dispatch_dtype
         self.dispatcher = LayerDispatcher(self.layer_name, dispatch, self.quant_method, process_group)
+        self.balancer = BatchBalancer.make(self.quant_method, batch_balance)
 
     @classmethod
     def from_checkpoint(
@@ -489,26 +495,46 @@ class FusedMoE(MoELayer):
             router = wrapped(router)
         num_tokens = hidden_states.size(0)
         num_chunks = self.dispatcher.num_chunks(num_tokens, hidden_states.device)
+        balanced = self._is_balanced(num_tokens, hidden_states.device)
         if num_chunks == 1:
-            return self._forward_tokens(router, hidden_states, *inputs)
+            return self._forward_tokens(router, hidden_states, *inputs, balanced=balanced)
         capacity = self.prepare_finalize.max_num_tokens_per_rank() or num_tokens
         chunks = []
         for start in range(0, num_chunks * capacity, capacity):
             part = slice(min(start, num_tokens), min(start + capacity, num_tokens))
             of_part = [tensor[part] for tensor in inputs]
-            chunks.append(self._forward_tokens(router.of_rows(part), hidden_states[part], *of_part))
+            chunks.append(self._forward_tokens(router.of_rows(part), hidden_states[part], *of_part, balanced=balanced))
         shared = [shared for shared, _ in chunks if shared is not None]
         return torch.cat(shared) if shared else None, torch.cat([routed for _, routed in chunks])
 
+    def _is_balanced(self, num_tokens: int, device: torch.device) -> bool:
+        """Whether the passes of a batch are balanced by their own counts; the same on every rank."""
+        if not self._may_balance or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return False
+        # A chunk has no more tokens than the capacity.
+        capacity = self.prepare_finalize.max_num_tokens_per_rank()
+        least = -(-self.balancer.min_rows(device) // self.top_k) if self.balancer is not None else 0
+        if capacity is not None and capacity < least:
+            return False
+        return self.dispatcher.most_tokens(num_tokens) >= least
+
+    @property
+    def _may_balance(self) -> bool:
+        return self.balancer is not None and self.prepare_finalize.batch_exchange() is not None
+
     def _forward_tokens(
-        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor
+        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, balanced: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Returns (shared output, routed output) of one pass."""
         with stage("route"):
-            topk_weights, topk_ids, zero_expert_result = router.route(hidden_states, *inputs)
-            topk_weights, topk_ids = self.to_physical(topk_weights, topk_ids)
+            topk_weights, logical_ids, zero_expert_result = router.route(hidden_states, *inputs)
+            topk_weights, topk_ids = self.to_physical(topk_weights, logical_ids)
         tell_routing(self, topk_ids)
-        result = self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
+        result = None
+        if balanced and self.balancer is not None:
+            result = self.balancer.run(self, hidden_states, topk_weights, logical_ids)
+        if result is None:
+            result = self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
         shared, routed = result if isinstance(result, tuple) else (None, result)
         if self.shared_experts is not None:
             self._check_shared(shared, routed)
@@ -624,7 +650,7 @@ class FusedMoE(MoELayer):
     @property
     def asks_for_tokens(self) -> bool:
         """Whether the ranks must know each other's number of tokens."""
-        return self.dispatcher.asks_for_tokens
+        return self.dispatcher.asks_for_tokens or self._may_balance
 
     @property
     def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
@@ -661,6 +687,8 @@ class FusedMoE(MoELayer):
     def forget_kernels(self) -> None:
         """Drops the modular kernels, whose experts keep references to scales and biases that are being replaced."""
         self._kernels.clear()
+        if self.balancer is not None:
+            self.balancer.forget()
 
     def _drop_stale_kernels(self) -> None:
         """Drops the modular kernels that were made for other tensors: `torch.func.functional_call`, an assignment to

@@ -41,7 +41,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed.passes import one_pass
 from moe_ep.errors import ConfigError, one_of
 from moe_ep.fixed_tensors import FixedTensors
-from moe_ep.layer import FusedMoE
+from moe_ep.layer import BatchBalance, FusedMoE
 from moe_ep.layer.elastic import ElasticSlots
 from moe_ep.layer.methods.online import ONLINE, OnlineConfig
 from moe_ep.modular_kernel.invariant_ops import invariant_ops
@@ -165,6 +165,7 @@ class MoEBlock(FixedTensors):
         num_redundant_experts: int | None = None,
         input_dtype: torch.dtype | str | None = None,
         slots: ElasticSlots | None = None,
+        batch_balance: str | BatchBalance = "auto",
     ) -> None:
         super().__init__()
         self.layer_index = layer_index
@@ -202,6 +203,7 @@ class MoEBlock(FixedTensors):
                 enable_eplb=num_redundant_experts is not None,
                 num_redundant_experts=num_redundant_experts or 0,
                 input_dtype=input_dtype,
+                batch_balance=batch_balance if slots is None else "off",
             )
         if slots is not None:
             slots.place(self.moe)
@@ -294,8 +296,9 @@ class MoEStack(nn.Module):
         max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
         process_group: the EP ranks; None for the default group.
         num_redundant_experts: if given, even as 0, enables EPLB with that many physical experts beyond E.
-        input_dtype: the rows that quantized experts compute with, as `FusedMoE` takes it.
-        slots: of a gang whose ranks come and go (docs/elastic.md); its `parallel_config` is the one to give.
+        input_dtype, batch_balance: as `FusedMoE` takes them.
+        slots: of a gang whose ranks come and go (docs/elastic.md); its `parallel_config` is the one to give, and no
+            batches are balanced.
         on_layer: called with (layers loaded, all layers) while loading progresses.
 
     Attributes:
@@ -321,6 +324,7 @@ class MoEStack(nn.Module):
         num_redundant_experts: int | None = None,
         input_dtype: torch.dtype | str | None = None,
         slots: ElasticSlots | None = None,
+        batch_balance: str | BatchBalance = "auto",
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__()
@@ -346,6 +350,7 @@ class MoEStack(nn.Module):
                     num_redundant_experts=num_redundant_experts,
                     input_dtype=input_dtype,
                     slots=slots,
+                    batch_balance=batch_balance,
                 )
             )
         if on_layer is not None:

@@ -141,6 +141,23 @@ class Pending(NamedTuple, Generic[Result]):
     start: Callable[[], None] = lambda: None
 
 
+class BatchExchange(Protocol):
+    """What balancing a batch needs of a backend's ranks beside dispatch and combine; every call is a collective step.
+
+    Attributes:
+        rank, size: of this process among the EP ranks.
+    """
+
+    rank: int
+    size: int
+
+    def gather(self, counts: torch.Tensor) -> torch.Tensor:
+        """int64 `[n]` of every rank, `[R, n]` on the host."""
+
+    def send_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> Pending[torch.Tensor]:
+        """Sends rows uint8 `[sum(sent), bytes]`, sent[r] of them to rank r in order; gives what arrived."""
+
+
 # (rows, their scales, metadata, global physical ids of the rows or None, their weights or None)
 PrepareResult = tuple[
     torch.Tensor, torch.Tensor | None, ExpertTokensMetadata | None, torch.Tensor | None, torch.Tensor | None
@@ -261,6 +278,10 @@ class FusedMoEPrepareAndFinalize(ABC):
         Backends whose steps raise on the host need not override it.
         """
         return
+
+    def batch_exchange(self) -> BatchExchange | None:
+        """The exchange by which batches are balanced by their own counts; None where the backend has none."""
+        return None
 
     def hand_over_row_ids(self) -> None:
         """Called if the experts accept rows by reference (expert_row_ids): pass them that way if it saves a copy."""
@@ -564,6 +585,10 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
     @abstractmethod
     def supports_chunking(self) -> bool:
         """Whether the rows may be computed in several chunks of M."""
+
+    def num_local_experts(self, w1: torch.Tensor) -> int:
+        """Number of local experts: those of w1, unless the class has weights of others too."""
+        return w1.size(0)
 
     def supports_row_ids(self) -> bool:
         """Whether input batched by reference (expert_row_ids) is accepted."""

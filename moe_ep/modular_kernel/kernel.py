@@ -134,7 +134,7 @@ class FusedMoEModularKernel(nn.Module):
                 expert_map=expert_map,
                 apply_router_weight_on_input=apply_router_weight_on_input,
             )
-            self._check_map(routing, w1.size(0))
+            self._check_map(routing, self.fused_experts.num_local_experts(w1))
             shared_output = self._start_shared_experts(
                 hidden_states if shared_experts_input is None else shared_experts_input
             )

@@ -50,10 +50,26 @@ EPLB_MOVES = Metric(
     name="moe_ep_eplb_moves_total", kind="counter", text="experts that a rank had to receive, all ranks"
 )
 EPLB_PLAN_SECONDS = Metric(name="moe_ep_eplb_plan_seconds", kind="histogram", text="planning of a placement")
+BATCH_COPIES = Metric(
+    name="moe_ep_batch_copies_total",
+    kind="counter",
+    text="experts copied for single batches, all ranks; estimated from sampled passes",
+)
+BATCH_COPY_BYTES = Metric(
+    name="moe_ep_batch_copy_bytes_total",
+    kind="counter",
+    text="bytes of experts copied for single batches, all ranks; estimated from sampled passes",
+)
+BATCH_BALANCE_SECONDS = Metric(
+    name="moe_ep_batch_balance_seconds", kind="histogram", text="exchange of a batch's counts, and its plan"
+)
+BATCH_COPY_SECONDS = Metric(
+    name="moe_ep_batch_copy_seconds", kind="histogram", text="what is left to wait for of a batch's copied experts"
+)
 
 ALL = (
     DISPATCH_SECONDS, COMBINE_SECONDS, EXPERTS_SECONDS, RANK_TOKENS, BALANCEDNESS, A2A_BYTES, EPLB_MOVES,
-    EPLB_PLAN_SECONDS,
+    EPLB_PLAN_SECONDS, BATCH_COPIES, BATCH_COPY_BYTES, BATCH_BALANCE_SECONDS, BATCH_COPY_SECONDS,
 )  # fmt: skip
 
 

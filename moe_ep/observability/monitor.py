@@ -47,6 +47,8 @@ _HISTOGRAMS: dict[str, Metric] = {
     "dispatch": metrics.DISPATCH_SECONDS,
     "experts": metrics.EXPERTS_SECONDS,
     "combine": metrics.COMBINE_SECONDS,
+    "eplb_batch_plan": metrics.BATCH_BALANCE_SECONDS,
+    "eplb_batch_copies": metrics.BATCH_COPY_SECONDS,
 }
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -221,6 +223,10 @@ class LayerMonitor(Listener):
             for expert_rank, load in enumerate(alike.mean(axis=0).tolist()):
                 self._sink.put(metrics.RANK_TOKENS, load, rank=self._rank, expert_rank=str(expert_rank))
             self._sink.put(metrics.BALANCEDNESS, balancedness(torch.from_numpy(alike)), rank=self._rank)
+
+    def copied(self, layer: FusedMoE, num_copies: int, expert_bytes: int) -> None:
+        self._sink.put(metrics.BATCH_COPIES, num_copies * self._sample_every, rank=self._rank)
+        self._sink.put(metrics.BATCH_COPY_BYTES, num_copies * expert_bytes * self._sample_every, rank=self._rank)
 
     def on_eplb_event(self, event: Event) -> None:
         """A listener for an EPLB manager."""

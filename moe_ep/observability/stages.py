@@ -1,8 +1,10 @@
 """Named stages of a pass, which listeners can time; without listeners they cost next to nothing.
 
-The runtime marks route, dispatch, experts and combine, and the steps of balancing, with `with stage("dispatch"):`;
-`tell_routing` reports where tokens go. `record(device)` collects the durations, with CUDA events on a GPU and the host
-clock elsewhere; metrics and traces (`moe_ep.observability`) are listeners too.
+The runtime marks route, dispatch, experts and combine, and the steps of balancing (`eplb_batch_plan` and
+`eplb_batch_copies` where a batch is balanced by its own counts), with `with stage("dispatch"):`; `tell_routing` reports
+where tokens go.
+`record(device)` collects the durations of the former four, with CUDA events on a GPU and the host clock elsewhere;
+metrics and traces (`moe_ep.observability`) are listeners too.
 
 Example:
     with stages.record(hidden_states.device) as recorder:
@@ -33,6 +35,10 @@ class Listener:
 
     def routed(self, layer: Any, topk_ids: torch.Tensor) -> None:
         """Called between stages with a `FusedMoE` and the physical ids `[T, top_k]` of its tokens, -1 for no expert."""
+        return
+
+    def copied(self, layer: Any, num_copies: int, expert_bytes: int) -> None:
+        """Called with a `FusedMoE` where a batch is balanced: experts copied for it between all ranks, bytes of one."""
         return
 
 
@@ -80,6 +86,12 @@ def tell_routing(layer: Any, topk_ids: torch.Tensor) -> None:
     """Tells the listeners which experts the tokens of a pass use."""
     for listener in _listeners:
         listener.routed(layer, topk_ids)
+
+
+def tell_copies(layer: Any, num_copies: int, expert_bytes: int) -> None:
+    """Tells the listeners how many experts were copied for a batch."""
+    for listener in _listeners:
+        listener.copied(layer, num_copies, expert_bytes)
 
 
 @contextmanager
