@@ -14,6 +14,7 @@ from moe_ep.arguments import (
     check_tensors,
 )
 from moe_ep.errors import check_whole
+from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.compute import partials_numel
 from moe_ep.kernels.marlin.types import WeightType, check_input_dtype
 from moe_ep.kernels.marlin.weights import WeightPair, check_activation_dtype, check_weights
@@ -58,8 +59,10 @@ def check_weight_pair(
     hidden = w13.num_rows // 2 if activation.is_gated else w13.num_rows
     if w2.num_columns != hidden:
         raise ValueError(f"w2 has {w2.num_columns} columns; w1 with {activation} gives {hidden}")
+    device = first[0].device
+    capability = jit.capability(device.index or 0) if device.type == "cuda" and input_dtype is not None else None
     for part in (first, second):
-        check_input_dtype(kind, part[1].dtype, act_dtype, input_dtype)
+        check_input_dtype(kind, part[1].dtype, act_dtype, input_dtype, capability)
     return WeightPair(kind, activation, act_dtype, w13, w2, clamp_limit, input_dtype)
 
 

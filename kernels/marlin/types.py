@@ -51,12 +51,21 @@ WEIGHT_TYPES = {
     )
 }
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
+_HAS_E4M3 = (8, 9)
 
 
 def check_input_dtype(
-    kind: WeightType, scale_dtype: torch.dtype, act_dtype: torch.dtype, input_dtype: torch.dtype | None
+    kind: WeightType,
+    scale_dtype: torch.dtype,
+    act_dtype: torch.dtype,
+    input_dtype: torch.dtype | None,
+    capability: tuple[int, int] | None = None,
 ) -> None:
-    """ValueError for a dtype to which rows beside these weights cannot be rounded; it names both."""
+    """ValueError for a dtype to which rows beside these weights cannot be rounded; it names both.
+
+    Args:
+        capability: compute capability of the GPU; None on a CPU.
+    """
     if input_dtype in (None, act_dtype):
         return
     if input_dtype is None or input_dtype not in INPUT_DTYPES:
@@ -65,6 +74,11 @@ def check_input_dtype(
             f"dtype ({act_dtype})"
         )
     refusal = pair_refusal(input_dtype, kind.scalar_type, scale_dtype)
+    if refusal is None and input_dtype == torch.float8_e4m3fn and capability is not None and capability < _HAS_E4M3:
+        refusal = (
+            f"weights are {kind.scalar_type} on a GPU of compute capability {capability[0]}.{capability[1]}, whose "
+            f"tensor cores multiply e4m3 from {_HAS_E4M3[0]}.{_HAS_E4M3[1]} on"
+        )
     if refusal is not None:
         raise ValueError(f"input_dtype is {input_dtype} and {refusal}; pass None")
 

@@ -4,6 +4,7 @@ number, and a graph with other choices."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import OnlineFp8Config, relative_error, tolerance
 from moe_ep.scalar_type import scalar_types
+from tests.checkpoint.format_cases import write_case
 from tests.gpu.captured import capture
 from tests.gpu.marlin_cases import RELATIVE_ERROR, SILU, arguments, pair
 from tests.layer.moe_oracle import load, make_inputs, make_weights
@@ -213,6 +215,22 @@ def test_infinities_stay_with_their_tokens(kind: WeightType) -> None:
     assert torch.equal(output[others], clean[others])
     for token in (10, 20):
         assert ids[token] < 0 or output[token].isnan().any()
+
+
+def test_who_decides(tmp_path: Path) -> None:
+    """A checkpoint's own dtype where there is a kernel for it; a dtype that is named is refused where there is none."""
+    for case, dtype in (("fp8 of one number", FP8), ("int8 rows", INT8), ("w4afp8", None)):
+        folder = tmp_path / case.replace(" ", "-")
+        write_case(case, folder, (256, 128), with_values=False)
+        with torch.device("cuda"):
+            layer = FusedMoE.from_checkpoint(folder, layer=0, dtype=torch.bfloat16)
+            assert (layer.input_rows.dtype, layer.rounds_rows_to) == (dtype, dtype)
+            named = FP8 if dtype is None else dtype
+            if dtype is None:
+                with pytest.raises(ValueError, match="torch.float8_e4m3fn and there is no kernel"):
+                    FusedMoE.from_checkpoint(folder, layer=0, dtype=torch.bfloat16, input_dtype=named)
+            else:
+                FusedMoE.from_checkpoint(folder, layer=0, dtype=torch.bfloat16, input_dtype=named)
 
 
 def test_a_layer_with_and_without() -> None:

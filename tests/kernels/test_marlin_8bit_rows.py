@@ -10,7 +10,7 @@ import torch
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.kernels.marlin import BatchedMarlinExperts, MarlinExperts, batched_fused_marlin_moe, fused_marlin_moe
-from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
+from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType, check_input_dtype
 from moe_ep.kernels.quantize import quantize_rows, round_rows, row_values, split_rows
 from moe_ep.layer.methods import relative_error
 from moe_ep.modular_kernel import ExpertTokensMetadata
@@ -152,6 +152,14 @@ def test_impossible_pairs_are_refused_by_both_names(
             batched_fused_marlin_moe(rows, torch.zeros(E, dtype=torch.int32), **more, input_dtype=dtype)
         else:
             fused_marlin_moe(**tokens(128), **more, input_dtype=dtype)
+
+
+def test_gpus_that_do_not_multiply_e4m3_are_named() -> None:
+    kind, bf16 = WEIGHT_TYPES[scalar_types.uint4b8.id], torch.bfloat16
+    with pytest.raises(ValueError, match="torch.float8_e4m3fn .*uint4b8 .*8.0"):
+        check_input_dtype(kind, bf16, bf16, torch.float8_e4m3fn, (8, 0))
+    check_input_dtype(kind, bf16, bf16, torch.float8_e4m3fn, (9, 0))
+    check_input_dtype(kind, bf16, bf16, torch.int8, (8, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float8_e5m2, "int8"])

@@ -12,6 +12,7 @@ from torch import nn
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.errors import ConfigError
 from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.weight_loading import ParamLayout, bias_layout
 from moe_ep.modular_kernel import (
@@ -143,7 +144,7 @@ class FusedMoEMethodBase(ABC):
         """The rows that the experts of a processed layer compute with.
 
         Raises:
-            ValueError: a dtype was named that does not go with the weights, or for which there is no kernel.
+            ConfigError: a dtype was named that does not go with the weights, or for which there is no kernel.
         """
         asked = layer.input_dtype
         if asked == NONE:
@@ -161,7 +162,7 @@ class FusedMoEMethodBase(ABC):
             refusal = f"dispatch_dtype is {layer.dispatch_dtype}, so that rows would be rounded twice"
         if asked != CHECKPOINT:
             if refusal is not None:
-                raise ValueError(
+                raise ConfigError(
                     f"input_dtype of {layer.layer_name} is {dtype} and {refusal}; pass 'none' for rows as they are"
                 )
             return InputRows(dtype, "asked for by name")
