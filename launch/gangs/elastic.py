@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from moe_ep.errors import GangError
-from moe_ep.launch.gangs import progress
-from moe_ep.launch.gangs.gang import Outcome, WorkerFailure, first_cause, gang_error
+from moe_ep.launch.gangs import mailbox, progress
+from moe_ep.launch.gangs.gang import OnItem, Outcome, WorkerFailure, first_cause, gang_error
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 
 
+def say_started(rank: int, pid: int, host: str) -> None:
+    """Names the process of a rank that starts or joins, on stderr."""
+    progress.say_plain(f"rank {rank}: pid {pid} on {host}")
+
+
 class ElasticOutcomes:
     """The members of a gang and their outcomes, as they become known.
 
@@ -32,18 +37,25 @@ class ElasticOutcomes:
         store: of the gang, which this process serves.
         ranks: that the gang begins with.
         end_process: ends the process of a rank, if it is there.
+        on_item: gets the items of all ranks, those of lost ones too.
 
     Attributes:
         recoveries: what each loss took, in the order of the losses; seconds since the rank last showed that it lives.
     """
 
     def __init__(
-        self, store: dist.Store, ranks: Iterable[int], config: ElasticConfig, end_process: Callable[[int], None]
+        self,
+        store: dist.Store,
+        ranks: Iterable[int],
+        config: ElasticConfig,
+        end_process: Callable[[int], None],
+        on_item: OnItem,
     ) -> None:
         from moe_ep.distributed.membership import MembershipLog
 
         self._log = MembershipLog(store, list(ranks))
-        self._config, self._end_process = config, end_process
+        self._config, self._end_process, self._on_item = config, end_process, on_item
+        self._items = mailbox.ItemReader(store)
         self._epoch = self._log.latest()
         self._served = -1
         self._values: dict[int, Any] = {}
@@ -69,11 +81,13 @@ class ElasticOutcomes:
         self._log.propose(remove={rank: outcome.failure.cause})
 
     def look(self) -> None:
-        """Learns of changes and tells of them; to be called every `POLL_S`.
+        """Learns of changes and tells of them, and passes items on; to be called every `POLL_S`.
 
         Raises:
             GangError: fewer ranks are left than the gang goes on with.
         """
+        for item in self._items.read(self._log.all_ranks()):
+            self._on_item(item)
         while (epoch := self._log.next_of(self._epoch)) is not None:
             self._epoch = epoch
             self._note(epoch)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep import env
 from moe_ep.errors import ConfigError, CoverError, DispatchTimeoutError, GangError, MoeEpError, NoRoomError
-from moe_ep.launch.gangs import interrupts
+from moe_ep.launch.gangs import interrupts, mailbox, progress
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.gangs.rendezvous import destroy_process_group, init_process_group, use_interface_of
 
@@ -228,6 +228,7 @@ def run_member(
         rank_env.export()
         torch.set_num_threads(_num_threads(rank_env))
         use_interface_of(rank_env)
+        progress.set_receiver(mailbox.ItemSender(store, rank_env.rank))
         membership = Membership(store, rank_env.rank, device=rank_env.device, timeout_s=timeout_s)
         return Outcome(fn(rank_env, *args, membership=membership))
     except Exception as error:

@@ -92,14 +92,11 @@ class LocalGang(Gang):
         ranks = local_rank_envs(self.world_size, self.device, source=self._source)
         store = listen_store(LOOPBACK, self._timeout_s)
         workers = LocalWorkers(self._context, ranks, self._timeout_s, fn, args, store.port)
-        outcomes = elastic.ElasticOutcomes(store, range(self.world_size), config, workers.kill)
+        outcomes = elastic.ElasticOutcomes(store, range(self.world_size), config, workers.kill, on_item)
         with workers:
             while not outcomes.are_final:
                 for event in workers.events(elastic.POLL_S):
-                    if event.kind == "item":
-                        on_item(event.content)
-                    else:
-                        outcomes.add(event.rank, event.content)
+                    outcomes.add(event.rank, event.content)
                 outcomes.look()
             return outcomes.results(), outcomes.recoveries
 
@@ -196,7 +193,7 @@ class LocalWorkers:
         self._processes[ours] = (rank_env.rank, worker)
         self._open.add(ours)
         if self._port is not None:
-            progress.say_plain(f"rank {rank_env.rank}: pid {worker.pid} on {socket.gethostname()}")
+            elastic.say_started(rank_env.rank, worker.pid or 0, socket.gethostname())
 
     def kill(self, rank: int) -> None:
         """Ends a rank's process, stopped or not, if it is there."""
@@ -361,7 +358,6 @@ def _serve(
     os.environ.update(environment)
     if rank_env.rank == 0:
         progress.set_sink(lambda report: connection.send(("progress", report)))
-    if rank_env.rank == 0 or port is not None:
         progress.set_receiver(lambda item: connection.send(("item", item)))
     try:
         try:

@@ -21,6 +21,21 @@ def children(pid: int) -> set[Process]:
     return {process for process, parent in _parents().items() if parent == pid}
 
 
+def process_of(pid: int) -> Process:
+    """The process that has this pid now; ProcessLookupError where there is none."""
+    _, fields = _stat(pid)
+    if not fields:
+        raise ProcessLookupError(f"no process has pid {pid}")
+    return pid, int(fields[19])
+
+
+def end_process(process: Process) -> None:
+    """Kills it, stopped or not, if it is there."""
+    if not has_ended(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process[0], signal.SIGKILL)
+
+
 def named(processes: set[Process], *names: str) -> dict[Process, str]:
     """Those of the processes whose program has one of the names, which Linux cuts after 15 letters."""
     found = {process: _stat(process[0])[0] for process in processes}
@@ -47,9 +62,8 @@ def end_trees(roots: set[Process], limit_s: float = 2.0) -> Iterator[None]:
         deadline = time.monotonic() + limit_s
         while (left := doomed & _parents().keys()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for pid, _ in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in left:
+            end_process(process)
 
 
 def start_guard(roots: set[Process]) -> subprocess.Popen[bytes]:

@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import moe_ep
 from moe_ep import env
 from moe_ep.errors import GangError, one_of
-from moe_ep.launch.gangs import interrupts, progress, waiting
+from moe_ep.launch.gangs import elastic, interrupts, progress, waiting
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -39,12 +39,25 @@ from moe_ep.launch.gangs.gang import (
     ignore,
     not_enough,
     num_cpus,
+    run_member,
     run_rank,
 )
-from moe_ep.launch.gangs.processes import children, end_trees, has_ended, named, start_guard
+from moe_ep.launch.gangs.processes import (
+    Process,
+    children,
+    end_process,
+    end_trees,
+    has_ended,
+    named,
+    process_of,
+    start_guard,
+)
 from moe_ep.launch.gangs.rank_env import LOOPBACK, RankEnv
-from moe_ep.launch.gangs.rendezvous import listen_store
+from moe_ep.launch.gangs.rendezvous import listen_store, open_clients_store
 from moe_ep.launch.gangs.waiting import Wait
+
+if TYPE_CHECKING:
+    from moe_ep.layer.elastic import ElasticConfig
 
 _POLL_S = 0.5
 # Starting a cluster, or workers that import torch, takes some seconds on a busy machine.
@@ -115,16 +128,59 @@ class RayGang(Gang):
             self._cluster = None
 
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
+        with self._started() as workers:
+            first = workers[0]
+            wait = self._start_wait("rank 0 to listen")
+            port = _get(first.actor.listen.remote(first.rank_env.master_addr, self._timeout_s), 0, first.node_ip, wait)
+            return self._watch([worker.at_port(port) for worker in workers], fn, args, on_item)
+
+    def run_elastic(
+        self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        import ray
+
+        with self._started() as workers:
+            here = ray.util.get_node_ip_address()
+            address = LOOPBACK if {worker.node_ip for worker in workers} == {here} else here
+            store = listen_store(address, self._timeout_s)
+            members = {worker.rank_env.rank: worker.at_port(store.port, address) for worker in workers}
+            outcomes = elastic.ElasticOutcomes(
+                store, members, config, lambda rank: members[rank].end(is_here=members[rank].node_ip == here), on_item
+            )
+            for rank, worker in members.items():
+                elastic.say_started(rank, worker.place.process[0], worker.place.host)
+            running = {worker.start("run_member", self._timeout_s, fn, args): worker for worker in members.values()}
+            news = _News(members[0].actor, self._display)
+            while not outcomes.are_final:
+                self._check()
+                for ref in ray.wait(list(running), num_returns=1, timeout=elastic.POLL_S)[0]:
+                    worker = running.pop(ref)
+                    outcomes.add(worker.rank_env.rank, worker.outcome(ref))
+                outcomes.look()
+                news.look()
+            return outcomes.results(), outcomes.recoveries
+
+    @contextlib.contextmanager
+    def _started(self) -> Iterator[list[_RankActor]]:
+        """The workers in rank order during the block, at whose end nothing of the gang is left."""
         actors: list[Any] = []
         self._display.say(f"starting {progress.workers(self.world_size)}")
         try:
             with slots(self._resource, self.world_size, self._timeout_s) as found:
                 try:
-                    return self._watch(*self._start(found, actors), fn, args, on_item)
+                    yield self._start(found, actors)
                 finally:
                     _end(actors)
         finally:
             self.close()
+
+    def _start_wait(self, what: str) -> Wait:
+        return Wait(what, waiting.limit_of(self._timeout_s), _START_QUIET_S)
+
+    def _check(self) -> None:
+        interrupts.check()
+        if self._cluster is not None:
+            self._cluster.check()
 
     def _check_room(self) -> None:
         from ray.util import get_current_placement_group
@@ -132,77 +188,126 @@ class RayGang(Gang):
         if get_current_placement_group() is None:
             plan(self._resource, self.world_size)
 
-    def _start(self, slots: list[Slot], actors: list[Any]) -> tuple[list[Any], list[RankEnv], list[str]]:
-        """Starts an actor in each slot, listing it in `actors`; returns actors, ranks and node IPs in rank order."""
+    def _start(self, slots: list[Slot], actors: list[Any]) -> list[_RankActor]:
+        """Starts an actor in each slot, listing it in `actors`; returns the workers in rank order."""
+        actors.extend(map(self._start_actor, slots))
+        ips = [slot.node_ip for slot in slots]
+        wait = self._start_wait(f"{progress.workers(len(actors))} to start")
+        asked = [actor.place.remote() for actor in actors]
+        places = [_get(ref, rank, ips[rank], wait) for rank, ref in enumerate(asked)]
+        order = sorted(range(len(actors)), key=lambda i: (ip_key(ips[i]), places[i].gpu, i))
+        ordered = [ips[i] for i in order]
+        nodes = list(dict.fromkeys(ordered))
+        return [
+            _RankActor(
+                actor=actors[i],
+                node_ip=ips[i],
+                place=places[i],
+                rank_env=RankEnv(
+                    rank=rank,
+                    world_size=len(order),
+                    local_rank=rank - ordered.index(ips[i]),
+                    local_world_size=ordered.count(ips[i]),
+                    node_rank=nodes.index(ips[i]),
+                    master_addr=LOOPBACK if len(nodes) == 1 else nodes[0],
+                    source="ray",
+                    device=places[i].device,
+                ),
+            )
+            for rank, i in enumerate(order)
+        ]
+
+    def _start_actor(self, slot: Slot) -> Any:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         kind: Any = ray.remote
         remote = kind(concurrency_groups={"watch": 1}, max_restarts=0, max_task_retries=0)(_Worker)
-        for slot in slots:
-            strategy = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
-            options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if self._resource == "GPU" else {"num_cpus": 1}
-            if self._cluster is None:
-                options["runtime_env"] = {"env_vars": worker_variables()}
-            actors.append(remote.options(**options, scheduling_strategy=strategy).remote())
-        ips = [slot.node_ip for slot in slots]
-        wait = Wait(f"{progress.workers(len(actors))} to start", waiting.limit_of(self._timeout_s), _START_QUIET_S)
-        asked = [actor.place.remote() for actor in actors]
-        places = [_get(ref, rank, ips[rank], wait) for rank, ref in enumerate(asked)]
-        order = sorted(range(len(actors)), key=lambda i: (ip_key(ips[i]), places[i][0], i))
-        ips = [ips[i] for i in order]
-        nodes = list(dict.fromkeys(ips))
-        address = LOOPBACK if len(nodes) == 1 else nodes[0]
-        port = _get(actors[order[0]].listen.remote(address, self._timeout_s), 0, nodes[0], wait)
-        rank_envs = [
-            RankEnv(
-                rank=rank,
-                world_size=len(order),
-                local_rank=rank - ips.index(ips[rank]),
-                local_world_size=ips.count(ips[rank]),
-                node_rank=nodes.index(ips[rank]),
-                master_addr=address,
-                master_port=port,
-                source="ray",
-                device=places[i][1],
-            )
-            for rank, i in enumerate(order)
-        ]
-        return [actors[i] for i in order], rank_envs, ips
+        strategy = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
+        options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if self._resource == "GPU" else {"num_cpus": 1}
+        if self._cluster is None:
+            options["runtime_env"] = {"env_vars": worker_variables()}
+        return remote.options(**options, scheduling_strategy=strategy).remote()
 
     def _watch(
-        self,
-        actors: list[Any],
-        rank_envs: list[RankEnv],
-        ips: list[str],
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        on_item: OnItem,
+        self, workers: list[_RankActor], fn: Callable[..., Any], args: tuple[Any, ...], on_item: OnItem
     ) -> list[Any]:
         """Waits until every rank has answered, or one has failed."""
         import ray
 
-        ranks = {
-            actor.run.remote(rank_env, self._timeout_s, fn, args): rank_env.rank
-            for actor, rank_env in zip(actors, rank_envs, strict=True)
-        }
-        outcomes = Outcomes(ranks.values())
-        pending = list(ranks)
-        news = _News(actors[0], self._display, on_item)
+        running = {worker.start("run", self._timeout_s, fn, args): worker for worker in workers}
+        outcomes = Outcomes(worker.rank_env.rank for worker in workers)
+        pending = list(running)
+        news = _News(workers[0].actor, self._display, on_item)
         while not outcomes.are_final:
-            interrupts.check()
-            if self._cluster is not None:
-                self._cluster.check()
+            self._check()
             ready, pending = ray.wait(pending, num_returns=1, timeout=min(_POLL_S, outcomes.left_s))
             for ref in ready:
-                rank = ranks[ref]
-                outcome = _outcome(ref, rank, ips[rank])
-                if outcome.failure is not None:
-                    outcome = Outcome(failure=replace(outcome.failure, node=ips[rank]))
-                outcomes.add(rank, outcome)
+                outcomes.add(running[ref].rank_env.rank, running[ref].outcome(ref))
             news.look()
         news.look(wait_s=ECHO_GRACE_S)
         return outcomes.results()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor's process is.
+
+    Attributes:
+        gpu: its GPU's index on the node, -1 for none.
+        device: the torch device that this is in the process.
+    """
+
+    gpu: int
+    device: str
+    host: str
+    process: Process
+
+
+@dataclass(frozen=True)
+class _RankActor:
+    """An actor with the rank that it is to be."""
+
+    actor: Any
+    node_ip: str
+    place: Place
+    rank_env: RankEnv
+
+    def at_port(self, port: int, address: str | None = None) -> _RankActor:
+        """The same with the port at which the ranks meet."""
+        address = address or self.rank_env.master_addr
+        return replace(self, rank_env=replace(self.rank_env, master_addr=address, master_port=port))
+
+    def start(self, method: str, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Begins its work; returns what the outcome comes by."""
+        return getattr(self.actor, method).remote(self.rank_env, timeout_s, fn, args)
+
+    def outcome(self, ref: Any) -> Outcome:
+        """What came of its work."""
+        outcome = _outcome(ref, self.rank_env.rank, self.node_ip)
+        if outcome.failure is not None:
+            outcome = Outcome(failure=replace(outcome.failure, node=self.node_ip))
+        return outcome
+
+    def end(self, *, is_here: bool) -> None:
+        """Ends its process, stopped or not.
+
+        Args:
+            is_here: whether this process is on its node.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        _end([self.actor])
+        if is_here:
+            end_process(self.place.process)
+            return
+        # Ray's way needs the process to answer, which one that is stopped does not.
+        kind: Any = ray.remote
+        with contextlib.suppress(Exception):
+            node_id = next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == self.node_ip)
+            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            kind(num_cpus=0, scheduling_strategy=strategy)(end_process).remote(self.place.process)
 
 
 class _Worker:
@@ -220,16 +325,16 @@ class _Worker:
     def _note(self, report: progress.Progress) -> None:
         self._progress = report
 
-    def place(self) -> tuple[int, str]:
-        """This worker's GPU: its index on the node (-1 for none) and the torch device it is in this process."""
+    def place(self) -> Place:
         import ray
 
         ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        if not ids:
-            return -1, "cpu"
-        visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-        index = visible.index(ids[0]) if ids[0] in visible else int(ids[0])
-        return index, f"cuda:{index}"
+        index = -1
+        if ids:
+            visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+            index = visible.index(ids[0]) if ids[0] in visible else int(ids[0])
+        device = f"cuda:{index}" if ids else "cpu"
+        return Place(index, device, socket.gethostname(), process_of(os.getpid()))
 
     def listen(self, address: str, timeout_s: float | None) -> int:
         """Opens the rendezvous store, which lives as long as this actor; returns its port."""
@@ -239,15 +344,21 @@ class _Worker:
     def run(self, rank_env: RankEnv, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
         return run_rank(rank_env, fn, args, timeout_s, self._store)
 
+    def run_member(
+        self, rank_env: RankEnv, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Outcome:
+        store = open_clients_store(rank_env.master_addr, rank_env.master_port, timeout_s)
+        return run_member(rank_env, fn, args, store, timeout_s)
+
     def news(self) -> tuple[progress.Progress | None, list[Any]]:
         """The last report, and what was handed over since the question before."""
         return self._progress, [self._items.get() for _ in range(self._items.qsize())]
 
 
 class _News:
-    """What rank 0 says beside its work: a question is always open."""
+    """What a worker says beside its work: a question is always open."""
 
-    def __init__(self, actor: Any, display: Callable[[progress.Progress], None], on_item: OnItem) -> None:
+    def __init__(self, actor: Any, display: Callable[[progress.Progress], None], on_item: OnItem = ignore) -> None:
         self._ask = actor.news.options(concurrency_group="watch").remote
         self._display, self._on_item = display, on_item
         self._asked = self._ask()

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
-from moe_ep.errors import ConfigError, GangError
-from moe_ep.launch.gangs import interrupts, progress, waiting
+from moe_ep.errors import ConfigError, GangError, MoeEpError
+from moe_ep.launch.gangs import elastic, interrupts, mailbox, progress, waiting
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -42,7 +43,13 @@ from moe_ep.launch.gangs.local_gang import (
     warm_fork_server,
 )
 from moe_ep.launch.gangs.rank_env import RankEnv, resolve_rank_env
-from moe_ep.launch.gangs.rendezvous import addresses_of, init_process_group, listen_at
+from moe_ep.launch.gangs.rendezvous import (
+    addresses_of,
+    init_process_group,
+    listen_at,
+    listen_store,
+    open_clients_store,
+)
 from moe_ep.launch.gangs.waiting import Wait
 
 if TYPE_CHECKING:
@@ -124,11 +131,70 @@ class TorchrunGang(Gang):
     def run_elastic(
         self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        if self._env is not None or self._num_nodes > 1:
-            way = f"under {self._env.source}, which ends all ranks when one fails" if self._env else "on several nodes"
-            raise ConfigError(f"--elastic is given {way}; start moe-ep by itself, on one node or under Ray")
-        gang = LocalGang(self._num_local, self.device, self._timeout_s, source="torchrun")
-        return gang.run_elastic(fn, *args, config=config, on_item=on_item)
+        """As `Gang.run_elastic`, for whichever node's agent listens at the endpoint; the others get nothing."""
+        if self._env is not None:
+            raise ConfigError(
+                f"--elastic is given under {self._env.source}, which ends all ranks when one fails; start moe-ep by "
+                f"itself, or under Ray"
+            )
+        if self._num_nodes == 1:
+            gang = LocalGang(self._num_local, self.device, self._timeout_s, source="torchrun")
+            return gang.run_elastic(fn, *args, config=config, on_item=on_item)
+        with self._met() as (context, node, ranks):
+            if node.node_rank > 0:
+                self._serve_node_0(node, context, ranks, fn, args)
+                return [], []
+            store = listen_store(node.master_addr, self._timeout_s)
+            node.announce(store.port)
+            workers = LocalWorkers(context, ranks, self._timeout_s, fn, args, store.port)
+            outcomes = elastic.ElasticOutcomes(store, range(self.world_size), config, workers.kill, on_item)
+            node.record = lambda rank, failure: outcomes.add(
+                rank, Outcome(None if failure else mailbox.take(store, _result_key(rank)), failure)
+            )
+            try:
+                with workers:
+                    while not outcomes.are_final:
+                        for event in workers.events(elastic.POLL_S, also=node.sockets):
+                            outcomes.add(event.rank, event.content)
+                        for _ in node.receive():
+                            pass
+                        outcomes.look()
+                    results = outcomes.results()
+            except MoeEpError as error:
+                node.end(error)
+                raise
+            node.end()
+            return results, outcomes.recoveries
+
+    def _serve_node_0(
+        self, node: _Node, context: ForkServerContext, ranks: Sequence[RankEnv], fn: Callable[..., Any],
+        args: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """The part of an agent that does not listen: it tells node 0 what comes of its ranks, and ends those that were
+        removed. All of them end with node 0's agent, which serves the store."""
+        import torch.distributed as dist
+
+        from moe_ep.distributed.membership import MembershipLog
+
+        try:
+            store = open_clients_store(node.master_addr, node.await_port(self._timeout_s), self._timeout_s)
+            with LocalWorkers(context, ranks, self._timeout_s, fn, args, store.port) as workers:
+                log = MembershipLog(store)
+                epoch = log.first
+                while not node.is_over:
+                    for event in workers.events(elastic.POLL_S, also=node.sockets):
+                        if event.content.failure is None:
+                            mailbox.put(store, _result_key(event.rank), event.content.value)
+                        node.add(event.rank, event.content.failure)
+                    while (after := log.next_of(epoch)) is not None:
+                        epoch = after
+                        for rank in epoch.removed:
+                            workers.kill(rank)
+                    for _ in node.receive():
+                        pass
+        except dist.DistError:
+            node.await_end()
+        node.check()
 
     def _run_as_rank(
         self, rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any], on_item: OnItem
@@ -153,18 +219,11 @@ class TorchrunGang(Gang):
         raise gang_error(failure)
 
     def _run_as_agent(self, fn: Callable[..., Any], args: Sequence[Any], on_item: OnItem) -> list[Any]:
-        context = warm_fork_server()
-        with contextlib.ExitStack() as stack:
-            with ending_fork_server():
-                meeting = _Node.meet(self._description(), self._rdzv_endpoint or "", self._timeout_s)
-            node = stack.enter_context(meeting)
-            self._has_rank_0 = node.node_rank == 0
-            ranks = local_rank_envs(
-                self._num_local, self.device, source="torchrun", first=node.node_rank * self._num_local,
-                world_size=self.world_size, node_rank=node.node_rank, master_addr=node.master_addr,
-            )  # fmt: skip
-            workers = stack.enter_context(LocalWorkers(context, ranks, self._timeout_s, _gathered, ([], fn, args)))
-            results: list[Any] = []
+        results: list[Any] = []
+        with (
+            self._met() as (context, node, ranks),
+            LocalWorkers(context, ranks, self._timeout_s, _gathered, ([], fn, args)) as workers,
+        ):
             while not node.is_over:
                 for event in workers.events(min(node.left_s, POLL_S), also=node.sockets):
                     if event.kind == "item":
@@ -178,9 +237,21 @@ class TorchrunGang(Gang):
                         node.add(event.rank, event.content.failure)
                 for port in node.receive():
                     workers.tell(port)
-        if node.failure is not None:
-            raise gang_error(node.failure)
+        node.check()
         return results
+
+    @contextlib.contextmanager
+    def _met(self) -> Iterator[tuple[ForkServerContext, _Node, list[RankEnv]]]:
+        """What this node's workers are forked from, the nodes that have met during the block, and this one's ranks."""
+        context = warm_fork_server()
+        with ending_fork_server():
+            meeting = _Node.meet(self._description(), self._rdzv_endpoint or "", self._timeout_s)
+        with meeting as node:
+            self._has_rank_0 = node.node_rank == 0
+            yield context, node, local_rank_envs(
+                self._num_local, self.device, source="torchrun", first=node.node_rank * self._num_local,
+                world_size=self.world_size, node_rank=node.node_rank, master_addr=node.master_addr,
+            )  # fmt: skip
 
     def _description(self) -> dict[str, Any]:
         """What nodes of one job have in common, under the names of the options that say it."""
@@ -220,6 +291,10 @@ def _agree_on_failure(failure: WorkerFailure, store: Any) -> tuple[WorkerFailure
             return WorkerFailure(**json.loads(store.get(_CAUSE))), False
         store.set(_CAUSE, json.dumps(asdict(failure)))
     return failure, True
+
+
+def _result_key(rank: int) -> str:
+    return f"result/{rank}"
 
 
 class _Peer:
@@ -296,7 +371,8 @@ class _Node:
     theirs and are told when it is over.
 
     Attributes:
-        is_over: all ranks have answered, or one has failed; `failure` is the cause then.
+        is_over: all ranks have answered, or the job has failed; `failure` or `error` is the cause then.
+        record: called with what came of each rank; it goes into `outcomes` unless something else is put here.
     """
 
     node_rank: int
@@ -306,7 +382,11 @@ class _Node:
     outcomes: Outcomes
     is_over: bool = False
     failure: WorkerFailure | None = None
+    error: MoeEpError | None = None
     left_s: float = POLL_S
+
+    def __post_init__(self) -> None:
+        self.record: Callable[[int, WorkerFailure | None], None] = self._record
 
     @classmethod
     def meet(cls, description: dict[str, Any], endpoint: str, timeout_s: float | None) -> contextlib.closing[_Node]:
@@ -456,7 +536,7 @@ class _Node:
     def add(self, rank: int, failure: WorkerFailure | None) -> None:
         """Records what came of a rank of this node."""
         if self.node_rank == 0:
-            self._record(rank, failure)
+            self.record(rank, failure)
         else:
             self._send_all(rank=rank, failure=None if failure is None else asdict(failure))
 
@@ -470,12 +550,58 @@ class _Node:
                     elif "over" in message:
                         self.failure = _failure_from(message["over"])
                         self.is_over = True
+                    elif "ended" in message:
+                        self.error = (ConfigError if message["is_refusal"] else GangError)(str(message["ended"]))
+                        self.is_over = True
                     elif self.node_rank == 0:
-                        self._record(int(message["rank"]), _failure_from(message["failure"]))
+                        self.record(int(message["rank"]), _failure_from(message["failure"]))
             except (EOFError, ValueError, KeyError, TypeError):
                 self._lose(node_rank, peer)
         if self.node_rank == 0 and not self.is_over:
             self._look_whether_over()
+
+    def await_port(self, timeout_s: float | None) -> int:
+        """The port at which the ranks meet, which node 0 tells.
+
+        Raises:
+            GangError, ConfigError: node 0 has ended, or does not tell it within the timeout.
+        """
+        wait_for = Wait("the node that listens to tell where the ranks meet", waiting.limit_of(timeout_s))
+        while True:
+            ports = list(self.receive())
+            self.check()
+            if ports:
+                return ports[0]
+            wait_for.look()
+            wait(_waitable(*self.sockets), timeout=_RETRY_S)
+
+    def await_end(self) -> None:
+        """Returns when the job is over, after the store of node 0 has ended."""
+        wait_for = Wait("the node that listens to say why it ended", _CONNECT_LIMIT_S)
+        while not self.is_over:
+            wait_for.pause()
+            for _ in self.receive():
+                pass
+
+    def check(self) -> None:
+        """Raises what has ended the job, if something has."""
+        if self.error is not None:
+            raise self.error
+        if self.failure is not None:
+            raise gang_error(self.failure)
+
+    def end(self, error: MoeEpError | None = None) -> None:
+        """Node 0: tells the others that all is done, or what has ended it, and waits until they have left the store."""
+        self.is_over = True
+        if error is None:
+            self._send_all(over=None)
+        else:
+            self._send_all(ended=str(error), is_refusal=isinstance(error, ConfigError))
+        until = time.monotonic() + _CONNECT_LIMIT_S
+        while self.peers and time.monotonic() < until:
+            wait(_waitable(*self.sockets), timeout=_RETRY_S)
+            for _ in self.receive():
+                pass
 
     def close(self) -> None:
         """Leaves the job; where it is not over, the other nodes are told that this one gave up."""
@@ -508,7 +634,7 @@ class _Node:
             self.failure, self.is_over = failure, True
             return
         for rank in self.outcomes.pending & set(range(first, last + 1)):
-            self._record(rank, failure)
+            self.record(rank, failure)
 
     def _look_whether_over(self) -> None:
         self.left_s = min(POLL_S, self.outcomes.left_s)
@@ -537,5 +663,5 @@ def _failure_from(told: dict[str, Any] | None) -> WorkerFailure | None:
     """What another agent says of a rank."""
     if told is None:
         return None
-    kinds = {"rank": int, "echo": bool, "refusal": bool}
+    kinds = {"rank": int, "echo": bool, "refusal": bool, "is_final": bool}
     return WorkerFailure(**{item.name: kinds.get(item.name, str)(told[item.name]) for item in fields(WorkerFailure)})
