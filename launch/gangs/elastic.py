@@ -86,7 +86,7 @@ class ElasticOutcomes:
         Raises:
             GangError: fewer ranks are left than the gang goes on with.
         """
-        for item in self._items.read(self._log.all_ranks()):
+        for item in self._items.read(sorted(self._log.all_ranks())):
             self._on_item(item)
         while (epoch := self._log.next_of(self._epoch)) is not None:
             self._epoch = epoch

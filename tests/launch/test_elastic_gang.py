@@ -21,6 +21,7 @@ import transformers
 from moe_ep.checkpoint.demo import make_demo_checkpoint
 from tests.generation.alone import continue_alone, load_alone
 from tests.launch.jobs import all_end, session_pids, start_moe_ep
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.gang
 
@@ -93,9 +94,12 @@ def check(job: Job, texts: Sequence[str], lost: Sequence[int]) -> dict[str, Any]
     return summary
 
 
-def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_path: Path, launcher: str) -> None:
+    if launcher == "ray":
+        pytest.importorskip("ray")
     shared = set(os.listdir("/dev/shm"))
-    job = generate(demo, tmp_path, "--launcher", "local", "--ep-size", "3", deadline_s=10)
+    job = generate(demo, tmp_path, "--launcher", launcher, "--ep-size", "3", deadline_s=10)
     job.until("serving: 3 ranks")
     os.kill(job.pids[0], signal.SIGKILL)
     job.until("serving: 2 ranks")
@@ -117,6 +121,40 @@ def test_fewer_than_the_least(demo: Path, tmp_path: Path) -> None:
     job.until(r"moe-ep generate: .*--min-ranks \(2\): rank 1: .*SIGKILL")
     assert job.process.wait(30) == 1
     assert all_end(session_pids(job.process.pid))
+
+
+def start_agents(model: Path, folder: Path) -> tuple[Job, Job]:
+    """The agents of two nodes with two ranks each, when all ranks serve; first the one that has the store."""
+    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+    jobs = []
+    for name in ("first", "second"):
+        (folder / name).mkdir()
+        options = ("--launcher", "torchrun", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--ep-size", "4")
+        jobs.append(generate(model, folder / name, *options))
+    for job in jobs:
+        job.until("rank [13]: ")
+    first, second = sorted(jobs, key=lambda job: min(job.pids))
+    first.until("serving: 4 ranks")
+    return first, second
+
+
+def test_a_node_is_lost(demo: Path, texts: list[str], tmp_path: Path) -> None:
+    first, second = start_agents(demo, tmp_path)
+    os.kill(second.pids[3], signal.SIGKILL)
+    first.until("serving: 3 ranks")
+    second.process.kill()
+    first.until("serving: 2 ranks")
+    summary = check(first, texts, [3, 2])
+    assert "SIGKILL" in summary["recoveries"][0]["cause"] and "agent" in summary["recoveries"][1]["cause"]
+    assert all_end(session_pids(second.process.pid)) and all_end(list(second.pids.values()))
+
+
+def test_the_node_with_the_store_is_lost(demo: Path, tmp_path: Path) -> None:
+    first, second = start_agents(demo, tmp_path)
+    first.process.kill()
+    assert second.process.wait(60) == 1
+    assert any("agent of its node" in line for line in second.lines())
+    assert all_end(session_pids(first.process.pid) + session_pids(second.process.pid))
 
 
 def test_a_run_goes_on_and_is_verified(demo: Path, tmp_path: Path) -> None:
