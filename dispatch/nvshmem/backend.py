@@ -208,6 +208,7 @@ def shared_settings(
         "experts_per_token": moe_config.experts_per_token,
         "max_num_tokens": moe_config.max_num_tokens,
         "in_dtype": moe_config.in_dtype,
+        "batch_invariant": moe_config.batch_invariant,
         "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
         "rows on the wire": code_dtype or moe_config.in_dtype,
         "batches in flight": batches_in_flight,

@@ -69,6 +69,8 @@ def kernel_source(name: str, layout: Shape, dtype: torch.dtype) -> jit.KernelSou
         "ACT_BF16": int(dtype == torch.bfloat16),
         "DEVICE_API": int(layout.device_api),
     }
+    if getattr(layout, "slot_results", False):
+        defines["SLOT_RESULTS"] = 1
     path = Path(__file__).parent / "cuda" / f"{name}.cu"
     archive = device_archive() if layout.device_api else None
     return jit.KernelSource(path, name, tuple((key, str(value)) for key, value in defines.items()), archive)

@@ -52,7 +52,7 @@ from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import Result, check_delegated
 from moe_ep.distributed.exchange import check_agreement, gather_texts
-from moe_ep.errors import BackendUnavailableError
+from moe_ep.errors import BackendUnavailableError, ConfigError
 from moe_ep.kernels import jit
 from moe_ep.kernels.quantize import quantized_row_bytes
 from moe_ep.modular_kernel.contracts import (
@@ -104,6 +104,7 @@ class BatchLayout:
         code_dtype: rows are sent as int8 or e4m3 codes with scales; None for rows of 16 bits.
         device_api: some ranks are out of each other's reach or not joined by NVLink. NVSHMEM's device library puts what
             goes to the former, and nothing is sent as packets; elsewhere all results and all 8-bit rows are.
+        slot_results: a result is that of one slot, as batch-invariant layers need it, and not a rank's sum.
     """
 
     num_ranks: int
@@ -112,6 +113,7 @@ class BatchLayout:
     topk: int
     code_dtype: torch.dtype | None
     device_api: bool = False
+    slot_results: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -141,6 +143,7 @@ class BatchLayout:
     def sizes(self) -> dict[str, int]:
         """Bytes of each buffer, in the order in which they lie."""
         rows = self.num_ranks * self.capacity
+        results = (self.topk if self.slot_results else self.num_ranks) * self.capacity
         meta, puts = 2 * _LINE_BYTES * self.meta_lines * rows, int(self.device_api)
         sizes = (
             16 * self.num_ranks,
@@ -150,7 +153,7 @@ class BatchLayout:
             self.row_bytes * rows * int(puts or not self.is_quantized),
             2 * self.hidden_size * rows * puts,
             self.row_packet_bytes * self.num_ranks * self.row_packet_tokens,
-            _packet_bytes(2 * self.hidden_size) * rows * (1 - puts),
+            _packet_bytes(2 * self.hidden_size) * results * (1 - puts),
             meta * puts,
             2 * self.hidden_size * rows * puts,
         )
@@ -407,7 +410,7 @@ def combine_type(num_ranks: int) -> Any:
     class Params(ctypes.Structure):
         _fields_ = (
             ("common", common_type(num_ranks)),
-            *((name, ctypes.c_void_p) for name in ("results", "positions", "output")),
+            *((name, ctypes.c_void_p) for name in ("results", "positions", "output", "weights")),
             ("weighted", ctypes.c_int),
             ("output_parts", ctypes.c_int),
         )
@@ -472,12 +475,14 @@ def layout_of(
         topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
         code_dtype=None if quant_config is None else quant_config.dispatch_dtype,
         device_api=device_api,
+        slot_results=moe_config.batch_invariant,
     )
 
 
 class _Sent(NamedTuple):
     batch: int
     topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
     positions: torch.Tensor
     expert_rows: tuple[int, int]
     check: Callable[[], None]
@@ -488,7 +493,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
     Experts that say supports_row_ids() get their rows by reference: `[R * C, K]`, where the senders put them, with the
     numbers of each expert's rows in `expert_row_ids`. Others get a copy for each expert, `[El, R * C, K]`. Either way
-    an expert's rows are ordered by (source rank, token). The combine has the bits of `batched_all_to_all`.
+    an expert's rows are ordered by (source rank, token). The combine has the bits of `batched_all_to_all`, also in a
+    batch-invariant layer, where it returns a result for each slot instead of one for each rank.
 
     Every wait ends after MOE_EP_NVSHMEM_TIMEOUT_S, and the next call (or `check`) raises DispatchTimeoutError.
 
@@ -520,6 +526,11 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.by_reference = False
         symmetric = SymmetricArena.of(self.ranks.group)
         self._layout = layout_of(moe_config, quant_config, device_api=not symmetric.carries_packets)
+        if self._layout.slot_results and self._layout.device_api:
+            raise ConfigError(
+                f"batch_invariant is set and some of the {moe_config.ep_size} ranks are not joined by NVLink, where "
+                f"{self.NAME} cannot return results of single slots; choose all2all_backend={self.INSTEAD!r}"
+            )
         settings = shared_settings(
             moe_config,
             code_dtype=self._layout.code_dtype,
@@ -562,6 +573,10 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             return ()
         layout = layout_of(moe_config, quant_config)
         return [kernel_source(name, layout, moe_config.in_dtype) for name in KERNELS]
+
+    @classmethod
+    def depends_on_batch(cls) -> str | None:
+        return None
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.BatchedExperts
@@ -633,7 +648,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             self._channel.order, check, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
         )  # fmt: skip
         meta = ExpertTokensMetadata(counts, None, row_ids)
-        sent = _Sent(index, batch.topk_ids, positions, (El, max_rows), check)
+        sent = _Sent(index, batch.topk_ids, batch.topk_weights, positions, (El, max_rows), check)
 
         def receive() -> Dispatched:
             launch.receive()
@@ -663,12 +678,13 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             results=expert_output.data_ptr(),
             positions=sent.positions.data_ptr(),
             output=output.data_ptr(),
+            weights=sent.topk_weights.data_ptr(),
             weighted=int(not dispatched.rows_are_weighted),
             output_parts=self.tuning.output_parts,
         )
         to_send = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks * self.tuning.packet_parts
         to_receive = num_tokens * self.tuning.output_parts
-        held = (sent.topk_ids, sent.positions, output, expert_output)
+        held = (sent.topk_ids, sent.topk_weights, sent.positions, output, expert_output)
         launch = Halves(
             self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks,
             self._channel.order, sent.check, held,

@@ -137,8 +137,8 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return "the packed kernels of GPUs other than Hopper choose their tiles by the number of rows"
         if moe_config.in_dtype is torch.float16:
             return "experts are computed again in bf16 where one of their f16 results is out of range; use bf16"
-        if moe_config.num_local_experts > hopper.MOST_INVARIANT_EXPERTS:
-            return f"there are {moe_config.num_local_experts} experts a rank, above {hopper.MOST_INVARIANT_EXPERTS}"
+        if moe_config.num_local_experts > hopper.MOST_EXPERTS:
+            return f"there are {moe_config.num_local_experts} experts a rank, above {hopper.MOST_EXPERTS}"
         return None
 
     @classmethod

@@ -39,7 +39,7 @@ _MOST_EXPECTED = 16
 # for Qwen3-235B, 33 for GPT-OSS-120B. With the large weights of DeepSeek-V3 (20), one kernel gains 1 % at most, and
 # reading weights again for every 32 rows is expensive as soon as routing is uneven, so the device decides.
 _MIN_LAUNCH_OVERHEAD = 30
-MOST_INVARIANT_EXPERTS = 384  # of a batch-invariant launch, so that there is room for tiles of tokens
+_MOST_INVARIANT_TILES = 1536  # of tokens in a batch-invariant launch (kMostInvariantTiles of cuda/decode_sm90.cu)
 _INVARIANT_TILE_TOKENS = 16  # kDecodeTileTokens of cuda/params.cuh there
 # Tiles of tokens in the decode kernel's list: 512 cost tiles of 8 and 16 tokens a pipeline stage, and those of 32 none;
 # 272, the limit if both kernels are launched, cost no stage.
@@ -190,7 +190,7 @@ def _set_flags(params: ExpertsParams, common: _Common, name: str, decode: bool) 
 
 def most_invariant_rows(num_experts: int) -> int:
     """Rows of all experts together that one batch-invariant launch has room for."""
-    return (_MOST_TILES - num_experts) * _INVARIANT_TILE_TOKENS
+    return (_MOST_INVARIANT_TILES - num_experts) * _INVARIANT_TILE_TOKENS
 
 
 def set_invariant_rows(params: ExpertsParams, rows: Rows) -> None:
@@ -269,7 +269,8 @@ class _Common:
         # larger one under capture needs no others, and `hidden` as packets.
         row_tiles = -(-w13.num_rows // _TILE_ROWS)
         flags = _FIXUP_SUMS + self.num_blocks * tuning.MOST_SMALL_M * _TILE_ROWS
-        self.hidden_packets = (flags + max(_MOST_TILES, pair.num_experts) * row_tiles + 1) // 2 * 2
+        most_tiles = _MOST_INVARIANT_TILES if pair.batch_invariant else max(_MOST_TILES, pair.num_experts)
+        self.hidden_packets = (flags + most_tiles * row_tiles + 1) // 2 * 2
         hidden = pair.num_experts * -(-w2.num_columns // _STEP_COLUMNS) * _PACKET_TOKENS * _STEP_COLUMNS // 2
         prefill_flags = 2 + 2 * _MAX_BLOCKS + pair.num_experts * row_tiles
         self.num_flags = {True: 2 * (self.hidden_packets + hidden), False: prefill_flags}

@@ -218,6 +218,20 @@ def expected_output(setting: Setting, world_size: int, dtype: torch.dtype | None
     return output
 
 
+def expected_of_slots(setting: Setting) -> torch.Tensor:
+    """The sum over slots in order, as batch-invariant layers have it, for results in the rows' dtype."""
+    rows, ids, weights = setting.inputs[setting.rank]
+    output = torch.zeros_like(rows)
+    for token in range(len(rows)):
+        total = torch.zeros(rows.size(1))
+        for slot, expert_id in enumerate(ids[token].tolist()):
+            if owner_of(setting, setting.rank, expert_id) >= 0:
+                value = expert(expert_id, sent_row(setting, setting.rank, token)).float()
+                total = total + (value if setting.case.on_input else value * weights[token, slot])
+        output[token] = total.to(rows.dtype)
+    return output
+
+
 def check_standard(setting: Setting, result: PrepareResult, padded: bool) -> None:
     """Rows, ids and weights that arrived: those of each source in token order; `padded` ones of every token."""
     rows, scales, meta, ids, weights = result

@@ -11,7 +11,14 @@ import torch
 
 from moe_ep.dispatch.nvshmem import low_latency
 from moe_ep.dispatch.nvshmem.low_latency import KERNELS, RECEIVE, SEND, BatchLayout, local_indices
-from tests.dispatch.backend_cases import Case, Setting, expected_output, expert, make_setting
+from tests.dispatch.backend_cases import (
+    Case,
+    Setting,
+    expected_of_slots,
+    expected_output,
+    expert,
+    make_setting,
+)
 from tests.dispatch.emulated_gpu import Session, compile_kernels
 
 HIDDEN, TOPK, CAPACITY = 128, 4, 5
@@ -20,10 +27,13 @@ GROUP_THREADS = 64
 QUANTIZING_THREADS = 256
 
 
-def compile_decode(folder: Path, num_ranks: int, code_dtype: torch.dtype | None = None) -> ctypes.CDLL:
+def compile_decode(
+    folder: Path, num_ranks: int, code_dtype: torch.dtype | None = None, slot_results: bool = False
+) -> ctypes.CDLL:
     """Both kernels, with packets and flags."""
     defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": int(code_dtype is not None)}
     defines["INT8"] = int(code_dtype == torch.int8)
+    defines["SLOT_RESULTS"] = int(slot_results)
     threads = GROUP_THREADS if code_dtype is None else QUANTIZING_THREADS
     return compile_kernels(folder, dict.fromkeys(KERNELS, threads), **defines)
 
@@ -42,6 +52,7 @@ class Batch:
     results: torch.Tensor
     positions: torch.Tensor
     dequantized: torch.Tensor
+    slot_results: bool
 
     @property
     def global_ids(self) -> list[int]:
@@ -51,6 +62,8 @@ class Batch:
 
     @property
     def is_right(self) -> bool:
+        if self.slot_results:
+            return torch.equal(self.output, expected_of_slots(self.setting))
         return torch.equal(self.output, expected_output(self.setting, len(self.setting.inputs)))
 
 
@@ -63,6 +76,7 @@ class Decode(Session):
         timeout_ns: of a wait, by the emulated clock; 0 for none.
         blocks: of each kernel, all at a time; None draws them, and how many of them run at a time.
         code_dtype: of rows on the wire.
+        slot_results: as the layout has it.
     """
 
     def __init__(
@@ -73,11 +87,17 @@ class Decode(Session):
         timeout_ns: int = 0,
         blocks: int | None = None,
         code_dtype: torch.dtype | None = None,
+        slot_results: bool = False,
     ) -> None:
         super().__init__(library, num_ranks, seed, blocks)
         self.timeout_ns, self._blocks = timeout_ns, blocks
         self.layout = BatchLayout(
-            num_ranks=num_ranks, capacity=CAPACITY, hidden_size=HIDDEN, topk=TOPK, code_dtype=code_dtype
+            num_ranks=num_ranks,
+            capacity=CAPACITY,
+            hidden_size=HIDDEN,
+            topk=TOPK,
+            code_dtype=code_dtype,
+            slot_results=slot_results,
         )
         self.row_packet_tokens = self.random.choice([0, 1, self.layout.row_packet_tokens])
         if self.layout.is_quantized:  # whose rows are packets whatever their number
@@ -143,6 +163,7 @@ class Decode(Session):
             results=torch.full((num_local, most, HIDDEN), float("nan"), dtype=torch.bfloat16),
             positions=torch.zeros(most, TOPK, dtype=torch.int32),
             dequantized=torch.full((most, HIDDEN), float("nan"), dtype=torch.bfloat16),
+            slot_results=self.layout.slot_results,
         )
 
     def _queue_dispatch(self, batch: Batch) -> None:
@@ -171,6 +192,7 @@ class Decode(Session):
             results=batch.results.data_ptr(),
             positions=batch.positions.data_ptr(),
             output=batch.output.data_ptr(),
+            weights=batch.setting.inputs[batch.setting.rank].weights.data_ptr(),
             weighted=1,
             output_parts=self.random.choice([1, 3]),
         )

@@ -43,6 +43,18 @@ def test_rows_of_8_bits(tmp_path: Path) -> None:
             assert not session.record.any()
 
 
+def test_results_of_slots_are_added_in_their_order(tmp_path: Path) -> None:
+    """As batch-invariant layers combine."""
+    library = compile_decode(tmp_path, 3, slot_results=True)
+    for seed in range(12):
+        session = Decode(library, 3, seed, slot_results=True)
+        for _ in range(4):
+            session.queue_step(session.draw_case(), by_reference=seed % 2 == 0)
+        assert session.run(), f"seed {seed} does not end"
+        assert all(batch.is_right for batch in session.batches), f"seed {seed}"
+        assert not session.record.any()
+
+
 @pytest.mark.parametrize("by_reference", [True, False], ids=["by_reference", "expanded"])
 def test_a_rank_that_comes_too_late_is_told(library: ctypes.CDLL, by_reference: bool) -> None:
     """Rank 0's dispatch gives up; rank 1 comes then, and has received everything when rank 0's combine begins."""

@@ -57,7 +57,7 @@ def over_ranks(rank: int, world_size: int, name: str, backend: str) -> torch.Ten
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("backend", ["all_to_all", "batched_all_to_all"])
+@pytest.mark.parametrize("backend", ["all_to_all", "batched_all_to_all", "nvshmem_low_latency"])
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_have_the_bits_of_one(name: str, backend: str) -> None:
     expected = layer_of(name, ep_size=1)(*inputs_of()).cpu()

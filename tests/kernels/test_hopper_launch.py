@@ -87,6 +87,6 @@ def test_a_batch_invariant_launch_has_one_kernel_and_room_for_tiles_of_16() -> N
     params = ExpertsParams(num_experts=32, max_rows=256)
     hopper.set_invariant_rows(params, Rows(torch.zeros(32), 256, most_rows=2048))
     assert (params.max_small_m, params.launch_overhead, params.max_tiles) == (256, 0, 32 + 2048 // 16)
-    assert hopper.most_invariant_rows(32) == (512 - 32) * 16
-    with pytest.raises(ConfigError, match=r"batch_invariant .* 8192 rows .* above 7680"):
-        hopper.set_invariant_rows(params, Rows(torch.zeros(32), 256))
+    assert hopper.most_invariant_rows(32) == (1536 - 32) * 16
+    with pytest.raises(ConfigError, match=r"batch_invariant .* 32768 rows .* above 24064"):
+        hopper.set_invariant_rows(params, Rows(torch.zeros(32), 1024))

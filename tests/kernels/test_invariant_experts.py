@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEQuantConfig
+from moe_ep.dispatch.nvshmem.kernels import kernel_source
+from moe_ep.dispatch.nvshmem.low_latency import BatchLayout
 from moe_ep.errors import ConfigError
+from moe_ep.kernels import jit
+from moe_ep.kernels.marlin import hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.modular_kernel import (
     ExpertTokensMetadata,
@@ -114,12 +118,23 @@ def test_what_cannot_keep_it_is_refused_by_name() -> None:
     moe, quant, _, _ = made("int4")
     with pytest.raises(ConfigError, match="two_level.*batch_invariant.*network"):
         make_prepare_finalize("two_level", moe)
-    for name in ("nvshmem_low_latency", "nvshmem_high_throughput"):
-        with pytest.raises(ConfigError, match=rf"{name}.*batch_invariant"):
-            make_prepare_finalize(name, moe)
+    with pytest.raises(ConfigError, match="nvshmem_high_throughput.*batch_invariant"):
+        make_prepare_finalize("nvshmem_high_throughput", moe)
     marlin = type(make_experts("marlin", moe, quant))
     assert marlin.depends_on_batch(moe, torch.device("cpu")) is None
     assert Unknown.depends_on_batch(moe, torch.device("cpu")) is not None
     with pytest.raises(ConfigError, match="batch_invariant .* 2 tensor-parallel ranks"):
         parallel = replace(moe.moe_parallel_config, tp_size=2, ep_size=2)
         replace(moe, moe_parallel_config=parallel)
+
+
+def test_the_builds_for_gpus_compile_without_spilling() -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
+    int4 = WEIGHT_TYPES[scalar_types.uint4b8.id]
+    experts = hopper.kernel_source(
+        int4, torch.bfloat16, torch.bfloat16, 1, MoEActivation.SILU, few_rows=True, batch_invariant=True
+    )
+    layout = BatchLayout(num_ranks=8, capacity=128, hidden_size=7168, topk=8, code_dtype=None, slot_results=True)
+    combine = kernel_source("low_latency_combine", layout, torch.bfloat16)
+    assert [jit.compile_only(source, "sm_90a").spill_store_bytes for source in (experts, combine)] == [0, 0]

@@ -15,6 +15,10 @@
 //                                  of the group that the packet's first code belongs to, and of the next
 //   result_packets  [R, C, ...]    results as packets
 //
+// If the layer is batch-invariant (SLOT_RESULTS) a result is that of one slot, unweighted, and there are
+//
+//   result_packets  [TOPK, C, ...] part [k] is written by the rank of slot k's expert
+//
 // If some ranks are out of reach (DEVICE_API) nothing is sent as packets, and there are
 //
 //   result_flags    [R, C, 2]      u32, the epoch once that half of the result has arrived
@@ -28,6 +32,10 @@
 
 #include "device_api.cuh"
 #include "numbers.cuh"
+
+#ifndef SLOT_RESULTS
+#define SLOT_RESULTS 0
+#endif
 
 constexpr int kThreads = 256;  // per group; a block has two, Senders and Receivers
 constexpr int kWarps = kThreads / 32;
@@ -93,8 +101,9 @@ struct Buffers {
     const u64 row = static_cast<u64>(source) * row_packet_tokens + token;
     return at(peer, row_packets + kPacketBytes * (row * kRowPackets + packet) + sizeof(Vec) * packet_slot());
   }
-  DEVICE u8* result_packet(int peer, int source, int token, int packet) const {
-    const u64 first = index(source, token) * kResultPackets;
+  // `part`: the rank that it is from, or its slot.
+  DEVICE u8* result_packet(int peer, int part, int token, int packet) const {
+    const u64 first = index(part, token) * kResultPackets;
     return at(peer, result_packets + kPacketBytes * (first + packet) + sizeof(Vec) * packet_slot());
   }
   DEVICE u8* out_of(int part, int token) const { return at(rank, outbox + 2ull * HIDDEN * index(part, token)); }
@@ -132,6 +141,20 @@ struct Common {
     return ranks;
   }
 };
+
+#if SLOT_RESULTS
+// By whole warps: the rank of a token's slot in each lane, -1 for none; `due` gets the bits of those that have one.
+DEVICE int owner_of_slot(const Common& c, int token, u32 alive, u32& due) {
+  const int lane = threadIdx.x % 32;
+  const int id = lane < TOPK && token < c.num_tokens ? c.topk_ids[token * TOPK + lane] : -1;
+  int owner = id >= 0 && id < c.num_ids ? c.owners[id] : -1;
+  if (owner >= 0 && !(alive >> owner & 1)) {
+    owner = -1;
+  }
+  due = __ballot_sync(kAllLanes, owner >= 0);
+  return owner;
+}
+#endif
 
 // First vector of a part of a row; parts are multiples of a scale's group.
 DEVICE int part_begin(int part, int parts) {

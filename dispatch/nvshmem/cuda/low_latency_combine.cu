@@ -1,6 +1,8 @@
 // Low-latency (decode) combine: sums the results of each rank's experts with the router's weights, sends one row per
 // token and rank to the token's rank, and adds these there.
 //
+// SLOT_RESULTS: of batch-invariant layers. Every slot's result returns as it is, and the token's rank weights and adds
+//              them in slot order, wherever the experts are.
 // Layout in:   results [El, R * C, K] of this rank's experts, in the rows that the dispatch listed; its positions.
 // Layout out:  output [T, K] on the tokens' own rank. Slots of one rank are summed in slot order, ranks in rank order,
 //              in f32 without fused multiply-add, rounded once to the activations' dtype in between: same input, same
@@ -19,8 +21,9 @@ struct Params {
   const u8* results;
   const int* positions;  // as the dispatch wrote them
   u8* output;
-  int weighted;      // 0: the weights were applied to the input
-  int output_parts;  // parts of a token, each added up by its own group
+  const float* weights;  // [T, TOPK] of this rank's tokens, for SLOT_RESULTS
+  int weighted;          // 0: the weights were applied to the input
+  int output_parts;      // parts of a token, each added up by its own group
 };
 
 struct Shared {
@@ -107,7 +110,26 @@ DEVICE Vec weighted_sum(const Params& p, const Slots& slots, int i, bool is_insi
   return pack(sum);
 }
 
-#if DEVICE_API
+#if SLOT_RESULTS
+static_assert(!DEVICE_API, "results of slots are sent as packets");
+
+// A part of each slot's result as packets.
+DEVICE void send_result(const Params& p, const Slots& slots, int source, int token, int part, int parts, u32 epoch) {
+  const Buffers& b = p.common.buffers;
+  const int end = packet_begin<kWarpPackets>(part + 1, parts, kResultPackets);
+  const int begin = packet_begin<kWarpPackets>(part, parts, kResultPackets);
+  for (u32 left = slots.present; left; left &= left - 1) {
+    const int slot = __ffs(left) - 1;
+    const Vec* result = reinterpret_cast<const Vec*>(p.results + __shfl_sync(kAllLanes, slots.offset, slot));
+    for (int packet = begin + threadIdx.x / kPacketThreads; packet < end; packet += kGroupPackets) {
+      const int i = packet * kPacketVectors + packet_slot();
+      const bool is_data = packet_slot() < kPacketVectors;
+      const Vec v = is_data && i < kVectors ? result[i] : Vec{0, 0, 0, 0};
+      store_packets(b.result_packet(source, slot, token, packet), is_data ? v : Vec{0, epoch, 0, epoch});
+    }
+  }
+}
+#elif DEVICE_API
 // A part of a result, to memory that a flag or a put follows.
 DEVICE void store_part(const Params& p, const Slots& slots, int begin, int end, Vec* there) {
   for (int base = begin; base < end; base += kThreads) {
@@ -168,8 +190,19 @@ struct Task {
   }
 };
 
-// Overwrites old flags of results that are not sent.
+// Overwrites old flags of results that are not sent; those of slots on the rank that they are for, since any rank may
+// write them in a later batch.
 DEVICE void refresh(const Params& p, const Shared& shared, int token, u32 epoch, u32 alive) {
+#if SLOT_RESULTS
+  const Buffers& b = p.common.buffers;
+  u32 due;
+  owner_of_slot(p.common, token, alive, due);
+  for (int slot = 0; slot < TOPK; ++slot) {
+    if (!(due >> slot & 1)) {
+      refresh_packets([&](int packet) { return b.result_packet(b.rank, slot, token, packet); }, kResultPackets, epoch);
+    }
+  }
+#else
   for (int source = 0; source < RANKS; ++source) {
     if (alive >> source & 1) {
       const bool is_sent = token < shared.tokens[source] && slots_of(p, source, token, epoch).present;
@@ -179,8 +212,10 @@ DEVICE void refresh(const Params& p, const Shared& shared, int token, u32 epoch,
     }
   }
   end_refresh();
+#endif
 }
 
+#if !SLOT_RESULTS
 // Adds the results of `ranks` in rank order; load(rank) loads one, came(rank, v) tells whether it has arrived.
 template <typename Load, typename Came>
 DEVICE Vec sum_of(u32 ranks, const Load& load, const Came& came) {
@@ -204,8 +239,47 @@ DEVICE Vec sum_of(u32 ranks, const Load& load, const Came& came) {
   }
   return pack(sum);
 }
+#endif
 
-#if DEVICE_API
+#if SLOT_RESULTS
+// A part of one token: every warp waits for what it adds, in slot order; `due`: the bits of the slots, `owner` and
+// `weight`: of this lane's slot.
+DEVICE void receive(const Params& p, Waits& wait, int token, int part, u32 due, int owner, float weight) {
+  constexpr int kAtOnce = TOPK < 4 ? TOPK : 4;  // loaded at a time
+  const Buffers& b = p.common.buffers;
+  Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
+  const int end = packet_begin<kWarpPackets>(part + 1, p.output_parts, kResultPackets);
+  const int begin = packet_begin<kWarpPackets>(part, p.output_parts, kResultPackets);
+  for (int packet = begin + threadIdx.x % kThreads / kPacketThreads; packet < end; packet += kGroupPackets) {
+    Floats sum{};
+#pragma unroll 1
+    for (int from = 0; from < TOPK; from += kAtOnce) {
+      Vec v[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (from + j < TOPK && due >> (from + j) & 1) {
+          v[j] = load_packets(b.result_packet(b.rank, from + j, token, packet));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int slot = from + j;
+        if (slot < TOPK && due >> slot & 1) {
+          const int rank = __shfl_sync(kAllLanes, owner, slot);
+          const float factor = __shfl_sync(kAllLanes, weight, slot);
+          if (wait.for_packets(b.result_packet(b.rank, slot, token, packet), rank, v[j])) {
+            add_weighted(sum, v[j], factor);
+          }
+        }
+      }
+    }
+    const int i = packet * kPacketVectors + packet_slot();
+    if (packet_slot() < kPacketVectors && i < kVectors) {
+      output[i] = pack(sum);
+    }
+  }
+}
+#elif DEVICE_API
 // A part of one token: one warp waits for the group. Tokens alternate between the two elements of shared.ranks.
 DEVICE void receive(const Params& p, Waits& wait, Shared& shared, int turn, int token, int part, u32 ranks) {
   const Buffers& b = p.common.buffers;
@@ -291,14 +365,15 @@ DEVICE void send_all(const Params& p, Shared& shared) {
     if (!has_slots) {
       slots = slots_of(p, task.source, task.token, epoch);
     }
-    bool came = !slots.late || await_weights(p, task.source, task.token, epoch);
+    // Results of slots are weighted by the token's rank.
+    bool came = SLOT_RESULTS || !slots.late || await_weights(p, task.source, task.token, epoch);
 #if DEVICE_API
     came = Senders::all(came);  // send_result has a barrier
 #endif
     if (!came) {
       continue;
     }
-    if (slots.late) {
+    if (!SLOT_RESULTS && slots.late) {
       slots = slots_of(p, task.source, task.token, epoch);
     }
     if (slots.present) {
@@ -320,8 +395,16 @@ DEVICE void receive_all(const Params& p, Shared& shared) {
   int turn = 0;
   for (int task = blockIdx.x; task < total; task += gridDim.x, ++turn) {
     const int token = task / p.output_parts;
+#if SLOT_RESULTS
+    u32 due;
+    const int owner = owner_of_slot(c, token, alive, due);
+    const int lane = threadIdx.x % 32;
+    const float weight = p.weighted && lane < TOPK ? p.weights[token * TOPK + lane] : 1.0f;
+    receive(p, wait, token, task % p.output_parts, due, owner, weight);
+#else
     const u32 ranks = c.destinations(token, alive, [&](int id) { return c.owners[id]; });
     receive(p, wait, shared, turn, token, task % p.output_parts, ranks);
+#endif
   }
 }
 
