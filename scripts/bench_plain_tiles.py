@@ -4,7 +4,7 @@
 
 The product of w13 with the activation and the product of w2 are timed alone, in CUDA graphs of eight calls, each with
 random routing of its own, with every tile that fits the GPU's shared memory. Results are compared with the plain form
-for a small batch first; a tile that is wrong ends the script. `moe_ep/kernels/grouped/tiles.py` has the tiles that are
+for a small batch first; a tile that is wrong ends the script. moe_ep/kernels/grouped/products.py has the tiles that are
 taken.
 """
 

@@ -44,7 +44,7 @@ _LINES_OF_COUNTS = 4
 _FLAG_BYTES = 8
 # What links carry at once.
 _LINK_LINE_BYTES = 128
-# Within 5 % of the best on 4 H200 (docs/benchmarks/high_throughput.md); 8-bit rows are made and read by instructions.
+# Within 5 % of the best on 4 H200 (docs/benchmarks/dispatch.md); 8-bit rows are made and read by instructions.
 DEFAULT_NUM_SMS = 24
 DEFAULT_NUM_SMS_QUANTIZED = 48
 _THREADS = 1024

@@ -30,7 +30,7 @@ from moe_ep.quantization.canonical_weights import CanonicalWeights
 _DTYPES = (torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = (8, 0)
 # From so many rows an expert on torch's grouped product is faster, all copies counted
-# (docs/benchmarks/plain_experts.md).
+# (docs/benchmarks/experts.md).
 _MANY_ROWS = 192
 # Rows of a block in a batch-invariant layer, whatever comes: a tile of so many is still bound by memory where few rows
 # an expert come, and computes at a good rate where many do.

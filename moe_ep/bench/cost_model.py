@@ -8,9 +8,9 @@ One step of one layer on the busiest of R ranks, T tokens each, uniform routing,
     dispatch  a latency, and the larger of the bytes over the links of a host and over the network, there
     combine   the same, back
 
-A token goes once to every rank with one of its experts (`cost_model_routing.py`). Across hosts it goes once to every
-HOST that has one, to the GPU of the sender's index there, which passes it on over the host's links, where `two_level`
-is set. Where the ranks do not divide the experts, replicas fill them up and are counted as experts of their own.
+A token goes once to every rank with one of its experts. Across hosts it goes once to every HOST that has one, to the
+GPU of the sender's index there, which passes it on over the host's links, where `two_level` is set. Where the ranks do
+not divide the experts, replicas fill them up and are counted as experts of their own.
 """
 
 from __future__ import annotations
@@ -296,14 +296,9 @@ def _fit(terms: Sequence[tuple[float, ...]], times: Sequence[float]) -> list[flo
         alike = [(last if first != last else kept[-2]) if at == first else at for at in alike]
 
 
-# ==== Routing ====
-#
-# Where tokens go that choose alike among all experts: which ranks and hosts, and how uneven that leaves the ranks.
-#
-# Routers that keep some groups of experts for a token send it to fewer ranks, and load them less evenly, than those
-# that
-# choose among all. No formula is as short as doing it, so everything here is counted over tokens that were drawn.
-
+# Where tokens go, and how uneven that leaves the ranks, is counted over tokens that are drawn: routers that keep some
+# groups of experts for a token send it to fewer ranks, and load them less evenly, than those that choose among all, and
+# no formula for that is as short.
 _TOKENS = 16384
 
 

@@ -17,7 +17,7 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 logger = logging.getLogger(__name__)
 
 # Up to this capacity "auto" chooses a backend of the batched format, which was faster on 4 H200 up to 256 tokens per
-# rank, and up to 1024 if its experts take rows by reference (docs/benchmarks/low_latency.md). But each expert's results
+# rank, and up to 1024 if its experts take rows by reference (docs/benchmarks/dispatch.md). But each expert's results
 # need room for all tokens of all ranks, gigabytes from 512 on, so larger capacities get a backend without such gaps.
 DECODE_MAX_NUM_TOKENS = 256
 # The largest part of a GPU's memory that "auto" gives to a backend's symmetric buffers.

@@ -1,5 +1,5 @@
-// What the three kernels of a high-throughput (prefill) batch share: the symmetric block (high_throughput_block.py
-// computes its offsets), its flags, and the queue of flags to release.
+// What the three kernels of a high-throughput (prefill) batch share: the symmetric block (high_throughput.py computes
+// its offsets), its flags, and the queue of flags to release.
 //
 // R ranks, capacity C tokens per rank, TOPK slots per token.
 //

@@ -204,7 +204,7 @@ DEVICE void put_from_outbox(const Buffers& b, u32 ranks, void* there, const void
 // Lines, packets and flags hold the lower 32 bits of their batch's number, so a flag left from 2^32 batches ago would
 // be taken for new. Therefore in two batches of every 2^20 (headers and meta have two parts) a rank writes an old epoch
 // wherever its own parts receive nothing of that batch. This is safe: it is the only writer of its parts, peers do not
-// read them in this batch, and it has had their answers for earlier ones (channel.py).
+// read them in this batch, and it has had their answers for earlier ones (low_latency.py).
 
 constexpr u32 kBatchesRefreshed = 1u << 20;
 
