@@ -1,4 +1,4 @@
-"""Exact sizes: a token travels once to each rank that holds one of its experts."""
+"""The all_to_all backend: exact sizes; a token is sent once to each rank that holds one of its experts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class _Sent(NamedTuple):
 class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
     """Standard format, any number of tokens; for prefill, and across hosts.
 
-    The ranks tell each other how many rows they send, the one thing the host waits for (in prepare_async too); packing
-    runs meanwhile. Rows then arrive in one collective where the experts read them, ordered by (source rank, token),
-    and ids and weights in another: 8 * topk bytes a row. The way back is one row for every one that came, with the
-    weighted sum of the rank's experts, and the owner adds them in rank order in f32. Packing has room for
-    min(R, topk) rows a token. In a batch-invariant layer one row comes back for each slot.
+    The ranks exchange row counts, the only host synchronization (in prepare_async too), while the rows are packed. One
+    collective then writes the rows to where the experts read them, ordered by (source rank, token), and another the ids
+    and weights, 8 * topk bytes a row. The combine returns one row for each received one, the weighted sum of the rank's
+    experts, and the owner adds those in rank order in f32. The send buffer has room for min(R, topk) rows a token. In a
+    batch-invariant layer one row comes back for each slot.
     """
 
     def activation_format(self) -> FusedMoEActivationFormat:

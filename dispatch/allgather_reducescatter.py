@@ -1,4 +1,4 @@
-"""Every rank sees every token."""
+"""The allgather_reducescatter backend: every rank gathers the tokens of all."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
         return SlotsSent(slots, batch.topk_weights, returning.tolist(), arrived.tolist())
 
     def _largest_num_tokens(self, num_tokens: int, device: torch.device) -> int:
-        """The rows that every rank's part has room for."""
+        """The capacity of every rank's part, in rows."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             capacity = self.moe_config.max_num_tokens
             if num_tokens > capacity:

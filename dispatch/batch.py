@@ -16,7 +16,7 @@ _ALIGNMENT = 16  # bytes that kernels read at once
 
 
 class Batch(NamedTuple):
-    """One rank's tokens as they go into a dispatch.
+    """The input of a dispatch: one rank's tokens.
 
     Attributes:
         rows: `[T, K]`, contiguous, of the activations' dtype, or codes of code_dtype; multiplied by their weights where

@@ -1,4 +1,4 @@
-"""Fixed capacity, nothing for the host to wait for."""
+"""The batched_all_to_all backend: messages of a fixed capacity, no host synchronization."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=
 
     One message of fixed size goes to every rank (`dispatch.messages`), so that a dispatch is two kernels around one
     collective, whatever the routing: pack, all-to-all, open. Opening copies a received row to each of its experts on
-    this rank; an expert's rows are ordered by (source rank, token). The combine is the same backwards: the weighted
+    this rank; an expert's rows are ordered by (source rank, token). The combine reverses that: the weighted
     sum of a row's experts here in slot order, one row back, and the owner adds rows in rank order, all in f32.
 
     In a batch-invariant layer each slot's row comes back, topk times the bytes, and the owner adds them in slot order.

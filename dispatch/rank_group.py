@@ -78,8 +78,8 @@ class RankGroup:
         return self._group()
 
     def is_part_of(self, ep_group: dist.ProcessGroup) -> None:
-        """Messages number the ranks of `ep_group` from now on, which has these and others; failures of all of those are
-        looked for: a rank may wait for one that waits for another."""
+        """Error messages number ranks as in `ep_group` from now on, which contains this group. Failures are looked for
+        in all of it: a rank may wait for one that waits for another."""
         self.ep_ranks = [dist.get_group_rank(ep_group, rank) for rank in dist.get_process_group_ranks(self.group)]
         self.detector = FailureDetector.of(ep_group)
 
@@ -169,7 +169,7 @@ class Steps:
             self._works.pop(0)
 
     def then(self, finish: Callable[[], Result]) -> Pending[Result]:
-        """What `finish` makes of the data; it runs once, after the steps."""
+        """The result of `finish`, which is called once, when the data is there."""
         results: list[Result] = []
 
         def wait() -> None:
@@ -201,7 +201,7 @@ class Steps:
 
 
 class HostCopy:
-    """A copy of numbers to the host; work that is queued after it runs while the host waits for them."""
+    """An asynchronous copy of integers to the host; kernels that are queued after it run while the host waits."""
 
     def __init__(self, numbers: torch.Tensor, ranks: RankGroup, name: str) -> None:
         self._ranks, self._name = ranks, name

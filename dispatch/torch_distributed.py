@@ -84,7 +84,7 @@ class SlotsSent(NamedTuple):
 
 
 class TorchDistributedPrepareFinalize(Dispatcher):
-    """Everything of a backend but how rows are transferred.
+    """Base of the backends on torch.distributed; a subclass says how rows are transferred.
 
     Args:
         moe_config: shapes, placement and, in max_num_tokens, the capacity per rank; the same on every rank.
@@ -355,7 +355,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         dispatched: Dispatched,
     ) -> Pending[None]:
         """The combine of a batch-invariant layer, Standard format: every slot's row returns to the token's rank, which
-        weights and adds them in slot order. What is summed where thus does not follow the placement of experts."""
+        weights and adds them in slot order. So no sum depends on the placement of experts."""
         ids: Any = dispatched.topk_ids
         dtype, hidden_size = self._results_dtype(output.dtype), output.size(1)
         check_tensor("fused_expert_output", expert_output, (*ids.shape, hidden_size), dtype, output.device)

@@ -1,12 +1,12 @@
 """Across hosts in two levels: a token goes once to each host over the network, and from there over NVLink.
 
-Two backends of the Standard format, one inside the other. `across` joins the ranks of the same place on every host; for
-it an expert lies on a host. `within` joins the ranks of one host and passes on what came. So a token that has experts
-on several ranks of another host crosses the network once, to the rank of its sender's place, and the results of a host
-are added up there before one row goes back. docs/across_hosts.md has the traffic on paper.
+Two backends of the Standard format, one inside the other. `across` joins the ranks with the same local rank on every
+host; to it, an expert is on a host. `within` joins the ranks of one host and dispatches what arrived. So a token with
+experts on several ranks of another host crosses the network once, to the rank with its sender's local rank, and the
+results of a host are added up there before one row goes back. docs/across_hosts.md derives the traffic.
 
-Example: 2 hosts of 2 ranks; a token of rank 0 with experts on ranks 2 and 3 goes to rank 2 (place 0 of the other host),
-which keeps a copy and sends one to rank 3; rank 2 adds both results and sends one row to rank 0.
+Example: 2 hosts of 2 ranks; a token of rank 0 with experts on ranks 2 and 3 goes to rank 2 (local rank 0 of the other
+host), which keeps a copy and sends one to rank 3; rank 2 adds both results and sends one row to rank 0.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Grid(NamedTuple):
     """Where ranks are.
 
     Attributes:
-        members: `[H][L]`, the group's ranks by host and place. Hosts are in the order of their ranks of this rank's
-            place, which is the order of ranks in the group across hosts.
-        host, place: of this rank.
+        members: `[H][L]`, the group's ranks by host and local rank. Hosts are in the order of their ranks with this
+            rank's local rank, which is the order of ranks in the group across hosts.
+        host, local_rank: of this rank.
     """
 
     members: tuple[tuple[int, ...], ...]
     host: int
-    place: int
+    local_rank: int
 
     @classmethod
     def of(cls, hosts: Sequence[str], rank: int) -> Grid:
         """The grid of ranks whose hosts these are.
 
-        Example: hosts ["a", "b", "a", "b"] and rank 3 give ((0, 2), (1, 3)), host 1, place 1; hosts ["a", "b", "b",
-        "a"] and rank 3 give ((1, 2), (0, 3)), host 1, place 1.
+        Example: hosts ["a", "b", "a", "b"] and rank 3 give ((0, 2), (1, 3)), host 1, local rank 1; hosts ["a", "b",
+        "b", "a"] and rank 3 give ((1, 2), (0, 3)), host 1, local rank 1.
 
         Raises:
             ConfigError: hosts with different numbers of ranks.
@@ -64,29 +64,29 @@ class Grid(NamedTuple):
                 f"all2all_backend is 'two_level' and the hosts have {', '.join(map(str, sizes))} ranks; it needs the "
                 f"same number on each, choose 'all_to_all' for other gangs"
             )
-        place = by_host[hosts[rank]].index(rank)
-        members = tuple(sorted(map(tuple, by_host.values()), key=lambda of_host: of_host[place]))
-        return cls(members, members.index(tuple(by_host[hosts[rank]])), place)
+        local_rank = by_host[hosts[rank]].index(rank)
+        members = tuple(sorted(map(tuple, by_host.values()), key=lambda of_host: of_host[local_rank]))
+        return cls(members, members.index(tuple(by_host[hosts[rank]])), local_rank)
 
     @property
     def across(self) -> tuple[int, ...]:
-        """The ranks of this one's place, by host."""
-        return tuple(of_host[self.place] for of_host in self.members)
+        """The ranks with this one's local rank, by host."""
+        return tuple(of_host[self.local_rank] for of_host in self.members)
 
     @property
     def within(self) -> tuple[int, ...]:
-        """The ranks of this one's host, by place."""
+        """The ranks of this one's host, by local rank."""
         return self.members[self.host]
 
     def owners(self, owners: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the rank that has each id, int32: its host, and its place on this one, -1 where it is on another."""
+        """From the rank that has each id, int32: its host, and its local rank here, -1 where it is on another."""
         num_ranks = sum(map(len, self.members))
-        hosts, places = (torch.empty(num_ranks, dtype=torch.int32, device="cpu") for _ in range(2))
+        hosts, local_ranks = (torch.empty(num_ranks, dtype=torch.int32, device="cpu") for _ in range(2))
         for host, ranks in enumerate(self.members):
             hosts[list(ranks)] = host
-            places[list(ranks)] = torch.arange(len(ranks), dtype=torch.int32, device="cpu")
-        host_of, place_of = hosts[owners.long()], places[owners.long()]
-        return host_of, torch.where(host_of == self.host, place_of, -1)
+            local_ranks[list(ranks)] = torch.arange(len(ranks), dtype=torch.int32, device="cpu")
+        host_of, local_rank_of = hosts[owners.long()], local_ranks[owners.long()]
+        return host_of, torch.where(host_of == self.host, local_rank_of, -1)
 
 
 class _Groups(NamedTuple):
@@ -119,10 +119,10 @@ class _Handle(NamedTuple):
 class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
     """Standard format across hosts with the same number of ranks each; prefill.
 
-    Rows arrive ordered by (place, host, token) of their sources. They are quantized, where asked, for the network
+    Rows arrive ordered by (local rank, host, token) of their sources. If rows are quantized, it is for the network
     alone, unless the experts read them so. The combine adds the experts of a rank, the ranks of a host in the order of
-    their places, and the hosts in theirs, each sum in f32 and rounded to the activations' dtype: deterministic, one
-    rounding more than `all_to_all`.
+    their local ranks, and the hosts in theirs, each sum in f32 and rounded to the activations' dtype: deterministic,
+    one rounding more than `all_to_all`.
 
     Args:
         moe_config, quant_config, process_group: as for all backends.
@@ -130,7 +130,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
             all_to_all where that cannot run.
 
     Attributes:
-        by_host: the ranks of each host by place, hosts in the order in which they are added up.
+        by_host: the ranks of each host by local rank, hosts in the order in which they are added up.
 
     Raises:
         ConfigError: hosts with different numbers of ranks.
@@ -150,9 +150,9 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         owners = owners_of(config)
         if levels is None:
             levels = (_choose(config, len(grid.members), group), _choose(config, len(grid.within), group))
-        # What comes across are the rows of every host's rank of this place.
+        # Rows come from every host's rank with this local rank.
         capacities = (config.max_num_tokens, config.max_num_tokens * len(grid.members))
-        ranks = ((grid.host, len(grid.members)), (grid.place, len(grid.within)))
+        ranks = ((grid.host, len(grid.members)), (grid.local_rank, len(grid.within)))
         wires = (quant_config, FusedMoEQuantConfig.unquantized())
         self._across, self._within = (
             _level(name, config, rank, size, capacity, table, wire, its_group)

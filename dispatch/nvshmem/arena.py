@@ -3,7 +3,7 @@
 NVSHMEM is initialised once per process, over all ranks of the default group; its unique id travels through the group's
 store. An arena is one process group's view of it, shared by everything in the process that moves rows in that group.
 Allocation is collective over the default group: sub-groups work where they divide it and all allocate alike, and
-anything else ends with an error that names who was missing (`moe_ep.distributed.exchange`).
+anything else ends with an error that names the missing ranks (`moe_ep.distributed.exchange`).
 
 A block is free once nothing refers to its tensor any more. It is given back at the next collective step in which all
 ranks say so, in one order, after their GPUs have finished; `SymmetricArena.close` gives everything back. A process that
@@ -43,7 +43,7 @@ class Region:
     Attributes:
         local: uint8 `[nbytes]`, this rank's copy; zero when it is handed out, on every rank.
         peer_pointers: int64 `[R]` on the device: where each rank's copy is mapped here, 0 where it cannot be.
-        pes: NVSHMEM's number of each rank, by which its device library reaches those (cuda/device_api.cuh).
+        pes: the PE number of each rank, as NVSHMEM's device library takes it (cuda/device_api.cuh).
     """
 
     name: str
@@ -53,7 +53,7 @@ class Region:
 
 
 class _Memory:
-    """Raw device memory as something that torch makes a tensor of; alive as long as that tensor is."""
+    """Raw device memory that torch can make a tensor of; it lives as long as that tensor."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

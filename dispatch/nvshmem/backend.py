@@ -140,7 +140,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         return False
 
     def check(self) -> None:
-        """DispatchTimeoutError where a wait of a kernel that has ended was in vain; waits for nothing."""
+        """DispatchTimeoutError if a wait in a kernel that has ended timed out; no host synchronization."""
         self._memory.record.check()
 
     def recover(self, dead: Sequence[int]) -> None:
@@ -161,8 +161,8 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
 
     def _begin_batch(self) -> Callable[[], None]:
-        """Forgets batches that were given up; what is returned raises RuntimeError once this one is, too, whichever
-        layer `recover` is called of."""
+        """Drops batches that were given up. The returned check raises RuntimeError once this one is given up too, by
+        `recover` of any layer that shares the memory."""
         memory, number = self._memory, self._memory.recoveries
         if self._recoveries != number:
             self._forget_batches()

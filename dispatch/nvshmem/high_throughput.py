@@ -2,9 +2,9 @@
 
 Rows go straight to where the experts read them, in the order and with the ids of `all_to_all`, so 16-bit rows are not
 copied after they arrived; 8-bit rows are converted as they arrive, and results are added up on the token's rank as they
-arrive. For that, a kernel of its own first tells the ranks how many rows each sends. This saves a pass over memory and
-flow control, and costs symmetric memory for the most rows that can arrive, R * max_num_tokens. All
-layers of one shape share that memory, with room for `batches_in_flight` between dispatch and combine.
+arrive. To place them, a separate kernel first exchanges row counts. This saves a pass over memory and flow control, and
+costs symmetric memory for the most rows that can arrive, R * max_num_tokens. All layers of one shape share that memory,
+with room for `batches_in_flight` between dispatch and combine.
 
 cuda/high_throughput.cuh says what the parts of a block of symmetric memory hold and why no barrier is needed between
 batches. From top to bottom: the layout of a block, the block of all batches of one shape, the kernels' parameters, and
@@ -42,16 +42,16 @@ KERNELS = ("plan", "dispatch", "combine")
 _LINE_BYTES = 16
 _LINES_OF_COUNTS = 4
 _FLAG_BYTES = 8
-# What links carry at once.
+# Bytes of one write over a link.
 _LINK_LINE_BYTES = 128
 # Within 5 % of the best on 4 H200 (docs/benchmarks/dispatch.md); 8-bit rows are made and read by instructions.
 DEFAULT_NUM_SMS = 24
 DEFAULT_NUM_SMS_QUANTIZED = 48
 _THREADS = 1024
 _WARPS = _THREADS // 32
-# Up to so many SMs a dispatch of 8-bit rows has some that only send.
+# With at most so many SMs, some blocks of a dispatch of 8-bit rows only send.
 _FEW_SMS = 32
-# Making a token's codes takes as long as storing so much of a plain row.
+# Quantizing a row takes as long as storing this part of one that is not quantized.
 _CODES = 0.4
 
 
@@ -91,7 +91,7 @@ class Layout:
 
     @property
     def takes_rows(self) -> bool:
-        """Rows do not stay where they arrive."""
+        """Whether received rows are copied out of symmetric memory."""
         return self.is_quantized or self.device_api
 
     @property
@@ -195,7 +195,7 @@ class Block:
         return found
 
     def take(self) -> BatchParts:
-        """For a new batch: parts that no batch has, or else those of the oldest, which is given up.
+        """Parts for a new batch: free ones, or else those of the oldest batch, which is given up.
 
         Ranks that make the same calls in the same order take the same ones.
         """
@@ -250,7 +250,7 @@ class Block:
 
 
 class BatchParts:
-    """What one batch in flight has for itself.
+    """The buffers and counters of one batch in flight.
 
     Attributes:
         number: of the batch that has it; later ones have larger numbers.
@@ -291,7 +291,7 @@ class BatchParts:
         return params
 
     def rows_of(self, number: int) -> int | None:
-        """Rows of the batch of that number that arrive here, once the first kernel has told."""
+        """Rows that arrive here in the batch of that number, once the first kernel has written their count."""
         word = int(self._arriving[0])
         return word & 0xFFFFFFFF if (word >> 32) - number & 0xFFFFFFFF == 0 else None
 
@@ -400,7 +400,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.placement.expert_map(device)  # not made under capture
 
     def _sms_of_a_batch(self, asked: int | None, device: torch.device) -> int:
-        """As asked, or what is nearly the best. Blocks wait for all blocks of other ranks, so all must fit at once."""
+        """As asked, or close to the best. Blocks wait for all blocks of other ranks, so all must fit at once."""
         batches, sms = self._layout.batches_in_flight, torch.cuda.get_device_properties(device).multi_processor_count
         most = max(sms // batches, 1)
         if asked is None:
@@ -512,7 +512,7 @@ def senders_of(layout: Layout, num_sms: int) -> tuple[int, int]:
     """Blocks of a dispatch that send, and warps of each that do, where others take what arrives.
 
     Half of every block's warps do, and one releases flags beside them. Where few SMs make 8-bit rows, stores at home
-    would wait behind those to busy links, so almost all warps of some blocks send and the other blocks take, in shares
+    would queue behind those to busy links, so almost all warps of some blocks send and the other blocks take, in shares
     of what each stores if tokens go to any experts.
 
     Example: 24 SMs, K=7168, top-8: of 8 ranks 10 blocks send, of 4 ranks 12.

@@ -19,8 +19,8 @@ from moe_ep.kernels import jit
 
 _ALIGNMENT = 512
 _HEADERS = ("cccl", "cudart")
-# Loaded code that NVSHMEM knows; it must hear of it again where it is started anew.
-_started: list[Any] = []
+# Modules that are registered with NVSHMEM, and again whenever it is initialised again.
+_registered: list[Any] = []
 
 
 def align(num_bytes: int, alignment: int = _ALIGNMENT) -> int:
@@ -101,25 +101,25 @@ def device_archive() -> jit.Archive:
 
 
 def _start(code: Any) -> None:
-    _tell(code)
-    _started.append(code)
+    _register(code)
+    _registered.append(code)
 
 
 def restart_device_library() -> None:
-    """Tells NVSHMEM of all code that an earlier start of it knew."""
-    for code in _started:
-        _tell(code)
+    """Registers with NVSHMEM again all modules that it knew before."""
+    for code in _registered:
+        _register(code)
 
 
 def stop_device_library() -> None:
-    """Before NVSHMEM ends."""
+    """Unregisters all modules; to be called before NVSHMEM is finalized."""
     import nvshmem.core
 
-    for code in _started:
+    for code in _registered:
         nvshmem.core.library_finalize(nvshmem.core.NvshmemKernelObject.from_obj(code))
 
 
-def _tell(code: Any) -> None:
+def _register(code: Any) -> None:
     import nvshmem.core
 
     nvshmem.core.library_init(nvshmem.core.NvshmemKernelObject.from_obj(code))

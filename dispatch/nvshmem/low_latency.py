@@ -1,4 +1,4 @@
-"""Decode over NVLink: a dispatch is one kernel, a combine is one, and no rank waits for more than its own rows.
+"""Decode over NVLink: one kernel for the dispatch, one for the combine; a rank waits for its own rows alone.
 
 Kernels write rows straight into the other ranks' memory; cuda/low_latency_dispatch.cu and low_latency_combine.cu say
 what they do. From top to bottom: the layout of a batch in symmetric memory, the channel of all batches of one shape,
@@ -287,7 +287,7 @@ class Channel:
         return self.region.local[start : start + self.layout.sizes[name]]
 
     def _start(self, epochs: Sequence[int]) -> None:
-        """Each set of buffers goes on with the batch of its number."""
+        """Lets each set of buffers go on with the batch of its number."""
         upper = [latest([epoch]) << _EPOCH_SHIFT for epoch in epochs]
         self._counters.copy_(torch.tensor(upper, dtype=torch.int64)[:, None])
         self._status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))

@@ -1,10 +1,10 @@
 """Kernels that wait for other ranks run in the order of their calls, whatever streams they are queued on.
 
 The buffers of a batch are given to the next when its combine is queued, which must not be overtaken on another stream.
-And a kernel may fill a GPU while it waits: were two batches on two streams to begin in another order on another rank,
-each GPU could be full of a kernel that waits for one which has no room on the other. On H200 this was not seen, as the
-halves of blocks that have sent make room. All ranks make the calls in one order, and in that order no kernel waits for
-one behind it.
+And a kernel may fill a GPU while it waits: if two ranks began the batches of two streams in different orders, each GPU
+could be full of a kernel that waits for one which has no room on the other, a deadlock. On H200 this was not seen, as
+blocks that have sent make room. All ranks make the calls in one order, and in that order no kernel waits for one behind
+it.
 
 Work of one stream is in order anyway, and costs nothing here.
 """

@@ -25,15 +25,15 @@ LEVELS = ("all_to_all", "all_to_all")
 SOME_CASES = [CASES[index] for index in (0, 1, 2, 4, 8, 11, 13)]
 
 
-def test_ranks_are_found_by_host_and_place() -> None:
+def test_ranks_are_found_by_host_and_local_rank() -> None:
     grid = Grid.of(["a", "b", "a", "b"], 3)
     assert grid == (((0, 2), (1, 3)), 1, 1)
     assert (grid.across, grid.within) == ((2, 3), (1, 3))
     assert Grid.of(["a", "b", "b", "a"], 3) == (((1, 2), (0, 3)), 1, 1)
     owners = torch.tensor([0, 1, 2, 3, 3, 0])
     with torch.device("meta"):
-        hosts, places = grid.owners(owners)
-    assert hosts.tolist() == [0, 1, 0, 1, 1, 0] and places.tolist() == [-1, 0, -1, 1, 1, -1]
+        hosts, local_ranks = grid.owners(owners)
+    assert hosts.tolist() == [0, 1, 0, 1, 1, 0] and local_ranks.tolist() == [-1, 0, -1, 1, 1, -1]
 
 
 def outputs_on_hosts(rank: int, world_size: int, hosts: str) -> float:
