@@ -25,6 +25,7 @@ from moe_ep.kernels.quantize import round_rows, row_values
 from moe_ep.layer.custom_ops import without_autocast
 from moe_ep.modular_kernel.contracts import FusedMoEPermuteExpertsUnpermute
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
+from moe_ep.quantization.input_rows import INPUT_DTYPES
 
 
 class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
@@ -120,12 +121,13 @@ def compute_rows(
     scale each, the activation's output with one for every 128 columns, as the kernels quantize them.
 
     Args:
-        scales: f32 `[n, ceil(K / 128)]` of rows that came quantized, which are computed as they came; None of others.
+        scales: f32 `[n, ceil(K / 128)]` of rows that came in int8 or e4m3, which are computed as they came. Of rows in
+            other dtypes they say nothing.
         weight: returns f32 `[out, in]` of w13 (0) and w2 (1).
         activate: the activation, of `[n, 2N]`, or `[n, N]` if it is ungated.
     """
     with without_autocast():
-        if scales is not None:
+        if scales is not None and rows.dtype in INPUT_DTYPES:
             rows = row_values(rows, scales)
         else:
             rows = rows.float() if input_dtype is None else round_rows(rows, input_dtype, rows.size(1))

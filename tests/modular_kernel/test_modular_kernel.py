@@ -183,7 +183,7 @@ def test_chunks_are_together_what_the_whole_is(monkeypatch, chunk):
 
 @pytest.mark.parametrize("chunk", ["4", "100"])
 def test_a_chunk_gets_its_rows_scales_and_metadata_go_with_the_whole(monkeypatch, chunk):
-    """Of a backend that hands over scales and counts, as none of ours does in this format."""
+    """Of a backend that hands over scales and counts."""
     x, w1, w2, weights, ids = problem(10)
     scales, meta, seen = torch.rand(10, 1), ExpertTokensMetadata.make_from_list([5] * E, "cpu"), []
 
