@@ -133,7 +133,7 @@ def test_the_builds_for_gpus_compile_without_spilling() -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
     int4 = WEIGHT_TYPES[scalar_types.uint4b8.id]
     experts = hopper.kernel_source(
-        int4, torch.bfloat16, torch.bfloat16, 1, MoEActivation.SILU, few_rows=True, batch_invariant=True
+        int4, torch.bfloat16, torch.bfloat16, 1, MoEActivation.SILU, True, batch_invariant=True
     )
     layout = BatchLayout(num_ranks=8, capacity=128, hidden_size=7168, topk=8, code_dtype=None, slot_results=True)
     combine = kernel_source("low_latency_combine", layout, torch.bfloat16)
