@@ -245,13 +245,13 @@ def _ceil_div(value: IntOrTensor, divisor: int) -> IntOrTensor:
 
 _SOURCE = Path(__file__).parent / "cuda" / "align.cu"
 _WARP = 32
-# Warps come in eights.
+# A launch has a multiple of so many warps.
 _MIN_WARPS, _MAX_WARPS = 8, 32
 # Rounds of a warp's slots that are worth another warp.
 _ROUNDS = 2
-# From so many slots on a cluster of blocks is worth its meetings, where the GPU has clusters.
+# From so many slots on a cluster of blocks outweighs its barriers, where the GPU has clusters.
 _MANY_SLOTS, _CLUSTER = 2048, 8
-# A block that serves smaller GPUs too.
+# Shared memory that a block has on smaller GPUs too.
 _MAX_SHARED = 96 * 1024
 # What a warp of a cluster's blocks keeps in registers, align.cu's kRounds.
 _KEPT_SLOTS = 4 * _WARP

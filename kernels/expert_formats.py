@@ -1,4 +1,4 @@
-"""What all experts of one activation format have in common: their answers to the contract."""
+"""Bases of experts by activation format: the answers to the contract that all of a format share."""
 
 from __future__ import annotations
 

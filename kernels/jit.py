@@ -6,8 +6,8 @@ under MOE_EP_CACHE_DIR, keyed by source, our headers, options and the versions o
 may start at once: cache files are put in place atomically, and a race costs a compilation, never an error.
 
 Modules cannot be loaded under CUDA-graph capture, so a kernel must be loaded before, by a first call outside the graph
-or by `load`. Where one call or another takes one kernel or another, `load_all` loads all of them at the first, so that
-no later one finds its kernel missing.
+or by `load`. If calls choose between several kernels, `load_all` loads all of them in the first call, so that none is
+missing later.
 """
 
 from __future__ import annotations

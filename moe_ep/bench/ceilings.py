@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: the floors beside every time are made from these numbers."""
+"""Measured peak rates of this machine, from which the floors beside every time are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a MoE layer should take on more ranks than can be measured: bytes and operations over measured rates.
+"""Predicts the time of a MoE layer on more ranks than can be measured: bytes and operations over measured rates.
 
 One step of one layer on the busiest of R ranks, T tokens each, uniform routing, stages one after the other:
 
@@ -47,7 +47,7 @@ class Machine:
 
     Raises:
         ValueError: a number that is not above 0, or not finite.
-        TypeError: what is no number, or GPUs that are not a whole one.
+        TypeError: a value that is not a number, or gpus_per_host that is not whole.
     """
 
     gpus_per_host: int = 8

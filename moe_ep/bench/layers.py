@@ -1,4 +1,4 @@
-"""The layers that a benchmark drives: copies enough that weights come from memory, and inputs that change."""
+"""The layers that a benchmark runs: enough copies to exceed the L2 cache, and other inputs in every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How benchmark results are written down: JSON lines that say what was run where, and tables for people.
+"""Records of benchmarks: JSON lines that say what was run where, and tables for people.
 
 Without torch but for `facts` and `peak_memory`: a driver writes rows and needs none.
 """

@@ -47,7 +47,7 @@ _POSITIVE = ("ep_size", "asked_tokens", "tokens_per_rank", "us", "p99_us", "toke
 def read_scaling(path: Path) -> tuple[list[Row], list[str]]:
     """(rows with their `efficiency`, the runs that they are of).
 
-    A file may hold several runs, one behind the other: a row that was measured again is the last one's.
+    A file may hold several runs; of a row that was measured more than once the last counts.
 
     Raises:
         ValueError: no rows of a scaling benchmark, or a row that lacks something.
@@ -96,7 +96,7 @@ def _is_positive_sum(values: Iterable[Any]) -> bool:
 
 
 def about_runs(runs: list[str]) -> str | None:
-    """What people are told where rows of several runs are shown together."""
+    """A note for tables that show rows of several runs."""
     if len(runs) == 1:
         return None
     return f"rows of {len(runs)} runs are shown together: {'; '.join(runs)}; those measured twice as the later has them"
@@ -125,7 +125,7 @@ def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def kind_of(row: Row) -> tuple[Any, ...]:
-    """What was chosen for the row beside its size."""
+    """The settings of a row other than its size."""
     return tuple(row[key] for key in KIND)
 
 

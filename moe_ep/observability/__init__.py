@@ -1,1 +1,1 @@
-"""What a serving runtime tells of itself: metrics for Prometheus and Ray, and traces for Perfetto."""
+"""Observability of a serving runtime: metrics for Prometheus and Ray, and traces for Perfetto."""

@@ -1,6 +1,6 @@
-"""The metrics that moe_ep gives, and where they go: a Prometheus endpoint of its own, or Ray's.
+"""The exported metrics and their sinks: a Prometheus endpoint, or Ray's metrics agents.
 
-Labels are few and bounded: `rank` is the rank that tells, `expert_rank` a rank that holds experts, `direction` sent or
+Labels are few and bounded: `rank` is the reporting rank, `expert_rank` a rank that holds experts, `direction` sent or
 received.
 """
 
@@ -74,14 +74,14 @@ ALL = (
 
 
 class MetricsSink(ABC):
-    """Takes values; a call is cheap and never waits."""
+    """Receives metric values; a call is cheap and never blocks."""
 
     @abstractmethod
     def put(self, metric: Metric, value: float, **labels: str) -> None:
         """Observes a histogram, sets a gauge, or adds to a counter; every label of the metric must be given."""
 
     def close(self) -> None:
-        """Gives back what the sink holds."""
+        """Releases the sink's resources."""
         return
 
 
@@ -140,7 +140,7 @@ class PrometheusSink(MetricsSink):
 
 
 class RaySink(MetricsSink):
-    """Gives the metrics to Ray, whose agents export them with the prefix ray_; for a Ray worker."""
+    """Exports the metrics through Ray's agents, with the prefix ray_; for a Ray worker."""
 
     def __init__(self) -> None:
         from ray.util import metrics
@@ -163,7 +163,7 @@ class RaySink(MetricsSink):
 
 
 class Sinks(MetricsSink):
-    """Several as one."""
+    """Forwards every value to several sinks."""
 
     def __init__(self, *sinks: MetricsSink) -> None:
         self._sinks = sinks

@@ -1,4 +1,4 @@
-"""Turns what the layers of this rank do into metrics, without ever waiting for the GPU.
+"""Derives metrics from the layers of this rank, without synchronizing with the GPU.
 
     monitor = LayerMonitor(PrometheusSink(port), rank=rank, device=device)
     with monitor:
@@ -6,9 +6,9 @@
             model(batch)
             monitor.end_step()
 
-One step in `sample_every` is looked at: the monitor listens in it and in no other, so layers do not know of it then.
-Durations and choices are read when a CUDA event behind the step has passed. A CUDA graph keeps the events it was
-captured with, so capture two, and replay the watched one when a step is looked at:
+One step in `sample_every` is sampled; in the others the monitor does not listen, and layers have no overhead.
+Durations and choices are read once a CUDA event behind the step has completed. A CUDA graph keeps the events it was
+captured with, so capture two, and replay the watched one in sampled steps:
 
     with monitor.watching():
         watched = capture(model)
@@ -75,7 +75,7 @@ class _Choices(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """What one step left, to be read when `ready` has passed."""
+    """The records of one step, to be read once `ready` has completed."""
 
     spans: list[_Span]
     choices: list[_Choices]
@@ -92,7 +92,7 @@ class LayerMonitor(Listener):
 
     Args:
         rank: the value of the `rank` label.
-        sample_every: steps of which one is looked at; counts are scaled up by it.
+        sample_every: one step in so many is sampled; counts are scaled up by it.
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class LayerMonitor(Listener):
         self._sink.close()
 
     def start(self) -> None:
-        """Looks at steps from here on, as at the beginning of the `with` block."""
+        """Starts to sample steps, as the beginning of the `with` block does."""
         if self.sampled:
             listen(self)
 
     @property
     def sampled(self) -> bool:
-        """Whether the present step is looked at."""
+        """Whether the current step is sampled."""
         return self._step % self._sample_every == 0
 
     @contextmanager
@@ -183,7 +183,7 @@ class LayerMonitor(Listener):
         return self._owners[key]
 
     def end_step(self, *, replayed: bool = False) -> None:
-        """Call after every step; hands over what is known by now.
+        """Ends a step, and emits what is complete by now; to be called after every step.
 
         Args:
             replayed: the step replayed CUDA graphs that were captured while this monitor was `watching`, all of them.

@@ -4,8 +4,8 @@
         serve()
 
 writes folder/rank-003.json.gz, which ui.perfetto.dev opens; files opened together show the ranks together.
-torch.profiler records; stages are NVTX ranges too, for Nsight Systems. Clocks of other hosts are shifted by what they
-differed from rank 0's right after a barrier.
+torch.profiler records; stages are NVTX ranges too, for Nsight Systems. Clocks of other hosts are shifted by their
+difference from rank 0's right after a barrier.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def trace_to(folder: Path | str, *, rank: int, group: dist.ProcessGroup | None =
     profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
     with profiler as profile, listening(_Ranges(on_gpu)):
         yield path
-    # Where the profiler cannot write, it tells nobody and may leave files of names of its own.
+    # If the profiler cannot write, it reports nothing and may leave temporary files.
     with _writing_to(folder), tempfile.TemporaryDirectory(prefix=f".{path.stem}.", dir=folder) as scratch:
         recorded, aligned = Path(scratch, "recorded.json"), Path(scratch, path.name)
         profile.export_chrome_trace(str(recorded))
