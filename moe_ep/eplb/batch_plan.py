@@ -211,39 +211,34 @@ class _Split:
         return most.fill_diagonal_(0)
 
 
-def _hops(arcs: torch.Tensor) -> torch.Tensor:
-    """The fewest arcs from rank to rank, int64 `[R, R]`; `_FAR` where there is no path."""
-    num_ranks = arcs.size(0)
-    hops = torch.full_like(arcs, _FAR).fill_diagonal_(0)
-    step = (arcs > 0).float()
-    reached, length = torch.eye(num_ranks, device=_HOST), 0
-    while True:
+def _distances(arcs: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """The fewest arcs from each rank to one of the goal's (bool `[R]`), int64 `[R]`; `_FAR` where there is no path."""
+    distance, steps, frontier, length = torch.where(goal, 0, _FAR), (arcs > 0).float(), goal, 0
+    while bool(frontier.any()):
         length += 1
-        reached = reached @ step
-        new = (reached > 0) & (hops == _FAR)
-        if not bool(new.any()):
-            return hops
-        hops[new] = length
-        reached = new.float()
+        frontier = (torch.mv(steps, frontier.float()) > 0) & (distance == _FAR)
+        distance[frontier] = length
+    return distance
 
 
 def _flow(split: _Split, target: int) -> torch.Tensor | None:
     """Passes rows from ranks above the target to ranks below it, along shortest paths.
 
     Returns:
-        None once no rank is above the target; otherwise the hops between ranks, of which none leads from a rank above
-        it to one below.
+        None once no rank is above the target; otherwise bool `[R]`, the component of the fullest rank: the ranks that
+        it can pass rows to, none of which is below the target.
     """
     while True:
         loads = split.loads
         if int(loads.max()) <= target:
             return None
         arcs = split.arcs()
-        hops = _hops(arcs)
-        distance = hops.masked_fill(loads >= target, _FAR).amin(dim=1)
+        distance = _distances(arcs, loads < target)
         source = int(torch.where(distance < _FAR, loads, -1).argmax())
         if int(distance[source]) == _FAR or int(loads[source]) <= target:
-            return hops
+            fullest = torch.zeros_like(loads, dtype=torch.bool)
+            fullest[loads.argmax()] = True
+            return _distances(arcs.T, fullest) < _FAR
         nearer = torch.where(distance == distance[source] - 1, arcs[source], 0)
         to = int(nearer.argmax())
         passing = split.share[split.several, source] * split.held[split.several, to]
@@ -256,8 +251,7 @@ def _flow(split: _Split, target: int) -> torch.Tensor | None:
 def _level(split: _Split) -> None:
     """Divides the rows over their places so that the maximum load is the least possible."""
     target = -(-int(split.loads.sum()) // split.loads.numel())
-    while (hops := _flow(split, target)) is not None:
-        component = hops[int(split.loads.argmax())] < _FAR
+    while (component := _flow(split, target)) is not None:
         # Its rows have no place elsewhere.
         target = max(target + 1, -(-int(split.loads[component].sum()) // int(component.sum())))
 
@@ -267,19 +261,18 @@ def _with_copies(start: _Split, resident: torch.Tensor, target: int, spare_slots
     split = start.copy()
     best, least = start, float(start.loads.max())
     while True:
-        hops = _flow(split, target)
+        component = _flow(split, target)
         worth = int(split.loads.max()) + cost * len(split.copies)
         if worth < least:
-            best, least = (split if hops is None else split.copy()), worth
-        if hops is None or (chosen := _next_copy(split, hops, target, spare_slots)) is None:
+            best, least = (split if component is None else split.copy()), worth
+        if component is None or (chosen := _next_copy(split, component, target, spare_slots)) is None:
             return best
         split.add_copy(*chosen)
 
 
-def _next_copy(split: _Split, hops: torch.Tensor, target: int, spare_slots: int) -> tuple[int, int] | None:
+def _next_copy(split: _Split, component: torch.Tensor, target: int, spare_slots: int) -> tuple[int, int] | None:
     """The expert and the rank of the copy that takes most off the fullest component; None where there is none."""
     loads = split.loads
-    component = hops[int(loads.argmax())] < _FAR
     surplus = int((loads - target).clamp(min=0)[component].sum())
     rows = split.share[:, component].sum(dim=1)
     room = (target - loads).clamp(min=0)
