@@ -19,6 +19,8 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.errors import CheckpointError
 from moe_ep.layer.stack import MoEStack
+from moe_ep.rollouts import transports
+from moe_ep.rollouts.transports import receive_weights, send_weights
 from tests.checkpoint.format_cases import write_case
 from tests.ranks import ranks
 
@@ -265,3 +267,35 @@ def model_updated(rank: int, world_size: int, family: str, folder: Path) -> None
 def test_models_of_transformers(num_ranks: int, family: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     ranks(num_ranks).run(model_updated, family, tmp_path)
+
+
+def sent(rank: int, world_size: int, folder: tuple[Path, Path], form: str) -> None:
+    """Rank 0 trains, the others generate."""
+    engine_ranks = list(range(1, world_size))
+    engines = torch.distributed.new_group(engine_ranks)
+    group = torch.distributed.group.WORLD
+    before, after = folder
+    if rank == 0:
+        send_weights(read(after).items(), group)
+        return
+    parallel = FusedMoEParallelConfig.make(ep_size=world_size - 1, rank=rank - 1, world_size=world_size - 1)
+    with CheckpointReader(before) as reader:
+        spec = model_spec(reader.config, reader)
+        stack = MoEStack(reader, spec, parallel, dtype=torch.bfloat16, process_group=engines)
+    # Experts of one rank only; update_weights sends them to the other.
+    tensors = receive_weights(group, 0, keep=lambda name: ".experts.3." not in name or rank == 1)
+    moe_ep.update_weights(stack, tensors)
+    check_slots(stack, load(after, 1), rank - 1)
+
+
+def test_weights_that_a_trainer_sends(folders: dict[str, tuple[Path, Path]]) -> None:
+    for form in ("bf16", "fp8 blocks"):
+        ranks(3).run(sent, folders[form], form)
+
+
+def test_handles_are_of_memory_on_a_gpu() -> None:
+    with pytest.raises(ValueError, match="a.weight"):
+        transports.share_weights([("a.weight", torch.zeros(2))])
+    for text in ("no JSON", "[3]", '[{"name": "a"}]'):
+        with pytest.raises(ValueError, match="share_weights"):
+            transports.open_weights(text)

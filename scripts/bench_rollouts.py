@@ -1,0 +1,172 @@
+"""What recording costs a decode step, and how long an update of weights takes beside a plain copy of the bytes.
+
+python scripts/bench_rollouts.py [--experts 128] [--device cpu] [--json results.jsonl]
+
+Updates are of one layer with the sizes of Qwen3-30B-A3B, in bf16; decoding is of a small model. Medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moe_ep
+from moe_ep.bench.results import facts
+from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.generation.engine import Generation, Request
+from moe_ep.layer.stack import MoEStack
+
+K, N = 2048, 768
+
+
+def median_s(run: Callable[[], Any], times: int, device: torch.device) -> float:
+    seconds = []
+    for _ in range(times + 1):
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
+
+
+def make_tensors(num_experts: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The experts of one layer, a tensor each."""
+    prefix = "model.layers.0.mlp.experts"
+    sizes = {"gate_proj": (N, K), "up_proj": (N, K), "down_proj": (K, N)}
+    return {
+        f"{prefix}.{expert}.{name}.weight": torch.randn(size, dtype=torch.bfloat16, device=device)
+        for expert in range(num_experts)
+        for name, size in sizes.items()
+    }
+
+
+def fused(tensors: dict[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
+    """All experts in one tensor."""
+    prefix = "model.layers.0.mlp.experts"
+
+    def stacked(*names: str) -> torch.Tensor:
+        experts = range(num_experts)
+        return torch.stack([torch.cat([tensors[f"{prefix}.{i}.{name}.weight"] for name in names]) for i in experts])
+
+    return {f"{prefix}.gate_up_proj": stacked("gate_proj", "up_proj"), f"{prefix}.down_proj": stacked("down_proj")}
+
+
+def measure_updates(num_experts: int, device: torch.device, times: int) -> list[dict[str, Any]]:
+    tensors, rows = make_tensors(num_experts, device), []
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_size": K,
+        "num_hidden_layers": 1,
+        "vocab_size": 8,
+        "dtype": "bfloat16",
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "num_experts": num_experts,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": N,
+        "norm_topk_prob": True,
+    }
+    beside = {
+        "model.embed_tokens.weight": torch.zeros(8, K),
+        "model.layers.0.post_attention_layernorm.weight": torch.ones(K),
+        "model.layers.0.mlp.gate.weight": torch.zeros(num_experts, K),
+    }
+    copies = [torch.empty_like(tensor) for tensor in tensors.values()]
+
+    def copy() -> None:
+        for to, tensor in zip(copies, tensors.values(), strict=True):
+            to.copy_(tensor)
+
+    plain = median_s(copy, times, device)
+    rows.append({"what": "plain copy of the bytes", "s": plain, "bytes": total})
+    del copies
+    in_one = fused(tensors, num_experts)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(folder, config, (tensors | beside).items())
+        for quantize in ("none", "int4", "fp8"):
+            with CheckpointReader(Path(folder)) as reader:
+                spec = model_spec(reader.config, reader)
+                parallel = FusedMoEParallelConfig.make(ep_size=1, rank=0, world_size=1)
+                started = time.perf_counter()
+                stack = MoEStack(reader, spec, parallel, dtype=torch.bfloat16, device=device, quantize=quantize)
+                loaded = time.perf_counter() - started
+            for form, given in (("a tensor for each matrix", tensors), ("all experts in one tensor", in_one)):
+                seconds = median_s(lambda given=given: moe_ep.update_weights(stack, given), times, device)  # type: ignore[misc]
+                what = f"update, {form}" + ("" if quantize == "none" else f", quantized to {quantize}")
+                rows.append({"what": what, "s": seconds, "times_a_copy": seconds / plain, "load_s": loaded})
+            del stack
+    return rows
+
+
+def measure_recording(device: torch.device, times: int) -> list[dict[str, Any]]:
+    """Decode steps of a small model, with recording and without, in turns."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        head_dim=64,
+        num_key_value_heads=4,
+        moe_intermediate_size=256,
+        num_experts=32,
+        num_experts_per_tok=8,
+    )
+    model = moe_ep.parallelize(Qwen3MoeForCausalLM(config), device=device)
+    requests = [Request(index, torch.randint(1, 512, (8,))) for index in range(8)]
+    steps: dict[str, list[float]] = {"nothing": [], "ids": [], "weights": []}
+    for _ in range(times):
+        for records, seconds in steps.items():
+            generation = Generation(
+                model,
+                requests,
+                max_new_tokens=32,
+                num_slots=8,
+                stop_ids=[],
+                records=records,  # type: ignore[arg-type]
+            )
+            generation.run()
+            seconds += (generation.times.replayed or generation.times.decode)[2:]
+    median = {records: statistics.median(seconds) for records, seconds in steps.items()}
+    return [
+        {"what": f"decode step, recording {records}", "s": s, "more_than_without": s / median["nothing"] - 1}
+        for records, s in median.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    torch.manual_seed(0)
+    rows = [*measure_updates(args.experts, device, args.times), *measure_recording(device, args.times)]
+    about = facts(seed=0, command=f"bench_rollouts.py --experts {args.experts} --device {args.device}")
+    lines = [json.dumps(about | row) for row in rows]
+    if args.json is not None:
+        args.json.write_text("\n".join(lines) + "\n")
+    for row in rows:
+        print(
+            f"{row['what']}: {1e3 * row['s']:.1f} ms",
+            {k: round(v, 3) for k, v in row.items() if k not in ("what", "s")},
+        )
+
+
+if __name__ == "__main__":
+    main()
