@@ -2,7 +2,8 @@
 
 python scripts/bench_rollouts.py [--experts 128] [--device cpu] [--json results.jsonl]
 
-Updates are of one layer with the sizes of Qwen3-30B-A3B, in bf16; decoding is of a small model. Medians are printed.
+Updates are of one layer with the sizes of Qwen3-30B-A3B, in bf16; decoding is of a small model. Medians are printed; on
+CPUs of the CPU time of the process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,18 @@ from moe_ep.layer.stack import MoEStack
 K, N = 2048, 768
 
 
-def median_s(run: Callable[[], Any], times: int, device: torch.device) -> float:
-    seconds = []
-    for _ in range(times + 1):
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+def clock(device: torch.device) -> float:
+    """Seconds; on CPUs those that this process computed, so that others on the machine count for less."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
+    started = clock(device)
+    run()
+    return clock(device) - started
 
 
 def make_tensors(num_experts: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -83,30 +88,33 @@ def measure_updates(num_experts: int, device: torch.device, times: int) -> list[
         "model.layers.0.post_attention_layernorm.weight": torch.ones(K),
         "model.layers.0.mlp.gate.weight": torch.zeros(num_experts, K),
     }
-    copies = [torch.empty_like(tensor) for tensor in tensors.values()]
+    held = [torch.empty_like(tensor) for tensor in tensors.values()]
 
     def copy() -> None:
-        for to, tensor in zip(copies, tensors.values(), strict=True):
+        for to, tensor in zip(held, tensors.values(), strict=True):
             to.copy_(tensor)
 
-    plain = median_s(copy, times, device)
-    rows.append({"what": "plain copy of the bytes", "s": plain, "bytes": total})
-    del copies
-    in_one = fused(tensors, num_experts)
+    forms = {"a tensor for each matrix": tensors, "all experts in one tensor": fused(tensors, num_experts)}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, config, (tensors | beside).items())
         for quantize in ("none", "int4", "fp8"):
+            started = clock(device)
             with CheckpointReader(Path(folder)) as reader:
                 spec = model_spec(reader.config, reader)
                 parallel = FusedMoEParallelConfig.make(ep_size=1, rank=0, world_size=1)
-                started = time.perf_counter()
                 stack = MoEStack(reader, spec, parallel, dtype=torch.bfloat16, device=device, quantize=quantize)
-                loaded = time.perf_counter() - started
-            for form, given in (("a tensor for each matrix", tensors), ("all experts in one tensor", in_one)):
-                seconds = median_s(lambda given=given: moe_ep.update_weights(stack, given), times, device)  # type: ignore[misc]
+            loaded = clock(device) - started
+            # In turns, so that all meet the machine in the same state; the first turn warms up.
+            turns: list[list[float]] = []
+            for _ in range(times + 1):
+                runs = [copy, *(partial(moe_ep.update_weights, stack, given) for given in forms.values())]
+                turns.append([seconds_of(run, device) for run in runs])
+            plain, *updates = map(statistics.median, zip(*turns[1:], strict=True))
+            if quantize == "none":
+                rows.append({"what": "plain copy of the bytes", "s": plain, "bytes": total})
+            for form, seconds in zip(forms, updates, strict=True):
                 what = f"update, {form}" + ("" if quantize == "none" else f", quantized to {quantize}")
                 rows.append({"what": what, "s": seconds, "times_a_copy": seconds / plain, "load_s": loaded})
-            del stack
     return rows
 
 
@@ -127,20 +135,14 @@ def measure_recording(device: torch.device, times: int) -> list[dict[str, Any]]:
     )
     model = moe_ep.parallelize(Qwen3MoeForCausalLM(config), device=device)
     requests = [Request(index, torch.randint(1, 512, (8,))) for index in range(8)]
-    steps: dict[str, list[float]] = {"nothing": [], "ids": [], "weights": []}
-    for _ in range(times):
-        for records, seconds in steps.items():
-            generation = Generation(
-                model,
-                requests,
-                max_new_tokens=32,
-                num_slots=8,
-                stop_ids=[],
-                records=records,  # type: ignore[arg-type]
-            )
-            generation.run()
-            seconds += (generation.times.replayed or generation.times.decode)[2:]
-    median = {records: statistics.median(seconds) for records, seconds in steps.items()}
+    num_steps = 31
+    runs: dict[Any, list[float]] = {"nothing": [], "ids": [], "weights": []}
+    for _ in range(times + 1):
+        for records, seconds in runs.items():
+            settings: dict[str, Any] = {"max_new_tokens": num_steps + 1, "num_slots": 8, "stop_ids": []}
+            generation = Generation(model, requests, **settings, records=records)
+            seconds.append(seconds_of(generation.run, device) / num_steps)
+    median = {records: statistics.median(seconds[1:]) for records, seconds in runs.items()}
     return [
         {"what": f"decode step, recording {records}", "s": s, "more_than_without": s / median["nothing"] - 1}
         for records, s in median.items()

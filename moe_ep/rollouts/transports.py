@@ -116,9 +116,7 @@ def share_weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in tensors:
         check_tensors(**{name: tensor})
         if not tensor.is_cuda:
-            raise ValueError(
-                f"{name} is on {tensor.device}; memory is shared between processes of one GPU, move it there"
-            )
+            raise ValueError(f"{name} is on {tensor.device}; processes share the memory of one GPU, so move it there")
         _, (_, shape, stride, offset, _, dtype, _, handle, *rest) = reduce_tensor(tensor.detach())
         size, start, _, counter, counter_offset, event, must_wait = rest
         shared.append(
