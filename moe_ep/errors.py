@@ -22,6 +22,10 @@ class CheckpointError(MoeEpError):
     """
 
 
+class WeightsError(ValueError, CheckpointError):
+    """Tensors that were given in place of a checkpoint's lack one, or have one of another shape or dtype."""
+
+
 class BackendUnavailableError(MoeEpError):
     """A backend was chosen by name and cannot run on this machine; the message says how to fix that."""
 

@@ -34,7 +34,7 @@ from moe_ep.checkpoint.plan import Source, check_tensor, find_module, layer_quan
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
 from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.distributed.exchange import gather_texts
-from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
+from moe_ep.errors import CheckpointError, ConfigError, MoeEpError, WeightsError
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.hf.experts import decoder_layer_of
 from moe_ep.hf.parallelized import steps_of
@@ -65,8 +65,8 @@ def update_weights(model: Any, tensors: Weights) -> None:
             quantizes them again. Or the folder of a checkpoint.
 
     Raises:
-        CheckpointError: a tensor that is missing, or of another shape or dtype; on every rank, and nothing is changed.
-            Or values that cannot be written; then no layer runs any more.
+        WeightsError: a tensor that is missing, or of another shape or dtype; on every rank, and nothing is changed.
+        CheckpointError: values that cannot be written; then no layer runs any more.
         ConfigError: an elastic model, whose lost experts are read from its checkpoint again.
         TypeError: something else than a parallelized model or a stack, or than pairs.
         ValueError: a name that is given twice.
@@ -87,7 +87,7 @@ def update_weights(model: Any, tensors: Weights) -> None:
             problem = str(error)
         told = _exchange("missing weights", (problem, plan.absent(reader)), group)
         if problems := [text for text, _ in told if text]:
-            raise CheckpointError(problems[0])
+            raise WeightsError(problems[0])
         if isinstance(reader, GivenTensors):
             reader.fetch(sorted({name for _, names in told for name in names}), group)
         _write(target, reader, plan, group)
@@ -331,7 +331,7 @@ def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None) -> Gi
     if failure is not None:
         raise failure
     if problems := [text for text, _ in told if text]:
-        raise CheckpointError(f"{_PLACE}: of another rank: {problems[0]}")
+        raise WeightsError(f"{_PLACE}: of another rank: {problems[0]}")
     same = all(found == digest for _, found in told)
     infos: dict[str, TensorInfo] = {}
     for name, kind, sizes in (
@@ -340,7 +340,7 @@ def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None) -> Gi
         dtype, shape = getattr(torch, kind), tuple(sizes)
         info = TensorInfo(name, _PLACE, dtype, shape, 0, math.prod(shape) * dtype.itemsize)
         if infos.setdefault(name, info) != info:
-            raise CheckpointError(
+            raise WeightsError(
                 f"{_PLACE}: tensor {name}: expected the same on all ranks, found {infos[name].dtype} "
                 f"{infos[name].shape} and {dtype} {shape}"
             )
