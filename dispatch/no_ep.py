@@ -34,9 +34,9 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
     ) -> None:
         self._moe_config = moe_config
         # A batch-invariant layer has the bits that it has over several ranks.
-        self._rounds_rows = (
-            moe_config.batch_invariant and quant_config is not None and quant_config.dispatch_dtype is not None
-        )
+        self._rounds_to: torch.dtype | None = None
+        if moe_config.batch_invariant and quant_config is not None:
+            self._rounds_to = quant_config.dispatch_dtype
 
     @classmethod
     def depends_on_batch(cls) -> str | None:
@@ -76,8 +76,9 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
         check_made_for(self._moe_config, rows, ids)
         if is_weighted:
             rows = (rows * weights).to(rows.dtype)
-        if self._rounds_rows:
-            rows = dequantize_rows(quantize_rows(rows.contiguous()), rows.size(1), rows.dtype)
+        if self._rounds_to is not None:
+            codes = quantize_rows(rows.contiguous(), self._rounds_to)
+            rows = dequantize_rows(codes, rows.size(1), rows.dtype, self._rounds_to)
         if expert_map is not None:
             check_expert_map(expert_map)
             check_same_device("a1", rows.device, expert_map=expert_map)

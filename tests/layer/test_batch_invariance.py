@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int4": {"quant_config": OnlineIntConfig()},
     "shared experts": {"shared_experts": True, "n_shared_experts": 1, "activation": "swigluoai"},
     "sigmoid": {"scoring_func": "sigmoid", "use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1},
+    "int8 rows on the wire": {"dispatch_dtype": torch.int8},
     "fp8 rows on the wire": {"dispatch_dtype": torch.float8_e4m3fn, "params_dtype": torch.bfloat16},
 }
 
