@@ -61,8 +61,22 @@ def batch_invariant_passes(model: Any) -> Iterator[None]:
     if (reason := refuses_invariance(model, layers)) is not None:
         raise ConfigError(f"model is a {type(model).__name__} and its passes cannot be batch-invariant: {reason}")
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    with FusedModules(model).used(), invariant_ops(), slot_attention(model, windows, batch_invariant=True):
+    attention = slot_attention(model, windows, batch_invariant=True)
+    # The model's own routers: what replays take the place of, and what gradients go through.
+    with FusedModules(model, routers=False).used(), invariant_ops(), attention, _experts_one_by_one(model):
         yield
+
+
+@contextlib.contextmanager
+def _experts_one_by_one(model: Any) -> Iterator[None]:
+    """A block in which transformers' experts multiply matrices one expert after the other, and not all grouped."""
+    config = model.config.get_text_config()
+    before = getattr(config, "_experts_implementation", None)
+    config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._experts_implementation = before
 
 
 class SlotDecoder:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import DynamicCache
 
-from moe_ep.errors import ConfigError
-from moe_ep.generation.decoder import packed_prompts
+from moe_ep.generation.decoder import batch_invariant_passes, packed_prompts
 from moe_ep.generation.engine import check_token_ids
-from moe_ep.generation.fused_modules import FusedModules
-from moe_ep.generation.slot_cache import as_models_take, refuses_invariance, slot_attention
-from moe_ep.modular_kernel.invariant_ops import invariant_ops
+from moe_ep.generation.slot_cache import as_models_take
 from moe_ep.rollouts.replay import replaying
 
 
@@ -90,20 +86,10 @@ def _invariant_logits(
     model: Any, inputs: Sequence[torch.Tensor], routing: Sequence[torch.Tensor] | None
 ) -> Sequence[torch.Tensor]:
     """The logits of each text, one behind the other in one row."""
-    layers = DynamicCache(config=model.config).layers
-    if (reason := refuses_invariance(model, layers)) is not None:
-        raise ConfigError(f"batch_invariant is set and the model is a {type(model).__name__}: {reason}; leave it out")
     batch = packed_prompts(inputs, model.device)
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
-    windows = [getattr(layer, "sliding_window", None) for layer in layers]
     replayed = contextlib.nullcontext() if routing is None else replaying(model, torch.cat(list(routing)))
-    with (
-        FusedModules(model, routers=False).used(),
-        invariant_ops(),
-        slot_attention(model, windows, batch_invariant=True),
-        _experts_one_by_one(model),
-        replayed,
-    ):
+    with batch_invariant_passes(model), replayed:
         logits = model(
             input_ids=batch.tokens,
             attention_mask=as_models_take(dict.fromkeys(kinds or [""], batch.mask)),
@@ -111,15 +97,3 @@ def _invariant_logits(
             use_cache=False,
         ).logits
     return logits[0].split(list(map(len, inputs)))
-
-
-@contextlib.contextmanager
-def _experts_one_by_one(model: Any) -> Iterator[None]:
-    """A block in which transformers' experts multiply matrices one expert after the other, and not all grouped."""
-    config = model.config.get_text_config()
-    before = getattr(config, "_experts_implementation", None)
-    config._experts_implementation = "eager"
-    try:
-        yield
-    finally:
-        config._experts_implementation = before
