@@ -305,3 +305,19 @@ class ElasticOptions(ModelConfig):
             spare_slots=self.spare_slots,
             when_uncovered=self.when_uncovered,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    """Which gang a command asks for something."""
+
+    address: str | None = option(None, endpoint, "where the gang listens, as its line `control:` says", "HOST:PORT")
+    token: str | None = option(
+        None, str, "the gang's token (default: that of the file beside the cache, on the gang's machine)", "TEXT"
+    )
+
+    def checked_address(self) -> str:
+        """The address; OptionError where it is missing."""
+        if self.address is None:
+            raise OptionError("--address is missing; give the HOST:PORT of the gang's line `control:`")
+        return self.address

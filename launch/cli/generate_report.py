@@ -182,7 +182,7 @@ class GenerationReport:
             yield f"not applied, of generation_config.json: {settings}"
         for loss in self.recoveries:
             yield (
-                f"rank {loss['rank']} was lost ({loss['cause']}): found after {loss['detected_s']:.2f} s, served again "
+                f"rank {loss['rank']} is out ({loss['cause']}): found after {loss['detected_s']:.2f} s, served again "
                 f"after {loss['serving_s']:.2f} s, {loss['experts_read']} experts read again"
             )
         total = len(self.refused) + sum(summary["prompts_per_rank"]) + len(self.of_lost)

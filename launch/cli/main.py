@@ -17,7 +17,20 @@ from collections.abc import Sequence
 
 from moe_ep import __version__, env
 from moe_ep.errors import ConfigError, MoeEpError
-from moe_ep.launch.cli.commands import bench, completion, convert, doctor, eplb, generate, plan, plot, run, tune
+from moe_ep.launch.cli.commands import (
+    bench,
+    completion,
+    convert,
+    doctor,
+    eplb,
+    generate,
+    join,
+    leave,
+    plan,
+    plot,
+    run,
+    tune,
+)
 from moe_ep.launch.cli.options import OptionError, Parser
 from moe_ep.launch.cli.outputs import show
 from moe_ep.launch.gangs import interrupts
@@ -32,7 +45,7 @@ def make_parser() -> Parser:
     subparsers = parser.add_subparsers(
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )
-    for command in (run, generate, convert, bench, plot, plan, eplb, tune, doctor, completion):
+    for command in (run, generate, join, leave, convert, bench, plot, plan, eplb, tune, doctor, completion):
         command.add_parser(subparsers)
     return parser
 

@@ -179,7 +179,7 @@ class RunConfig(ElasticOptions, EplbOptions):
 
     def num_tokens(self, rank: int) -> int:
         """Tokens of one rank in a step."""
-        return self.tokens_per_rank[rank if len(self.tokens_per_rank) > 1 else 0]
+        return self.tokens_per_rank[rank % len(self.tokens_per_rank)]
 
 
 def read_texts(path: Path) -> list[str]:

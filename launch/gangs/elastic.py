@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from moe_ep.errors import GangError
+from moe_ep.errors import GangError, rank_list
 from moe_ep.launch.gangs import mailbox, progress
+from moe_ep.launch.gangs.control import ControlServer, Request
 from moe_ep.launch.gangs.gang import OnItem, Outcome, WorkerFailure, first_cause, gang_error
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # How often a launcher looks at the store.
 POLL_S = 0.05
+# Ranks have so long to prepare for another one's leaving.
+_PREPARE_S = 60.0
 
 
 def say_started(rank: int, pid: int, host: str) -> None:
@@ -63,6 +66,21 @@ class ElasticOutcomes:
         self.recoveries: list[dict[str, Any]] = []
         # Losses after which the others have not served yet, each with its time.
         self._open: list[tuple[dict[str, Any], float]] = []
+        self._start_rank: Callable[[int], None] | None = None
+        self._control: ControlServer | None = None
+        # Requests by the rank that joins or leaves, and the rank that the others prepare for, with a time limit.
+        self._joining: dict[int, Request] = {}
+        self._leave_requests: dict[int, Request] = {}
+        self._leaving: tuple[int, float] | None = None
+
+    def take_requests(self, control: ControlServer, start_rank: Callable[[int], None]) -> None:
+        """Lets workers join and leave as they are asked to at an address.
+
+        Args:
+            start_rank: starts the process of a new rank.
+        """
+        self._control, self._start_rank = control, start_rank
+        progress.say_plain(f"control: {control.address}")
 
     def add(self, rank: int, outcome: Outcome) -> None:
         """Records a rank's outcome, and removes the rank where it failed.
@@ -70,6 +88,8 @@ class ElasticOutcomes:
         Raises:
             ConfigError, GangError: a failure that the gang cannot go on after.
         """
+        if outcome.failure is not None and (request := self._joining.pop(rank, None)) is not None:
+            request.answer(error=f"rank {rank} could not join: {outcome.failure.cause}")
         if rank in self._values or rank not in self._log.latest().ranks:
             return
         if outcome.failure is None:
@@ -91,6 +111,8 @@ class ElasticOutcomes:
         while (epoch := self._log.next_of(self._epoch)) is not None:
             self._epoch = epoch
             self._note(epoch)
+        self._take_in()
+        self._let_leave()
         reports = self._log.reports(self._epoch) if self._served < self._epoch.number else None
         if reports is not None:
             self._served = self._epoch.number
@@ -106,9 +128,64 @@ class ElasticOutcomes:
         self._close(time.time(), 0, 0, 0.0)
         return [self._values[rank] for rank in self._epoch.ranks]
 
+    def _take_in(self) -> None:
+        """Starts what is asked for."""
+        for request in self._control.requests() if self._control is not None else ():
+            if request.kind == "leave":
+                if request.rank not in self._epoch.ranks:
+                    request.answer(error=f"rank {request.rank} is none of the gang's, {rank_list(self._epoch.ranks)}")
+                    continue
+                self._leave_requests[request.rank] = request
+                self._log.ask_to_leave(request.rank)
+                continue
+            most, there = self._config.max_ranks or len(self._log.first.ranks), len(self._epoch.ranks)
+            if there + len(self._joining) >= most:
+                request.answer(error=f"the gang has {there} ranks and --max-ranks is {most}; start it with more")
+            elif self._start_rank is not None:
+                rank = max(*self._log.all_ranks(), *self._joining) + 1
+                self._joining[rank] = request
+                self._start_rank(rank)
+
+    def _let_leave(self) -> None:
+        """Takes ranks out one at a time, each when the others have read its experts."""
+        if self._leaving is None:
+            for rank in self._log.asked_to_leave()[:1]:
+                left = len(self._epoch.ranks) - 1
+                if left < self._config.min_ranks:
+                    self._keep(rank, f"{left} ranks would be left and --min-ranks is {self._config.min_ranks}")
+                else:
+                    self._log.let_leave(rank)
+                    self._leaving = rank, time.monotonic() + _PREPARE_S
+            return
+        rank, until = self._leaving
+        if rank not in self._epoch.ranks:
+            self._leaving = None
+            return
+        problems = self._log.ready_without(rank)
+        if problems is None and time.monotonic() < until:
+            return
+        self._leaving = None
+        if problem := next(filter(None, problems or ()), ""):
+            self._keep(rank, problem)
+        else:
+            self._log.propose(remove={rank: "was told to leave"})
+
+    def _keep(self, rank: int, why: str) -> None:
+        """Says that a rank does not leave."""
+        self._log.withdraw(rank)
+        progress.say(f"rank {rank} does not leave: {why}")
+        if (request := self._leave_requests.pop(rank, None)) is not None:
+            request.answer(error=f"rank {rank} does not leave: {why}")
+
     def _note(self, epoch: Epoch) -> None:
+        size = progress.workers(len(epoch.ranks))
+        for rank in epoch.admitted:
+            if (request := self._joining.pop(rank, None)) is not None:
+                request.answer(f"rank {rank} joined: {size}")
         for rank, cause in epoch.removed.items():
             self._end_process(rank)
+            if (request := self._leave_requests.pop(rank, None)) is not None:
+                request.answer(f"rank {rank} left: {size}")
             seen = epoch.last_seen.get(rank, epoch.decided_at)
             loss = {"rank": rank, "cause": cause, "detected_s": max(epoch.decided_at - seen, 0.0)}
             self.recoveries.append(loss)
@@ -134,7 +211,7 @@ class ElasticOutcomes:
             loss["covered_s"] = max(covered_at - seen, 0.0)
             loss["experts_read"], loss["bytes_read"] = experts, size
             progress.say(
-                f"rank {loss['rank']} was lost ({loss['cause']}); {progress.workers(len(self._epoch.ranks))} serve "
+                f"rank {loss['rank']} is out ({loss['cause']}); {progress.workers(len(self._epoch.ranks))} served "
                 f"again after {loss['serving_s']:.2f} s, with {experts} experts ({size / 2**20:.1f} MiB) read again"
             )
             experts = size = 0  # of the losses together; the first one tells them

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -230,6 +231,8 @@ def run_member(
         use_interface_of(rank_env)
         progress.set_receiver(mailbox.ItemSender(store, rank_env.rank))
         membership = Membership(store, rank_env.rank, device=rank_env.device, timeout_s=timeout_s)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, lambda number, frame: membership.ask_to_leave())
         return Outcome(fn(rank_env, *args, membership=membership))
     except Exception as error:
         return Outcome(failure=failure_of(error, rank_env.rank))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep.errors import ConfigError, GangError, rank_list
 from moe_ep.launch.gangs import elastic, interrupts, progress, waiting
+from moe_ep.launch.gangs.control import ControlServer
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -30,6 +31,7 @@ from moe_ep.launch.gangs.gang import (
     death_of,
     failure_of,
     ignore,
+    num_local_gpus,
     run_member,
     run_rank,
 )
@@ -86,6 +88,12 @@ class LocalGang(Gang):
                         outcomes.add(event.rank, event.content)
         return outcomes.results()
 
+    def _joining(self, rank: int) -> RankEnv:
+        """The place of a worker that joins."""
+        (place,) = local_rank_envs(1, self.device, source=self._source)
+        device = f"cuda:{rank % max(num_local_gpus(), 1)}" if self.device == "cuda" else "cpu"
+        return replace(place, rank=rank, world_size=rank + 1, local_rank=rank, local_world_size=rank + 1, device=device)
+
     def run_elastic(
         self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
     ) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -93,7 +101,8 @@ class LocalGang(Gang):
         store = listen_store(LOOPBACK, self._timeout_s)
         workers = LocalWorkers(self._context, ranks, self._timeout_s, fn, args, store.port)
         outcomes = elastic.ElasticOutcomes(store, range(self.world_size), config, workers.kill, on_item)
-        with workers:
+        with workers, ControlServer() as control:
+            outcomes.take_requests(control, lambda rank: workers.start(self._joining(rank)))
             while not outcomes.are_final:
                 for event in workers.events(elastic.POLL_S):
                     outcomes.add(event.rank, event.content)

@@ -37,6 +37,7 @@ from moe_ep.launch.workers.balancing import Balancing
 from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions
 from moe_ep.launch.workers.inputs import RoutingSource, TokenSource
 from moe_ep.launch.workers.steps import MeasuredSteps
+from moe_ep.layer import FusedMoE
 from moe_ep.layer.elastic import ElasticExperts, ElasticSlots
 from moe_ep.layer.stack import MoEBlock, MoEStack
 from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
@@ -93,7 +94,7 @@ def run_worker(
             )
             with closing(steps):
                 if membership is None or elastic is None:
-                    drive(config, steps, balancing, monitor, device, report)
+                    _drive(config, steps, balancing, monitor, device, report)
                 else:
                     verify_all = partial(_verify_own, config, stack, steps, routing, report, reader, spec)
                     _drive_with(membership, elastic, config, steps, monitor, report, verify_all)
@@ -112,9 +113,9 @@ def run_worker(
 def _follow(membership: Membership, reader: CheckpointReader, spec: MoEModelSpec, stack: MoEStack) -> ElasticExperts:
     """Has the stack follow the ranks, and meets them for the first time."""
 
-    def read(number: int, experts: Collection[int]) -> int:
-        block, before = stack.layers()[number], reader.bytes_read
-        load_moe_layer(reader, spec, block.layer_index, block.moe, experts)
+    def read(number: int, layer: FusedMoE, experts: Collection[int]) -> int:
+        before = reader.bytes_read
+        load_moe_layer(reader, spec, stack.layers()[number].layer_index, layer, experts)
         return reader.bytes_read - before
 
     elastic = ElasticExperts(membership, [block.moe for block in stack.layers()], read)
@@ -188,7 +189,7 @@ def _verify_own(
         _verify(stack, *steps.inputs(0), routing, report, reader, spec)
 
 
-def drive(
+def _drive(
     config: RunConfig,
     steps: MeasuredSteps,
     balancing: Balancing | None,

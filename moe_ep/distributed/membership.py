@@ -164,6 +164,38 @@ class MembershipLog:
             )
             self.store.compare_set(_key(after.number), "", after.to_json())
 
+    # A rank that leaves: it is asked to, the others prepare for that, and then it is removed.
+
+    def ask_to_leave(self, rank: int) -> None:
+        """Asks the launcher to take a rank out when the others are ready for that."""
+        self.store.set(f"{_PREFIX}/asked/{rank}", "")
+
+    def asked_to_leave(self) -> list[int]:
+        """The present ranks that were asked to leave."""
+        return [rank for rank in self.latest().ranks if self.store.check([f"{_PREFIX}/asked/{rank}"])]
+
+    def withdraw(self, rank: int) -> None:
+        """Leaves a rank in that was asked to leave."""
+        self.store.delete_key(f"{_PREFIX}/asked/{rank}")
+
+    def let_leave(self, rank: int) -> None:
+        """Has the ranks prepare for a rank's leaving; the launcher does so for one rank at a time."""
+        self.store.set(f"{_PREFIX}/leaving", str(rank))
+
+    def leaving(self) -> int | None:
+        """The rank that the others are to prepare for."""
+        key = f"{_PREFIX}/leaving"
+        return int(self.store.get(key)) if self.store.check([key]) else None
+
+    def say_ready(self, leaving: int, rank: int, problem: str = "") -> None:
+        """Says that a rank is ready to go on without another one, or what keeps it from that."""
+        self.store.set(f"{_PREFIX}/ready/{leaving}/{rank}", problem)
+
+    def ready_without(self, leaving: int) -> list[str] | None:
+        """The problems of the ranks, empty texts for none; None until all have said that they are ready."""
+        keys = [f"{_PREFIX}/ready/{leaving}/{rank}" for rank in self.latest().ranks]
+        return [self.store.get(key).decode() for key in keys] if self.store.check(keys) else None
+
     def last_seen(self, rank: int) -> float | None:
         """When a rank last showed that it lives; None if it never did."""
         key = f"{_PREFIX}/alive/{rank}"
@@ -220,6 +252,8 @@ class Membership:
         self._watching = MembershipLog(_clone(store))
         # Of other ranks: what they last showed, and when this process saw it first.
         self._beats: dict[int, tuple[float, float]] = {}
+        self._preparing: list[Callable[[int], None]] = []
+        self._wants_to_leave, self._prepared = False, set[int]()
         self._abandoned: list[Any] = []
         self._thread = threading.Thread(target=self._watch, name="moe_ep-membership", daemon=True)
         self._thread.start()
@@ -257,6 +291,15 @@ class Membership:
         """Has `settle` call this on every member, after those added before it."""
         self._callbacks.append(callback)
 
+    def before_leaving(self, callback: Callable[[int], None]) -> None:
+        """Has this called, in a thread, with a rank that is to leave, before it does; it returns when this rank is
+        ready for that, and raises where it cannot be."""
+        self._preparing.append(callback)
+
+    def ask_to_leave(self) -> None:
+        """Asks for this rank to be taken out; for a signal handler, too."""
+        self._wants_to_leave = True
+
     def remove(self, ranks: Mapping[int, str]) -> None:
         """Removes ranks that are known to be gone, each with the cause; returns when it is decided."""
         self.log.propose(remove=ranks)
@@ -272,7 +315,8 @@ class Membership:
     def settle(self, error: BaseException | None = None) -> None:
         """Returns when this member and all others of the newest epoch have a group and what depends on it.
 
-        In an epoch that has them already, only callbacks that were added since are called.
+        In an epoch that has them already, only callbacks that were added since are called. A rank that was never in an
+        epoch is admitted by it.
 
         Args:
             error: what a step failed with; it is raised again if the ranks do not change.
@@ -284,6 +328,10 @@ class Membership:
         if error is not None:
             logger.debug("rank %d left epoch %d: %s", self.rank, self.epoch.number, error)
             self._await_change(error)
+        if self.rank not in self.log.all_ranks():
+            self.admit([self.rank])
+            while not self._is_outdated():
+                time.sleep(_STEP_S)
         while True:
             with self._lock:
                 goes_on = error is None and self._has_groups and self._seen.number == self.epoch.number
@@ -322,6 +370,7 @@ class Membership:
                     self._watching.store.set(f"{_PREFIX}/alive/{self.rank}", repr(time.time()))
                     beat = time.monotonic() + _HEARTBEAT_S
                     self._remove_silent()
+                    self._look_who_leaves()
                 newest = self._watching.latest()
             except RuntimeError as error:
                 # Only the launcher's end takes the store away, and it ends its workers.
@@ -331,6 +380,25 @@ class Membership:
                 self._seen = newest
                 if newest.number > self.epoch.number:
                     failure_detection.end_all_waits("the ranks have changed")
+
+    def _look_who_leaves(self) -> None:
+        if self._wants_to_leave:
+            self._wants_to_leave = False
+            self._watching.ask_to_leave(self.rank)
+        leaving = self._watching.leaving()
+        if leaving is not None and leaving not in self._prepared:
+            self._prepared.add(leaving)
+            threading.Thread(target=self._prepare, args=(leaving,), name="moe_ep-prepare", daemon=True).start()
+
+    def _prepare(self, leaving: int) -> None:
+        problem = ""
+        try:
+            for callback in self._preparing if leaving != self.rank else ():
+                callback(leaving)
+        except Exception as error:
+            logger.debug("rank %d cannot go on without rank %d", self.rank, leaving, exc_info=True)
+            problem = str(error) or type(error).__name__
+        self.log.say_ready(leaving, self.rank, problem)
 
     def _remove_silent(self) -> None:
         """Removes ranks whose processes have not shown for nearly the deadline that they live, as one that is stopped.

@@ -178,7 +178,7 @@ def parallelize(
     decoder = make_parallelized(model, steps)
     if membership is not None:
         membership.follow(lambda membership: steps.regroup(membership.group))
-        steps.elastic = ElasticExperts(membership, steps.layers, _reading_again(model_or_path, allow_nonfinite, steps))
+        steps.elastic = ElasticExperts(membership, steps.layers, _reading_again(model_or_path, allow_nonfinite))
     if eplb:
         config = eplb if isinstance(eplb, EplbConfig) else None
         if membership is None:
@@ -198,15 +198,15 @@ def _balance(steps: StepCoordinator, config: EplbConfig | None) -> None:
     steps.eplb = EPLBManager(steps.layers, config)
 
 
-def _reading_again(source: Any, allow_nonfinite: bool, steps: StepCoordinator) -> Read | None:
+def _reading_again(source: Any, allow_nonfinite: bool) -> Read | None:
     """How ranks that are left read the experts of one that is lost."""
     if not isinstance(source, (str, os.PathLike)):
         return None
     reader = CheckpointReader(Path(source), allow_nonfinite)
     spec = model_spec(reader.config, reader)
 
-    def read(number: int, experts: Collection[int]) -> int:
-        before, layer = reader.bytes_read, steps.layers[number]
+    def read(number: int, layer: RoutedExperts, experts: Collection[int]) -> int:
+        before = reader.bytes_read
         load_moe_layer(reader, spec, layer.layer_index, layer, experts)
         return reader.bytes_read - before
 

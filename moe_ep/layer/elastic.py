@@ -7,11 +7,13 @@ are read again from the checkpoint, byte range by byte range, into empty slots o
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from moe_ep.layer.fused_moe import FusedMoE
 
 EMPTY = -1
-# (layer, its logical experts) reads these again into their slots, after `begin_reload`; returns the bytes.
-Read = Callable[[int, Collection[int]], int]
+# (number, layer or a copy of it, logical experts) reads them into their slots after `begin_reload`; returns the bytes.
+Read = Callable[[int, Any, Collection[int]], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,17 +209,77 @@ class ElasticExperts:
 
     def __init__(self, membership: Membership, layers: Sequence[FusedMoE], read: Read | None) -> None:
         self._layers, self._read = list(layers), read
+        self._membership = membership
         # (layer, slot) of experts that the maps name and that were not read yet.
         self._unread: set[tuple[int, int]] = set()
+        # The expert in each (layer, slot) that was read, and that the maps do not name yet; and the bytes of these.
+        self._ahead: dict[tuple[int, int], int] = {}
+        self._bytes_ahead = 0
+        self._placing = threading.Lock()
         self.recovery = Recovery(epoch=-1)
         membership.follow(self.regroup)
+        membership.before_leaving(self.cover_without)
 
     def held(self) -> list[list[int]]:
         """The logical expert in each of this rank's slots, by layer."""
         rows = [layer.slots.local_experts for layer in self._layers]
         for layer, slot in self._unread:
             rows[layer][slot] = EMPTY
+        for (layer, slot), expert in self._ahead.items():
+            rows[layer][slot] = expert
         return rows
+
+    def cover_without(self, rank: int) -> None:
+        """Reads this rank's part of the experts that only a rank holds that is to leave, beside the steps.
+
+        They go to empty slots, which no map names, through a copy of one layer at a time.
+
+        Raises:
+            CoverError: as `regroup`, without that rank.
+        """
+        others = [one for one in self._membership.ranks if one != rank]
+        if len(others) == len(self._membership.ranks) or self._membership.rank not in others:
+            return
+        own = others.index(self._membership.rank)
+        for number, layer in enumerate(self._layers):
+            with self._placing:
+                logical = layer.slots.logical_of_physical()
+                num_slots = len(logical) // len(self._membership.ranks)
+                rows = [logical[at * num_slots :][:num_slots] for at in range(len(self._membership.ranks))]
+                left = [row for one, row in zip(self._membership.ranks, rows, strict=True) if one != rank]
+                plan = plan_cover(left, layer.num_experts)
+                self._check_readable(layer, len(plan))
+                mine = {slot: expert for at, slot, expert in plan if at == own and left[own][slot] == EMPTY}
+                if mine:
+                    self._read_ahead(number, layer, mine)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _read_ahead(self, number: int, layer: FusedMoE, experts: dict[int, int]) -> None:
+        """Reads experts into empty slots of a layer that serves meanwhile."""
+        coordinator = getattr(layer.dispatcher, "coordinator", None)
+        aside = copy.deepcopy(layer, {id(coordinator): coordinator, id(layer.shared_experts): layer.shared_experts})
+        logical = aside.slots.logical_of_physical()
+        first = layer.parallel_config.ep_rank * layer.slots.num_local_routed
+        for slot, expert in experts.items():
+            logical[first + slot] = expert
+        aside.place(logical)
+        aside.begin_reload()
+        self._bytes_ahead += self._read(number, aside, experts.values()) if self._read is not None else 0
+        slots = list(experts)
+        with torch.inference_mode():
+            for held, read in zip(layer.expert_weights(), aside.expert_weights(), strict=True):
+                for slot in slots:
+                    held[slot].copy_(read[slot])
+            layer.quant_method.rebuild_derived_state(layer, slots)
+        self._ahead.update({(number, slot): expert for slot, expert in experts.items()})
+
+    def _check_readable(self, layer: FusedMoE, num_lost: int) -> None:
+        if num_lost and self._read is None:
+            raise CoverError(
+                f"{num_lost} experts of {layer.layer_name} are on no rank that is left, and a model that was not "
+                f"loaded from a folder cannot read them again; give parallelize the folder"
+            )
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -227,7 +289,11 @@ class ElasticExperts:
         Raises:
             CoverError: the ranks have too few slots, or there is nothing to read lost experts from.
         """
-        self.recovery = Recovery(epoch=membership.epoch.number)
+        with self._placing:
+            self._regroup(membership)
+
+    def _regroup(self, membership: Membership) -> None:
+        self.recovery = Recovery(membership.epoch.number, len(self._ahead), self._bytes_ahead)
         group, rank = membership.group, membership.ep_rank
         mine = self.held()
         told = [mine] if group is None else gather_values("experts", mine, group)
@@ -241,11 +307,7 @@ class ElasticExperts:
         for number, layer in enumerate(self._layers):
             rows = [list(of_rank[number]) for of_rank in told]
             plan = plan_cover(rows, layer.num_experts)
-            if plan and self._read is None:
-                raise CoverError(
-                    f"{len(plan)} experts of {layer.layer_name} are on no rank that is left, and a model that was not "
-                    f"loaded from a folder cannot read them again; give parallelize the folder"
-                )
+            self._check_readable(layer, len(plan))
             for at, slot, expert in plan:
                 rows[at][slot] = expert
             own = {(number, slot) for at, slot, _ in plan if at == rank}
@@ -257,7 +319,9 @@ class ElasticExperts:
         for number, experts in enumerate(lost):
             if experts and self._read is not None:
                 self._layers[number].begin_reload()
-                self.recovery.bytes_read += self._read(number, experts)
+                self.recovery.bytes_read += self._read(number, self._layers[number], experts)
                 self.recovery.experts_read += len(experts)
                 self._unread -= {at for at in self._unread if at[0] == number}
+        self._ahead.clear()
+        self._bytes_ahead = 0
         self.recovery.covered_at = time.time()

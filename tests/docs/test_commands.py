@@ -62,6 +62,8 @@ ELSEWHERE = {
     "run --ep-size 4": "test_ray_job.py::test_jobs_of_a_bare_checkout",
     "generate --elastic --launcher local --ep-size 4 --prompts prompts.txt --output completions.jsonl":
         "test_elastic_gang.py::test_ranks_that_are_killed_and_stopped",
+    "join --address 127.0.0.1:40123": "test_elastic_gang.py::test_workers_join_and_leave",
+    "leave 2 --address 127.0.0.1:40123": "test_elastic_gang.py::test_workers_join_and_leave",
     "run --eplb --routing zipf:0.8": "test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "run --eplb --routing zipf:0.8 --device cpu --launcher local --ep-size 2 --tokens-per-rank 64":
         "test_run_eplb.py::test_experts_move_and_everything_is_verified",

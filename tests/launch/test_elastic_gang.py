@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ pytest.importorskip("transformers")
 import transformers
 
 from moe_ep.checkpoint.demo import make_demo_checkpoint
+from moe_ep.errors import ConfigError, GangError
+from moe_ep.launch.gangs import control
+from moe_ep.launch.gangs.control import ControlServer
 from tests.generation.alone import continue_alone, load_alone
 from tests.launch.jobs import all_end, session_pids, start_moe_ep
 from tests.ports import free_ports
@@ -171,3 +175,47 @@ def test_a_run_goes_on_and_is_verified(demo: Path, tmp_path: Path) -> None:
     assert summary["verify"]["passed"] and summary["ep_size"] == 2
     (loss,) = summary["recoveries"]
     assert loss["rank"] == 1 and loss["experts_read"]
+
+
+def test_workers_join_and_leave(demo: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run.jsonl"
+    job = Job(
+        output, "run", "--model", str(demo), "--launcher", "torchrun", "--ep-size", "2", "--max-ranks", "3",
+        "--tokens-per-rank", "8", "--steps", "1000000", "--min-ranks", "2", "--spare-slots", "16",
+    )  # fmt: skip
+    job.until("serving: 2 ranks")
+    asked = ask(job, "join")
+    job.until("serving: 3 ranks")
+    assert asked.wait(60) == 0
+    asked = ask(job, "leave", "0")
+    job.until("serving: 2 ranks")
+    job.until(r"moe-ep: rank 0 is out \(was told to leave\)")
+    assert asked.wait(60) == 0
+    os.kill(job.pids[1], signal.SIGUSR1)
+    job.until("moe-ep: rank 1 does not leave: .*--min-ranks is 2")
+    job.process.send_signal(signal.SIGINT)
+    list(job.lines())
+    assert job.process.wait(60) == 130 and all_end(session_pids(job.process.pid))
+    assert set(job.pids) == {0, 1, 2}
+
+
+def ask(job: Job, *request: str) -> subprocess.Popen[str]:
+    """A request to the gang, at the address that it has said."""
+    address = next(line.split()[1] for line in job.said if line.startswith("control: "))
+    return start_moe_ep(*request, "--address", address)
+
+
+def test_a_request_needs_the_token() -> None:
+    with ControlServer() as server:
+        with pytest.raises(GangError, match="token"):
+            control.ask(server.address, "of another gang", "leave", 0)
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(control.ask, server.address, None, "leave", 3)
+            requests = []
+            while not requests:
+                requests = list(server.requests())
+            assert [(request.kind, request.rank) for request in requests] == [("leave", 3)]
+            requests[0].answer("done")
+            assert asked.result() == "done"
+    with pytest.raises(ConfigError, match=server.address):
+        control.ask(server.address, "any", "join")

@@ -1,0 +1,155 @@
+"""How a running gang is told to take in a worker, or to let one go: one line of JSON each way over a loopback socket.
+
+The gang's launcher listens, and leaves the token that a request needs in a file of this user's alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_ep import env
+from moe_ep.errors import ConfigError, GangError
+from moe_ep.launch.gangs.rank_env import LOOPBACK
+
+# A request is a short line, and comes at once.
+_MOST_BYTES, _REQUEST_S = 4096, 5.0
+# Whoever asks waits so long for what the gang makes of it: a worker that joins loads the model first.
+ANSWER_S = 600.0
+
+
+def _token_file(port: int) -> Path:
+    return env.CACHE_DIR.get() / "gangs" / f"{port}.token"
+
+
+class Request:
+    """What somebody asks of the gang; `answer` ends it.
+
+    Attributes:
+        kind: "join" or "leave".
+        rank: that is to leave.
+    """
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self.kind, self.rank = kind, rank
+        self._answered = threading.Event()
+        self._answer: dict[str, str] = {"error": "the gang ended before it was done"}
+
+    def answer(self, text: str = "", error: str = "") -> None:
+        """Says what came of it, or why nothing did."""
+        self._answer = {"error": error} if error else {"done": text}
+        self._answered.set()
+
+    def wait(self) -> dict[str, str]:
+        self._answered.wait(ANSWER_S)
+        return self._answer
+
+
+class ControlServer:
+    """Listens for requests on a free port of loopback; a context manager.
+
+    Attributes:
+        address: host:port.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server((LOOPBACK, 0))
+        port = self._listener.getsockname()[1]
+        self.address, self._token = f"{LOOPBACK}:{port}", secrets.token_hex(16)
+        self._file = _token_file(port)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.unlink(missing_ok=True)
+        with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(self._token)
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="moe_ep-control", daemon=True).start()
+
+    def requests(self) -> Iterator[Request]:
+        """Those that have come since the call before."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._requests.get_nowait()
+
+    def __enter__(self) -> ControlServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # a thread that waits in accept would take one more
+        self._listener.close()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_REQUEST_S)
+            try:
+                told = json.loads(_line_of(connection))
+                if not hmac.compare_digest(str(told["token"]), self._token):
+                    raise ValueError("the token is another gang's")
+                kind = str(told["kind"])
+                if kind not in ("join", "leave"):
+                    raise ValueError(f"{kind!r} is neither join nor leave")
+                request = Request(kind, int(told.get("rank", -1)))
+            except (ValueError, KeyError, TypeError) as error:
+                answer = {"error": f"the gang did not take the request: {error}"}
+            else:
+                self._requests.put(request)
+                answer = request.wait()
+            connection.sendall(f"{json.dumps(answer)}\n".encode())
+
+
+def ask(address: str, token: str | None, kind: str, rank: int = -1) -> str:
+    """Asks the gang at an address and returns what it says when that is done.
+
+    Args:
+        token: None for that of the file, on the gang's machine.
+
+    Raises:
+        ConfigError: no gang listens there, or there is no token for it.
+        GangError: the gang does not do it.
+    """
+    host, _, port = address.rpartition(":")
+    file = _token_file(int(port))
+    if token is None:
+        try:
+            token = file.read_text()
+        except OSError:
+            raise ConfigError(f"--address is {address} and {file} has no token for it; give --token") from None
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REQUEST_S) as connection:
+            connection.sendall(f"{json.dumps({'token': token, 'kind': kind, 'rank': rank})}\n".encode())
+            connection.settimeout(ANSWER_S + _REQUEST_S)
+            answer: dict[str, Any] = json.loads(_line_of(connection))
+    except OSError as error:
+        raise ConfigError(f"--address is {address}, where no gang answers ({error}); see its line `control:`") from None
+    except ValueError:
+        raise GangError(f"the gang at {address} ended before it was done") from None
+    if answer.get("error"):
+        raise GangError(str(answer["error"]))
+    return str(answer.get("done", ""))
+
+
+def _line_of(connection: socket.socket) -> bytes:
+    """The first line that comes; ValueError for a longer one."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = connection.recv(_MOST_BYTES)
+        line += part
+        if not part or len(line) > _MOST_BYTES:
+            raise ValueError("it is no line of JSON")
+    return line
