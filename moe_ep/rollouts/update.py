@@ -395,7 +395,7 @@ def _plan(target: _Target, reader: CheckpointReader) -> _Plan:
 
 def _write(target: _Target, reader: CheckpointReader, plan: _Plan, group: dist.ProcessGroup | None) -> None:
     """Writes what was planned; where a rank fails, no layer of any rank runs any more."""
-    failure = "it was interrupted"
+    failure, cause = "it was interrupted", None
     try:
         for (index, layer), sources in zip(target.layers, plan.experts, strict=True):
             # The parameters of checkpoints are made beside the weights in use.
@@ -408,15 +408,19 @@ def _write(target: _Target, reader: CheckpointReader, plan: _Plan, group: dist.P
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # whoever gave the tensors may reuse their memory
         failure = ""
-    except (RuntimeError, ValueError) as error:
-        failure = str(error)
+    except Exception as error:
+        failure, cause = str(error) or repr(error), error
     finally:
         if failure:
             _refuse(target, failure)
-    told = _exchange("weights that were written", failure, group)
+    try:
+        told = _exchange("weights that were written", failure, group)
+    except BaseException:
+        _refuse(target, "another rank did not say that it has written its part")
+        raise
     if problems := [text for text in told if text]:
         _refuse(target, problems[0])
-        raise CheckpointError(f"the weights are partly written and no layer runs any more: {problems[0]}")
+        raise CheckpointError(f"the weights are partly written and no layer runs any more: {problems[0]}") from cause
 
 
 def _refuse(target: _Target, failure: str) -> None:
