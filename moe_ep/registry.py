@@ -38,6 +38,9 @@ class Registry:
         kind: the argument that takes such a name, for messages.
         contract: the "module:Class" that every choice must be a subclass of; empty if the choices are functions.
 
+    Attributes:
+        entries: the choices by name, in order.
+
     Example:
         >>> EXPERTS.load("reference")          # imports moe_ep.kernels.reference
         >>> EXPERTS.register("mine", "my_package.experts:MyExperts", "what it does")
@@ -46,17 +49,17 @@ class Registry:
     def __init__(self, kind: str, entries: dict[str, Entry], contract: str = "") -> None:
         self.kind = kind
         self.contract = contract
-        self._entries = dict(entries)
+        self.entries = dict(entries)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self.entries)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self.entries
 
     def __getitem__(self, name: str) -> Entry:
         self.check(name)
-        return self._entries[name]
+        return self.entries[name]
 
     def register(self, name: str, target: str, summary: str) -> None:
         """Adds or replaces a choice; `target` is "module:Class".
@@ -68,12 +71,12 @@ class Registry:
             raise ValueError(f"name is {name!r}; it must be the text to choose by, and not {_AUTO!r}, which chooses")
         if not isinstance(target, str) or [bool(part) for part in target.split(":")] != [True, True]:
             raise ValueError(f"target is {target!r}; it must read 'module:Class', which is imported when it is chosen")
-        self._entries[name] = Entry(target, summary)
+        self.entries[name] = Entry(target, summary)
 
     def check(self, name: str, also: tuple[str, ...] = ()) -> None:
         """Raises ValueError, listing the known names, unless `name` is known or one of `also`."""
-        if name not in [*self._entries, *also]:  # it may be of any type
-            raise ValueError(one_of(self.kind, name, [*also, *self._entries]))
+        if name not in [*self.entries, *also]:  # it may be of any type
+            raise ValueError(one_of(self.kind, name, [*also, *self.entries]))
 
     def load(self, name: str) -> Any:
         """Imports and returns the class behind `name`.

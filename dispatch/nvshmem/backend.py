@@ -136,8 +136,12 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         return self.moe_config.max_num_tokens
 
     def accepts_f32_output(self) -> bool:
-        # Results are 16-bit numbers in the symmetric buffers.
-        return False
+        return True
+
+    def _as_sent(self, expert_output: torch.Tensor) -> torch.Tensor:
+        """Results of f16 layers in f32, also those of experts that cannot write it."""
+        is_f16 = self.moe_config.in_dtype is expert_output.dtype is torch.float16
+        return expert_output.float() if is_f16 else expert_output
 
     def check(self) -> None:
         """DispatchTimeoutError if a wait in a kernel that has ended timed out; no host synchronization."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.batch import Batch, check_tensor
+from moe_ep.dispatch.batch import Batch, check_tensor, wire_dtype
 from moe_ep.dispatch.nvshmem import arena, kernels
 from moe_ep.dispatch.nvshmem.backend import FailureRecord, NvshmemPrepareFinalize, shared_settings
 from moe_ep.dispatch.nvshmem.kernels import align, offsets_of
@@ -63,6 +63,7 @@ class Layout:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
         code_dtype: rows are sent as int8 or e4m3 codes with the largest magnitude of each 128 columns, and converted on
             arrival; None for rows of 16 bits.
+        f32_results: results are sent in f32, as beside f16 rows, and not in 16 bits.
         device_api: rows are sent by NVSHMEM's device library, with their ids and weights.
         batches_in_flight: how many batches between prepare and finalize have parts of their own.
     """
@@ -72,6 +73,7 @@ class Layout:
     hidden_size: int
     topk: int
     code_dtype: torch.dtype | None
+    f32_results: bool = False
     device_api: bool = False
     batches_in_flight: int = 1
 
@@ -88,6 +90,10 @@ class Layout:
     @property
     def is_quantized(self) -> bool:
         return self.code_dtype is not None
+
+    @property
+    def result_bytes(self) -> int:
+        return (4 if self.f32_results else 2) * self.hidden_size
 
     @property
     def takes_rows(self) -> bool:
@@ -113,9 +119,9 @@ class Layout:
             "ids": 4 * self.topk * self.max_rows,
             "weights": 4 * self.topk * self.max_rows,
             "rows": self.row_bytes * self.max_rows,
-            "results": 2 * self.hidden_size * self.max_results,
+            "results": self.result_bytes * self.max_results,
             "staged_rows": self.row_bytes * self.capacity if self.device_api else 0,
-            "staged_results": 2 * self.hidden_size * self.max_rows if self.device_api else 0,
+            "staged_results": self.result_bytes * self.max_rows if self.device_api else 0,
         }
 
     @property
@@ -538,6 +544,7 @@ def _layout(
         hidden_size=moe_config.hidden_dim,
         topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
         code_dtype=None if quant_config is None else quant_config.dispatch_dtype,
+        f32_results=wire_dtype(moe_config.in_dtype) is torch.float32,
         device_api=device_api,
         batches_in_flight=batches_in_flight,
     )

@@ -44,7 +44,7 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.batch import Batch, check_tensor, keep_for
+from moe_ep.dispatch.batch import Batch, check_tensor, keep_for, wire_dtype
 from moe_ep.dispatch.nvshmem.arena import SymmetricArena, collect_garbage
 from moe_ep.dispatch.nvshmem.backend import FailureRecord, NvshmemPrepareFinalize, shared_settings
 from moe_ep.dispatch.nvshmem.kernels import Limits, align, kernel_source, offsets_of
@@ -102,6 +102,7 @@ class BatchLayout:
     Attributes:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
         code_dtype: rows are sent as int8 or e4m3 codes with scales; None for rows of 16 bits.
+        f32_results: results are sent in f32, as beside f16 rows, and not in 16 bits.
         device_api: some ranks are out of each other's reach or not joined by NVLink. NVSHMEM's device library puts what
             goes to the former, and nothing is sent as packets; elsewhere all results and all 8-bit rows are.
         slot_results: a result is that of one slot, as batch-invariant layers need it, and not a rank's sum.
@@ -112,12 +113,17 @@ class BatchLayout:
     hidden_size: int
     topk: int
     code_dtype: torch.dtype | None
+    f32_results: bool = False
     device_api: bool = False
     slot_results: bool = False
 
     @property
     def is_quantized(self) -> bool:
         return self.code_dtype is not None
+
+    @property
+    def result_bytes(self) -> int:
+        return (4 if self.f32_results else 2) * self.hidden_size
 
     @property
     def row_packet_tokens(self) -> int:
@@ -151,11 +157,11 @@ class BatchLayout:
             8 * rows,
             8 * rows * puts,
             self.row_bytes * rows * int(puts or not self.is_quantized),
-            2 * self.hidden_size * rows * puts,
+            self.result_bytes * rows * puts,
             self.row_packet_bytes * self.num_ranks * self.row_packet_tokens,
-            _packet_bytes(2 * self.hidden_size) * results * (1 - puts),
+            _packet_bytes(self.result_bytes) * results * (1 - puts),
             meta * puts,
-            2 * self.hidden_size * rows * puts,
+            self.result_bytes * rows * puts,
         )
         return dict(zip(BUFFERS, sizes, strict=True))
 
@@ -474,6 +480,7 @@ def layout_of(
         hidden_size=moe_config.hidden_dim,
         topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
         code_dtype=None if quant_config is None else quant_config.dispatch_dtype,
+        f32_results=wire_dtype(moe_config.in_dtype) is torch.float32,
         device_api=device_api,
         slot_results=moe_config.batch_invariant,
     )
@@ -562,7 +569,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             "symmetric": layout.symmetric_bytes,
             "expanded": El * rows * row_bytes + numbers,
             "by_reference": 4 * El * rows + numbers + (rows * row_bytes if layout.is_quantized else 0),
-            "expert_outputs": El * rows * row_bytes,
+            "expert_outputs": El * rows * layout.result_bytes,
         }
 
     @classmethod
@@ -668,11 +675,13 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         sent.check()
         check_delegated(self.NAME, reduce_impl)
         layout, num_tokens = self._layout, sent.topk_ids.size(0)
-        for name, tensor, shape in (
-            ("fused_expert_output", expert_output, (*sent.expert_rows, layout.hidden_size)),
-            ("output", output, (num_tokens, layout.hidden_size)),
+        expert_output = self._as_sent(expert_output)
+        in_dtype, sent_dtype = self.moe_config.in_dtype, wire_dtype(self.moe_config.in_dtype)
+        for name, tensor, shape, dtype in (
+            ("fused_expert_output", expert_output, (*sent.expert_rows, layout.hidden_size), sent_dtype),
+            ("output", output, (num_tokens, layout.hidden_size), in_dtype),
         ):
-            check_tensor(name, tensor, shape, self.moe_config.in_dtype, output.device, contiguous=True)
+            check_tensor(name, tensor, shape, dtype, output.device, contiguous=True)
         params = combine_type(layout.num_ranks)(
             common=self._common(sent.batch, sent.topk_ids),
             results=expert_output.data_ptr(),

@@ -140,7 +140,7 @@ class Tiles:
 
 
 # Up to how many rows an expert has on average, and the tile that was fastest there on an H200
-# (docs/benchmarks/plain_experts.md).
+# (docs/benchmarks/experts.md).
 _BY_ROWS = (
     (6.0, Tiles(rows=16, columns=64, inner=128, num_warps=4, num_stages=5)),
     (20.0, Tiles(rows=32, columns=128, inner=128, num_warps=4, num_stages=3)),

@@ -7,8 +7,8 @@ what a lane needs for 32 columns, so that a warp reads whole cache lines and not
     weights of one expert        rows (packed order) x columns
       strip     64 rows, all columns; the last one may have 32           one after the other
       block     a strip's 64 rows x 32 columns                           along the columns
-      piece     a block's 16 rows, one warp's                            4 to a block (2 in a strip of 32)
-      lane      16 codes: 8 bytes (4 bits) or 16 bytes (8 bits)          32 to a piece
+      fragment  a block's 16 rows, one warp's                            4 to a block (2 in a strip of 32)
+      lane      16 codes: 8 bytes (4 bits) or 16 bytes (8 bits)          32 to a fragment
 
     a lane's codes; kk = which 16 of the 32 columns, h = row g or g + 8, c = column 2t (+ 1, + 8, + 9)
       4 bits    int32 number kk:        bits 0     4     8     12    16    20    24    28
@@ -228,14 +228,14 @@ def pack_codes(codes: torch.Tensor, bits: int, gated: bool, spread: bool = False
     parts = []
     for first, count in _strips(codes.size(1)):
         height = min(count, STRIP)
-        # e, strip, piece, h, g, block, kk, k, t, i
+        # e, strip, fragment, h, g, block, kk, k, t, i
         v = codes[:, first : first + count].reshape(
             num_experts, count // height, height // 16, 2, 8, num_columns // BLOCK_COLUMNS, 2, 2, 4, 2
         )
-        if bits == 4:  # e, strip, block, piece, g, t, kk, i, k; the two rows h share a byte
+        if bits == 4:  # e, strip, block, fragment, g, t, kk, i, k; the two rows h share a byte
             low, high = (v[:, :, :, h].permute(0, 1, 4, 2, 3, 7, 5, 8, 6) for h in range(2))
             lanes = low | (high << 4)
-        else:  # e, strip, block, piece, g, t, kk, k, h, i
+        else:  # e, strip, block, fragment, g, t, kk, k, h, i
             lanes = v.permute(0, 1, 5, 2, 4, 8, 6, 7, 3, 9)
         parts.append(lanes.reshape(num_experts, -1).view(torch.int32))
     words = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -249,14 +249,14 @@ def _unpack_codes(qweight: torch.Tensor, num_rows: int, num_columns: int, bits: 
     parts = []
     for first, count in _strips(num_rows):
         height = min(count, STRIP)
-        strips, pieces = count // height, height // 16
+        strips, fragments = count // height, height // 16
         part = flat[:, first * num_columns * bits // 8 : (first + count) * num_columns * bits // 8]
         if bits == 4:
-            v = part.reshape(num_experts, strips, blocks, pieces, 8, 4, 2, 2, 2)
-            both = torch.stack([v & 15, v >> 4], dim=-1)  # e, strip, block, piece, g, t, kk, i, k, h
+            v = part.reshape(num_experts, strips, blocks, fragments, 8, 4, 2, 2, 2)
+            both = torch.stack([v & 15, v >> 4], dim=-1)  # e, strip, block, fragment, g, t, kk, i, k, h
             v = both.permute(0, 1, 3, 9, 4, 2, 6, 8, 5, 7)
         else:
-            v = part.reshape(num_experts, strips, blocks, pieces, 8, 4, 2, 2, 2, 2)  # ..., t, kk, k, h, i
+            v = part.reshape(num_experts, strips, blocks, fragments, 8, 4, 2, 2, 2, 2)  # ..., t, kk, k, h, i
             v = v.permute(0, 1, 3, 8, 4, 2, 6, 7, 5, 9)
         parts.append(v.reshape(num_experts, count, num_columns))
     return torch.cat(parts, dim=1)
@@ -321,24 +321,24 @@ def _pack_codes_kernel(
     """Gathers each packed word from two rows of the plain form; program (b, e) makes words b * BLOCK ... of expert e.
 
     Before: codes uint8 `[E, out, in]` in natural row order, read as pairs of columns, int16 `[E, out, in / 2]`.
-    After: int32 `[E, words_per_expert]` in the order of strips, blocks, pieces, lanes, words of a lane.
+    After: int32 `[E, words_per_expert]` in the order of strips, blocks, fragments, lanes, words of a lane.
 
     Example: 4 bits, not gated: word 0 holds row 0, columns 0, 8, 1, 9 in its even nibbles and row 2, the same columns,
     in its odd ones.
     """
     LANE_WORDS: tl.constexpr = BITS // 2
-    PIECE_WORDS: tl.constexpr = 32 * LANE_WORDS
+    FRAGMENT_WORDS: tl.constexpr = 32 * LANE_WORDS
     expert = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < words_per_expert
     strip_words = 2 * num_columns * BITS
     strip, in_strip = word // strip_words, word % strip_words
-    pieces = tl.where(num_rows - 64 * strip == 32, 2, 4)
-    piece_of_strip, in_piece = in_strip // PIECE_WORDS, in_strip % PIECE_WORDS
-    block, piece = piece_of_strip // pieces, piece_of_strip % pieces
-    lane, lane_word = in_piece // LANE_WORDS, in_piece % LANE_WORDS
+    fragments = tl.where(num_rows - 64 * strip == 32, 2, 4)
+    fragment_of_strip, in_fragment = in_strip // FRAGMENT_WORDS, in_strip % FRAGMENT_WORDS
+    block, fragment = fragment_of_strip // fragments, fragment_of_strip % fragments
+    lane, lane_word = in_fragment // LANE_WORDS, in_fragment % LANE_WORDS
     g, t = lane // 4, lane % 4
-    sixteen = 4 * strip + piece
+    sixteen = 4 * strip + fragment
     if GATED:
         row, other_row = 8 * sixteen + g, num_rows // 2 + 8 * sixteen + g
     else:

@@ -181,7 +181,7 @@ def _mlp(activation: Gate, x: torch.Tensor, matrices: ExpertMatrices) -> torch.T
     gate, up, down, *biases = (None if tensor is None else tensor.to(x) for tensor in matrices)
     first = linear(x, gate, biases[0])  # type: ignore[arg-type]
     second = None if up is None else linear(x, up, biases[1])
-    return linear(_activate(activation, first, second), down, biases[2])  # type: ignore[arg-type]
+    return linear(activate(activation, first, second), down, biases[2])  # type: ignore[arg-type]
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _activate(activation: Gate, first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
+def activate(activation: Gate, first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
     """The activation of gate and up, or of all there is of ungated experts, with the clamp limit where there is one."""
     kind, limit = activation
     if second is None:

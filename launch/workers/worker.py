@@ -94,7 +94,7 @@ def run_worker(
             )
             with closing(steps):
                 if membership is None or elastic is None:
-                    _drive(config, steps, balancing, monitor, device, report)
+                    drive(config, steps, balancing, monitor, device, report)
                 else:
                     verify_all = partial(_verify_own, config, stack, steps, routing, report, reader, spec)
                     _drive_with(membership, elastic, config, steps, monitor, report, verify_all)
@@ -189,7 +189,7 @@ def _verify_own(
         _verify(stack, *steps.inputs(0), routing, report, reader, spec)
 
 
-def _drive(
+def drive(
     config: RunConfig,
     steps: MeasuredSteps,
     balancing: Balancing | None,

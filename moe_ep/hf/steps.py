@@ -140,7 +140,7 @@ class StepCoordinator:
             DispatchTimeoutError: a rank did not come to the step before the deadline, or as `check` says.
             ConfigError: it is the turn of a model that this rank has dropped.
         """
-        while (agreed := self._agree(num_tokens, can_replay)) is not None:
+        while (agreed := self.agree(num_tokens, can_replay)) is not None:
             model, step = agreed
             if model is self:
                 self.current = step
@@ -148,7 +148,7 @@ class StepCoordinator:
             model.serve_in(step)
         return None
 
-    def _agree(self, num_tokens: int | None, can_replay: bool) -> tuple[StepCoordinator, Step] | None:
+    def agree(self, num_tokens: int | None, can_replay: bool) -> tuple[StepCoordinator, Step] | None:
         """The next step of the ranks and the model that it is of; None where no rank has tokens."""
         self.check()
         table = self.scheduler.exchange(0 if num_tokens is None else self._number, num_tokens or 0, int(can_replay))
@@ -292,7 +292,7 @@ class StepCoordinator:
     def _serve_once(self) -> bool:
         """Takes part in the ranks' next step; False where every rank serves."""
         with self.scheduler.lock:
-            agreed = self._agree(None, False)
+            agreed = self.agree(None, False)
             if agreed is not None:
                 model, step = agreed
                 model.serve_in(step)

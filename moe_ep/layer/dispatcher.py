@@ -105,13 +105,17 @@ class LayerDispatcher:
         the first TP rank to partial sums."""
         return self.parallel.tp_rank == 0 or self.prepare_finalize.output_is_reduced()
 
+    def adds_up_over(self, backend: FusedMoEPrepareAndFinalize) -> bool:
+        """Whether that backend's outputs are partial sums of several TP ranks, which `all_reduce` adds up."""
+        return not backend.output_is_reduced() and self.groups.tp is not None
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the TP ranks, in place, if the layer's outputs are partial sums; otherwise returns `x`.
 
         In a batch-invariant layer in rank order and f32, because a transport's order may follow the size.
         """
         group = self.groups.tp
-        if self.prepare_finalize.output_is_reduced() or group is None:
+        if not self.adds_up_over(self.prepare_finalize):
             return x
         if not self.method.moe_config.batch_invariant:
             dist.all_reduce(x, group=group)

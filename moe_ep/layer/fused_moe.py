@@ -473,7 +473,7 @@ class FusedMoE(MoELayer):
             with invariant_ops(self.batch_invariant):
                 shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs)
             if self.dispatch_config.reduce_results:
-                routed = self.dispatcher.all_reduce(routed)
+                routed = self.dispatcher.all_reduce(routed).to(hidden_states.dtype)
             return routed if shared is None else (shared.contiguous(), routed)
 
     def forward_impl_chunked(
@@ -674,6 +674,8 @@ class FusedMoE(MoELayer):
             self.process_weights_after_loading()
             experts = self.quant_method.select_gemm_impl(backend, self)
             kernel = FusedMoEModularKernel(backend, experts, self.shared_experts)
+            if self.dispatch_config.reduce_results and self.dispatcher.adds_up_over(backend):
+                kernel.keep_partial_sums_in_f32()
         except AttributeError as error:
             # nn.Module would report it as a missing attribute of the layer.
             raise RuntimeError(f"the experts of {self.layer_name} cannot be made: {error}") from error

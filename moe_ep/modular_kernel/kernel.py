@@ -76,6 +76,7 @@ class FusedMoEModularKernel(nn.Module):
         self._finished_rows = prepare_finalize.finalize_only_copies() and reduce_impl == TopKWeightAndReduceNoOP()
         # Of f16 layers: an expert's own output may exceed f16 although the weighted sum does not.
         self._f32_output = fused_experts.supports_f32_output() and prepare_finalize.accepts_f32_output()
+        self._f32_partial_sums = False
         # Rows computed at a time; None for all at once.
         self._chunk_size = env.CHUNK_SIZE.get() if self._standard and fused_experts.supports_chunking() else None
         self._most_rows = prepare_finalize.most_rows()
@@ -86,6 +87,12 @@ class FusedMoEModularKernel(nn.Module):
         # Size of the scratch for that many rows, by the shapes that determine it.
         self._least_bytes: dict[tuple[object, ...], int] = {}
         self._side_stream: torch.cuda.Stream | None = None
+
+    def keep_partial_sums_in_f32(self) -> None:
+        """Has `forward` return f32 beside f16 activations, if the experts can: of a sum over TP ranks, each rank's part
+        may exceed 65504 although the whole does not."""
+        f16 = self.fused_experts.moe_config.in_dtype is torch.float16
+        self._f32_partial_sums = f16 and self._finished_rows and self.fused_experts.supports_f32_output()
 
     def forward(
         self,
@@ -140,7 +147,8 @@ class FusedMoEModularKernel(nn.Module):
             )
             if inplace:
                 self._join_shared_experts(shared_output)
-            output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
+            partial = torch.float32 if self._f32_partial_sums else hidden_states.dtype
+            output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape, dtype=partial)
             experts = self.fused_experts
             with stage("dispatch"):
                 dispatched = self._dispatcher.dispatch(hidden_states, routing, self._quant_config)
@@ -191,7 +199,8 @@ class FusedMoEModularKernel(nn.Module):
         experts = self._experts
         E, M, N, K, topk = experts.moe_problem_size(rows, w1, w2, ids)
         dtype, limit = experts.workspace_dtype(act_dtype), self._chunk_size
-        output_dtype = torch.float32 if act_dtype is torch.float16 and self._f32_output else dtype
+        in_f32 = self._f32_output or self._f32_partial_sums
+        output_dtype = torch.float32 if act_dtype is torch.float16 and in_f32 else dtype
         if target is not None and not (self._finished_rows and target.dtype == output_dtype and target.is_contiguous()):
             target = None
 

@@ -192,7 +192,7 @@ def expert(expert_id: int, row: torch.Tensor) -> torch.Tensor:
 def rank_sum(
     setting: Setting, source: int, token: int, rank: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
-    """The weighted sum of a token's experts on one rank in the wire's dtype; None where there are none."""
+    """The weighted sum of a token's experts on one rank in the wire's dtype, or another; None where there are none."""
     _, ids, weights = setting.inputs[source]
     total = None
     for slot, expert_id in enumerate(ids[token].tolist()):
@@ -201,11 +201,11 @@ def rank_sum(
             if not setting.case.on_input:
                 value = value * weights[token, slot]
             total = value if total is None else total + value
-    return None if total is None else total.to(dtype or setting.case.dtype)
+    return None if total is None else total.to(dtype or wire_dtype(setting.case.dtype))
 
 
 def expected_output(setting: Setting, world_size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The sum over ranks in order; results are of `dtype` on the wire, or of the rows' own."""
+    """The sum over ranks in order; results are of `dtype` on the wire, or of `wire_dtype`."""
     rows = setting.inputs[setting.rank].rows
     output = torch.zeros_like(rows)
     for token in range(len(rows)):
@@ -283,7 +283,7 @@ def run_experts(
     setting: Setting, result: PrepareResult, kind: str, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, TopKWeightAndReduce]:
     """What experts would leave, with NaN wherever nothing is owned; `kind` is contiguous, noop or batched; `dtype` is
-    that of sums, the rows' own if None."""
+    that of sums, `wire_dtype` if None."""
     rows, _, meta, ids, weights = result
     global_of = {local: expert_id for expert_id, local in setting.local.items()}
     if kind == "batched":
@@ -296,7 +296,7 @@ def run_experts(
         per_slot[index, slot] = expert(int(ids[index, slot]), rows[index])
     if kind == "contiguous" or not len(rows):
         return per_slot, TopKWeightAndReduceContiguous()
-    reduced = torch.empty_like(rows, dtype=dtype)
+    reduced = torch.empty_like(rows, dtype=dtype or wire_dtype(rows.dtype))
     TopKWeightAndReduceContiguous().apply(reduced, per_slot, weights, ids, setting.case.on_input)
     reduced[(ids < 0).all(dim=1)] = float("nan")
     return reduced, TopKWeightAndReduceNoOP()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.kernels.quantize import GROUP_SIZE
 from tests.dispatch.backend_cases import Case, Setting, expert
 
@@ -59,7 +60,7 @@ class BatchOracle:
                 value = value * weights[:, slot, None]
             total = torch.where(has_expert, torch.where(seen, total + value, value), total)
             seen = seen | has_expert
-        return total.to(rows.dtype)
+        return total.to(wire_dtype(rows.dtype))
 
     def output(self) -> torch.Tensor:
         """What this rank's tokens come to: the sums of all ranks, added in rank order."""

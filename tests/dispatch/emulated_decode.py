@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.dispatch.nvshmem import low_latency
 from moe_ep.dispatch.nvshmem.low_latency import KERNELS, RECEIVE, SEND, BatchLayout, local_indices
 from tests.dispatch.backend_cases import (
@@ -28,11 +29,15 @@ QUANTIZING_THREADS = 256
 
 
 def compile_decode(
-    folder: Path, num_ranks: int, code_dtype: torch.dtype | None = None, slot_results: bool = False
+    folder: Path,
+    num_ranks: int,
+    code_dtype: torch.dtype | None = None,
+    slot_results: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> ctypes.CDLL:
     """Both kernels, with packets and flags."""
     defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": int(code_dtype is not None)}
-    defines["INT8"] = int(code_dtype == torch.int8)
+    defines |= {"INT8": int(code_dtype == torch.int8), "ACT_BF16": int(dtype is torch.bfloat16)}
     defines["SLOT_RESULTS"] = int(slot_results)
     threads = GROUP_THREADS if code_dtype is None else QUANTIZING_THREADS
     return compile_kernels(folder, dict.fromkeys(KERNELS, threads), **defines)
@@ -49,7 +54,9 @@ class Batch:
     output: torch.Tensor
     counts: torch.Tensor
     row_ids: torch.Tensor
+    rows: torch.Tensor
     results: torch.Tensor
+    weights: torch.Tensor
     positions: torch.Tensor
     dequantized: torch.Tensor
     slot_results: bool
@@ -77,6 +84,7 @@ class Decode(Session):
         blocks: of each kernel, all at a time; None draws them, and how many of them run at a time.
         code_dtype: of rows on the wire.
         slot_results: as the layout has it.
+        dtype: of rows. Results of f16 rows are 2**16 times as large as those of bf16 ones, and weights as much smaller.
     """
 
     def __init__(
@@ -88,8 +96,10 @@ class Decode(Session):
         blocks: int | None = None,
         code_dtype: torch.dtype | None = None,
         slot_results: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(library, num_ranks, seed, blocks)
+        self.dtype, self.gain = dtype, 2.0**16 if dtype is torch.float16 else 1.0
         self.timeout_ns, self._blocks = timeout_ns, blocks
         self.layout = BatchLayout(
             num_ranks=num_ranks,
@@ -98,6 +108,7 @@ class Decode(Session):
             topk=TOPK,
             code_dtype=code_dtype,
             slot_results=slot_results,
+            f32_results=dtype is torch.float16,
         )
         self.row_packet_tokens = self.random.choice([0, 1, self.layout.row_packet_tokens])
         if self.layout.is_quantized:  # whose rows are packets whatever their number
@@ -132,7 +143,7 @@ class Decode(Session):
             num_experts=self.random.choice([4, 5, 7]),
             topk=TOPK,
             hidden_size=HIDDEN,
-            dtype=torch.bfloat16,
+            dtype=self.dtype,
             routing=self.random.choice(["random", "random", "masked", "any", "one_rank"]),
             placement=self.random.choice(["linear", "round_robin"]),
             capacity=CAPACITY,
@@ -160,21 +171,23 @@ class Decode(Session):
             output=torch.full_like(setting.inputs[setting.rank].rows, float("nan")),
             counts=torch.zeros(num_local, dtype=torch.int32),
             row_ids=torch.zeros(num_local, most, dtype=torch.int32),
-            results=torch.full((num_local, most, HIDDEN), float("nan"), dtype=torch.bfloat16),
+            rows=torch.full((num_local, most, HIDDEN), float("nan"), dtype=self.dtype),
+            results=torch.full((num_local, most, HIDDEN), float("nan"), dtype=wire_dtype(self.dtype)),
+            weights=setting.inputs[setting.rank].weights / self.gain,
             positions=torch.zeros(most, TOPK, dtype=torch.int32),
             dequantized=torch.full((most, HIDDEN), float("nan"), dtype=torch.bfloat16),
             slot_results=self.layout.slot_results,
         )
 
     def _queue_dispatch(self, batch: Batch) -> None:
-        rows, _, weights = batch.setting.inputs[batch.setting.rank]
-        out = None if batch.by_reference else batch.results
+        rows = batch.setting.inputs[batch.setting.rank].rows
+        out = None if batch.by_reference else batch.rows
         if batch.by_reference and self.layout.is_quantized:
             out = batch.dequantized
         params = low_latency.dispatch_type(self.num_ranks)(
             common=self._common(batch),
             rows=rows.data_ptr(),
-            weights=weights.data_ptr(),
+            weights=batch.weights.data_ptr(),
             locals=batch.locals.data_ptr(),
             out=None if out is None else out.data_ptr(),
             expert_num_tokens=batch.counts.data_ptr(),
@@ -192,7 +205,7 @@ class Decode(Session):
             results=batch.results.data_ptr(),
             positions=batch.positions.data_ptr(),
             output=batch.output.data_ptr(),
-            weights=batch.setting.inputs[batch.setting.rank].weights.data_ptr(),
+            weights=batch.weights.data_ptr(),
             weighted=1,
             output_parts=self.random.choice([1, 3]),
         )
@@ -200,13 +213,13 @@ class Decode(Session):
 
     def _run_experts(self, batch: Batch) -> bool:
         first = self.layout.offsets["rows"]
-        rows = self.memory[batch.setting.rank, first : first + self.layout.sizes["rows"]].view(torch.bfloat16)
+        rows = self.memory[batch.setting.rank, first : first + self.layout.sizes["rows"]].view(self.dtype)
         rows = batch.dequantized if self.layout.is_quantized else rows
         for local, expert_id in enumerate(batch.global_ids):
             count = int(batch.counts[local])
             ids = batch.row_ids[local, :count].long()
-            arrived = rows.view(-1, HIDDEN)[ids] if batch.by_reference else batch.results[local, :count]
-            batch.results[local, :count] = expert(expert_id, arrived)
+            arrived = rows.view(-1, HIDDEN)[ids] if batch.by_reference else batch.rows[local, :count]
+            batch.results[local, :count] = expert(expert_id, arrived).to(batch.results.dtype) * self.gain
         return True
 
     def _common(self, batch: Batch) -> ctypes.Structure:

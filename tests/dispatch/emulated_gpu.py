@@ -35,7 +35,9 @@ BODIES = {
         "static void sync()": "emulated::barrier(kBarrier, kSize);",
     },
     "numbers.cuh": {
-        "u32 pack_halves(float low, float high)": "return emulated::bf16(low) | emulated::bf16(high) << 16;",
+        "u32 pack_halves(float low, float high)": "return emulated::half(low) | emulated::half(high) << 16;",
+        "float low_half(u32 pair)": "return emulated::of_half(pair & 0xffff);",
+        "float high_half(u32 pair)": "return emulated::of_half(pair >> 16);",
         "u32 larger(u32 a, u32 b)": "return emulated::larger(a, b);",
     },
     "high_throughput.cuh": {
@@ -91,7 +93,8 @@ def instructions_for_cpu() -> str:
 
 
 def compile_kernels(folder: Path, threads: Mapping[str, int], **defines: int) -> ctypes.CDLL:
-    """Kernels, each with so many threads, and what runs them, in bf16, without the device library."""
+    """Kernels, each with so many threads, and what runs them, in bf16 unless said otherwise, without the device
+    library."""
     for path in CUDA.glob("*.cu*"):
         (folder / path.name).write_text(for_cpu(path.name, path.read_text()))
     (folder / "ptx.cuh").write_text(instructions_for_cpu())

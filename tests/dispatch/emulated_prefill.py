@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 
 from moe_ep.config import FusedMoEQuantConfig
+from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.dispatch.nvshmem import arena, high_throughput
 from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, Block, Layout
 from moe_ep.dispatch.placement import Placement
@@ -44,10 +45,12 @@ THREADS = {"plan": 1024, "dispatch": 32 * WARPS, "combine": 32 * WARPS}
 _POISON = 0x7F
 
 
-def compile_prefill(folder: Path, num_ranks: int, code_dtype: torch.dtype | None) -> ctypes.CDLL:
+def compile_prefill(
+    folder: Path, num_ranks: int, code_dtype: torch.dtype | None, dtype: torch.dtype = torch.bfloat16
+) -> ctypes.CDLL:
     """The three kernels."""
     defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": int(code_dtype is not None)}
-    defines["INT8"] = int(code_dtype == torch.int8)
+    defines |= {"INT8": int(code_dtype == torch.int8), "ACT_BF16": int(dtype is torch.bfloat16)}
     return compile_kernels(folder, {f"high_throughput_{name}": THREADS[name] for name in KERNELS}, **defines)
 
 
@@ -82,9 +85,16 @@ class Prefill(Session):
     """
 
     def __init__(
-        self, library: ctypes.CDLL, num_ranks: int, seed: int, code_dtype: torch.dtype | None, timeout_ns: int = 0
+        self,
+        library: ctypes.CDLL,
+        num_ranks: int,
+        seed: int,
+        code_dtype: torch.dtype | None,
+        timeout_ns: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(library, num_ranks, seed, blocks=3)  # all of a kernel, as the backend must have them
+        self.dtype = dtype
         self.code_dtype, self.timeout_ns = code_dtype, timeout_ns
         self.num_sms, self.replays = self.random.choice([1, 2, 3]), self.random.random() < 0.5
         self.batches_in_flight = self.random.choice([1, 1, 2])
@@ -95,6 +105,7 @@ class Prefill(Session):
             hidden_size=HIDDEN,
             topk=TOPK,
             code_dtype=code_dtype,
+            f32_results=dtype is torch.float16,
             batches_in_flight=self.batches_in_flight,
         )
         self.memory = torch.full((num_ranks, self.layout.symmetric_bytes), _POISON, dtype=torch.uint8)
@@ -161,7 +172,7 @@ class Prefill(Session):
             num_experts=7,
             topk=TOPK,
             hidden_size=HIDDEN,
-            dtype=torch.bfloat16,
+            dtype=self.dtype,
             routing=self.random.choice(["random", "random", "masked", "any", "one_rank", "none"]),
             capacity=CAPACITY,
             code_dtype=self.code_dtype,
@@ -216,7 +227,7 @@ class Prefill(Session):
         return backend, step, pending.receive()
 
     def _combine(self, backend: Any, step: Step, received: Dispatched) -> None:
-        results = torch.full_like(received.rows, float("nan"))
+        results = torch.full_like(received.rows, float("nan"), dtype=wire_dtype(self.dtype))
 
         def experts() -> bool:
             rows, _, _, ids, weights = as_tuple(received)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,17 @@ def test_steps_with_random_pauses(kernels: tuple[ctypes.CDLL, torch.dtype | None
         for rank in range(2):
             assert [step.is_right for step in session.steps[rank]] == [True] * 3, f"seed {seed}, rank {rank}"
             assert not session.has_failed(rank), f"seed {seed}, rank {rank}"
+
+
+def test_results_of_f16_rows_are_added_up_in_f32(tmp_path: Path) -> None:
+    library = compile_prefill(tmp_path, 2, None, torch.float16)
+    for seed in range(3):
+        session = Prefill(library, 2, seed, None, dtype=torch.float16)
+        cases = [session.draw_case() for _ in range(2)]
+        for rank in range(2):
+            session.begin(rank, cases)
+        assert session.run(), f"seed {seed} does not end"
+        assert all(step.is_right for steps in session.steps for step in steps), f"seed {seed}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

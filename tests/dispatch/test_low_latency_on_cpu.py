@@ -55,6 +55,18 @@ def test_results_of_slots_are_added_in_their_order(tmp_path: Path) -> None:
         assert not session.record.any()
 
 
+@pytest.mark.parametrize("slot_results", [False, True], ids=["sums", "slots"])
+def test_f16_results_beyond_the_range(tmp_path: Path, slot_results: bool) -> None:
+    library = compile_decode(tmp_path, 2, slot_results=slot_results, dtype=torch.float16)
+    for seed in range(4):
+        session = Decode(library, 2, seed, slot_results=slot_results, dtype=torch.float16)
+        for by_reference in (True, False):
+            session.queue_step(session.draw_case(), by_reference)
+        assert session.run(), f"seed {seed} does not end"
+        assert any((batch.results.abs() > 65504).any() for batch in session.batches)
+        assert all(batch.is_right for batch in session.batches), f"seed {seed}"
+
+
 @pytest.mark.parametrize("by_reference", [True, False], ids=["by_reference", "expanded"])
 def test_a_rank_that_comes_too_late_is_told(library: ctypes.CDLL, by_reference: bool) -> None:
     """Rank 0's dispatch gives up; rank 1 comes then, and has received everything when rank 0's combine begins."""

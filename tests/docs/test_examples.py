@@ -42,8 +42,8 @@ def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # Other tests run in the same processes.
-@mock.patch.dict(ALL2ALL_BACKENDS._entries)
-@mock.patch.dict(EXPERTS._entries)
+@mock.patch.dict(ALL2ALL_BACKENDS.entries)
+@mock.patch.dict(EXPERTS.entries)
 def run_examples(rank: int, world_size: int) -> list[torch.Tensor]:
     sys.path.insert(0, str(EXAMPLES))
     ALL2ALL_BACKENDS.register("broadcast", "broadcast_backend:BroadcastDispatcher", "the example of the docs")

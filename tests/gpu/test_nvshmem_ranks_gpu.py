@@ -86,6 +86,21 @@ def test_odd_numbers(monkeypatch: pytest.MonkeyPatch, num_ranks: int, case: Case
         (check_decode_step if backend == LOW_LATENCY else check_prefill_step)(ranks, seed)
 
 
+def test_f16_results_beyond_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results 2**16 times as large, and weights as much smaller, have the same sums."""
+    on_one_gpu(monkeypatch, 2)
+    ranks = Ranks(Case(tokens=(7, 4), dtype=torch.float16, hidden_size=256), 2, LOW_LATENCY)
+    for rank, args in enumerate(ranks.args):
+        ranks.args[rank] = (args[0], args[1] * 2.0**-16, *args[2:])
+    results = []
+    for setting, result in zip(ranks.settings, ranks.prepare(), strict=True):
+        results.append(run_experts(setting, expanded(result), "batched")[0].float() * 2**16)
+    assert any(part.nan_to_num().abs().max() > 65504 for part in results)
+    outputs = ranks.finalize(results, [args[1:3] for args in ranks.args], TopKWeightAndReduceDelegate())
+    for setting, output in zip(ranks.settings, outputs, strict=True):
+        assert torch.equal(output.cpu(), expected_output(setting, 2))
+
+
 def check_decode(case: Case, name: str, num_ranks: int, by_reference: bool, in_halves: bool = False) -> None:
     ranks = Ranks(case, num_ranks, LOW_LATENCY, by_reference, in_halves)
     for seed in range(2):

@@ -111,6 +111,13 @@ def over_two_hosts(rank: int, world_size: int) -> None:
         check_layer(rank, world_size, "opposite outputs beyond the range", {"all2all_backend": "two_level"})
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_tp_ranks_add_up_in_range(ep_size: int, case: str) -> None:
+    """Whole experts, each on one of the ranks, and every expert's half on each."""
+    ranks(2).run(check_layer, case, {"tp_size": 2, "ep_size": ep_size, "reduce_results": True})
+
+
 @pytest.mark.parametrize("backend", ["all_to_all", "batched_all_to_all"])
 def test_quantized_experts_too(backend: str) -> None:
     options = {"all2all_backend": backend, "quant_config": OnlineIntConfig()}

@@ -104,5 +104,5 @@ def test_activations_are_the_formulas_of_the_layer(activation: MoEActivation, li
     values = torch.linspace(-12, 12, 49)
     gate, up = torch.cartesian_prod(values, values).unbind(1)
     both = torch.cat([gate, up]) if activation.is_gated else gate
-    found = verify._activate(Gate(activation, limit), gate, up if activation.is_gated else None)
+    found = verify.activate(Gate(activation, limit), gate, up if activation.is_gated else None)
     torch.testing.assert_close(found, apply_activation(activation, both, clamp_limit=limit))

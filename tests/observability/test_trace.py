@@ -121,7 +121,7 @@ class Scraper(threading.Thread):
 def run_until_scraped(rank_env: RankEnv, config: RunConfig) -> RankReport:
     """A run whose ranks serve their metrics until somebody has read them after the last step."""
     assert config.trace is not None
-    folder, drive = config.trace.parent, worker._drive
+    folder, drive = config.trace.parent, worker.drive
 
     def drive_and_wait(*args: Any) -> None:
         drive(*args)
@@ -129,7 +129,7 @@ def run_until_scraped(rank_env: RankEnv, config: RunConfig) -> RankReport:
             (folder / "done").touch()
         assert comes_within(60, (folder / "scraped").exists)
 
-    with mock.patch.object(worker, "_drive", drive_and_wait):
+    with mock.patch.object(worker, "drive", drive_and_wait):
         return worker.run_worker(rank_env, config)
 
 

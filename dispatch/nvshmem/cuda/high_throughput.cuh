@@ -30,13 +30,12 @@
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kLinesOfCounts = 4;
-constexpr int kResultBytes = 2 * HIDDEN;
+constexpr int kPlainBytes = 2 * HIDDEN;                  // of a row of 16 bits
 constexpr bool kConvertsRows = EIGHT_BIT || DEVICE_API;  // they do not stay where they arrive
-constexpr int kColumnBytes = EIGHT_BIT ? HIDDEN : kResultBytes;
+constexpr int kColumnBytes = EIGHT_BIT ? HIDDEN : kPlainBytes;
 constexpr int kScaleWords = EIGHT_BIT ? (kGroups + 1) / 2 : 0;
 // Bytes of a row on the wire; high_throughput_dispatch.cu describes what follows the columns.
-constexpr int kRowBytes =
-    kConvertsRows ? (kColumnBytes + 4 * (kScaleWords + 2 * TOPK) + 127) / 128 * 128 : kResultBytes;
+constexpr int kRowBytes = kConvertsRows ? (kColumnBytes + 4 * (kScaleWords + 2 * TOPK) + 127) / 128 * 128 : kPlainBytes;
 constexpr int kAtOnce = 4;  // vectors that a lane loads before it stores the first
 // Vectors that a lane loads at once, at most `most`, for the fewest rounds per row.
 __device__ constexpr int at_once(int most) {
@@ -92,19 +91,20 @@ DEVICE bool await_flag(Wait<kPhase>& wait, u64* flag, u64 epoch, int peer) {
   return came;
 }
 
-// By a warp: copies the first kVectors vectors.
+// By a warp: copies the first kCount vectors.
+template <int kCount = kVectors>
 DEVICE void copy_row(const u8* row, u8* target) {
   const Vec* from = reinterpret_cast<const Vec*>(row);
   Vec* to = reinterpret_cast<Vec*>(target);
-  for (int start = threadIdx.x % 32; start < kVectors; start += 32 * kAtOnce) {
+  for (int start = threadIdx.x % 32; start < kCount; start += 32 * kAtOnce) {
     Vec v[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
+      v[i] = start + 32 * i < kCount ? from[start + 32 * i] : Vec{};
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (start + 32 * i < kVectors) {
+      if (start + 32 * i < kCount) {
         to[start + 32 * i] = v[i];
       }
     }

@@ -1,7 +1,8 @@
 // High-throughput (prefill) combine: sends each rank's result rows to the ranks of their tokens, which add them up as
 // they arrive.
 //
-// Layout in:   results [received rows, HIDDEN] of this rank's experts, already weighted and summed per row; the slots.
+// Layout in:   results [received rows, HIDDEN] of this rank's experts, already weighted and summed per row, in bf16, or in f32
+//              beside f16 rows; the slots.
 // Layout out:  output [T, HIDDEN], the sum over ranks in rank order, in f32, rounded once; zeros for a token without
 //              any. This rank's own results are read in place.
 // Warp roles:  32 warps per block. 0 to 15 send rows, 16 releases their flags (Flag queue), 17 to 31 receive: claim
@@ -21,7 +22,7 @@ constexpr int kSenders = kWarps / 2;  // of a block
 constexpr int kRowsPerTurn = 64;      // rows that go to one rank before the next
 // A token is added up by one warp per part of so many vectors, so that the last tokens take little time.
 constexpr int kPartVectors = 128;
-constexpr int kParts = (kVectors + kPartVectors - 1) / kPartVectors;
+constexpr int kParts = (kResultVectors + kPartVectors - 1) / kPartVectors;
 
 // Destinations alternate, and each rank begins with the one behind it, so that no rank's links become a hot spot.
 DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, int first, int warps, u64 epoch) {
@@ -41,11 +42,11 @@ DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, int first, i
       const u8* result = p.results + kResultBytes * row;
 #if DEVICE_API
       u8* staged = c.at(c.rank, c.staged_results + kResultBytes * row);
-      copy_row(result, staged);
+      copy_row<kResultVectors>(result, staged);
       u64* flag = c.flag_of(c.rank, c.result_flags, there);
       put_row(c, source, c.results + kResultBytes * there, staged, kResultBytes, flag, epoch);
 #else
-      copy_row(result, c.at(source, c.results + kResultBytes * there));
+      copy_row<kResultVectors>(result, c.at(source, c.results + kResultBytes * there));
       enqueue_flags(due, lane == sent++ % RANKS ? c.flag_of(source, c.result_flags, there) : nullptr);
 #endif
     }
@@ -57,7 +58,7 @@ DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, int first, i
 DEVICE void sum_rows(u32 ranks, u64 address, int begin, int end, u8* output) {
   constexpr int kSums = 2, kRows = 3;
   for (int start = begin + threadIdx.x % 32; start < begin + kPartVectors; start += 32 * kSums) {
-    Floats sum[kSums] = {};
+    Sums sum[kSums] = {};
     for (u32 left = ranks; left;) {
       Vec v[kRows][kSums];
 #pragma unroll
@@ -75,14 +76,14 @@ DEVICE void sum_rows(u32 ranks, u64 address, int begin, int end, u8* output) {
       for (int row = 0; row < kRows; ++row) {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
-          add(sum[i], v[row][i]);
+          add_result(sum[i], v[row][i]);
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       if (start + 32 * i < end) {
-        reinterpret_cast<Vec*>(output)[start + 32 * i] = pack(sum[i]);
+        reinterpret_cast<OutputVec*>(output)[start + 32 * i] = pack_output(sum[i]);
       }
     }
   }
@@ -107,8 +108,8 @@ DEVICE void receive_tokens(const Params& p, u64 epoch) {
     }
     __syncwarp();
     if (__all_sync(kAllLanes, came)) {
-      u8* output = p.output + static_cast<u64>(token) * kResultBytes;
-      sum_rows(__ballot_sync(kAllLanes, slot >= 0), address, begin, min(begin + kPartVectors, kVectors), output);
+      u8* output = p.output + static_cast<u64>(token) * kPlainBytes;
+      sum_rows(__ballot_sync(kAllLanes, slot >= 0), address, begin, min(begin + kPartVectors, kResultVectors), output);
     }
   }
 }

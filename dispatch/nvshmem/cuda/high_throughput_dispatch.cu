@@ -204,12 +204,12 @@ DEVICE void send(const Params& p, Tail& tail, FlagQueue<kMostSenders>& due, int 
   const u64 own = __shfl_sync(kAllLanes, rows.index, c.rank);
   u8* plain = nullptr;
   if (others != rows.ranks) {
-    plain = p.out + kResultBytes * own;
+    plain = p.out + kPlainBytes * own;
     if (lane < TOPK) {
       store_slot(c, own, id, weight);
     }
   }
-  const u8* row = p.rows + static_cast<u64>(token) * kResultBytes;
+  const u8* row = p.rows + static_cast<u64>(token) * kPlainBytes;
 #if DEVICE_API
   u8* staged = c.at(c.rank, c.staged_rows + static_cast<u64>(kRowBytes) * token);
   store_row(row, tail, others ? 1 : 0, reinterpret_cast<u64>(staged), plain);
@@ -237,7 +237,7 @@ DEVICE void receive_row(const Params& p, u64 row) {
   if (lane < TOPK) {
     store_slot(c, row, tail[kScaleWords + lane], tail[kScaleWords + TOPK + lane]);
   }
-  load_row(wire, p.out + kResultBytes * row);
+  load_row(wire, p.out + kPlainBytes * row);
 }
 
 // The other sources alternate.
@@ -304,7 +304,7 @@ DEVICE void send(const Params& p, int token) {
   }
   const bool has = rows.ranks >> lane & 1;
   const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
-  send_row(p.rows + static_cast<u64>(token) * kResultBytes, rows.ranks, target);
+  send_row(p.rows + static_cast<u64>(token) * kPlainBytes, rows.ranks, target);
 }
 
 // The last block to finish notifies all ranks and waits for all of them, so that the next kernel may read the rows.

@@ -22,12 +22,12 @@
 // If some ranks are out of reach (DEVICE_API) nothing is sent as packets, and there are
 //
 //   result_flags    [R, C, 2]      u32, the epoch once that half of the result has arrived
-//   results         [R, C]         2 K bytes each
+//   results         [R, C]         2 K bytes each, beside f16 rows 4 K
 //
 // and, as sources of puts to those ranks,
 //
 //   meta_outbox     [2, R, C, M]   meta for rank s
-//   outbox          [R, C]         2 K bytes each: this rank's rows in its own part, results for rank s in the others
+//   outbox          [R, C]         as long as results: this rank's rows in its own part, results for rank s in the others
 #pragma once
 
 #include "device_api.cuh"
@@ -46,7 +46,7 @@ constexpr int kWarpPackets = 32 / kPacketThreads, kGroupPackets = kThreads / kPa
 __device__ constexpr int packets_of(int vectors) {
   return (vectors + kWarpPackets * kPacketVectors - 1) / (kWarpPackets * kPacketVectors) * kWarpPackets;
 }
-constexpr int kResultPackets = packets_of(kVectors);
+constexpr int kResultPackets = packets_of(kResultVectors);
 constexpr int kRowPackets = packets_of(EIGHT_BIT ? kVectors / 2 : kVectors);
 constexpr int kLocalsOfLine = 4, kWeightsOfLine = 2;
 constexpr int kLocalLines = (TOPK + kLocalsOfLine - 1) / kLocalsOfLine;
@@ -94,7 +94,7 @@ struct Buffers {
   }
   DEVICE u8* row(int peer, int source, int token) const { return at(peer, rows + kRowBytes * index(source, token)); }
   DEVICE u8* result(int peer, int source, int token) const {
-    return at(peer, results + 2ull * HIDDEN * index(source, token));
+    return at(peer, results + static_cast<u64>(kResultBytes) * index(source, token));
   }
   // This thread's vector of a packet.
   DEVICE u8* row_packet(int peer, int source, int token, int packet) const {
@@ -106,7 +106,9 @@ struct Buffers {
     const u64 first = index(part, token) * kResultPackets;
     return at(peer, result_packets + kPacketBytes * (first + packet) + sizeof(Vec) * packet_slot());
   }
-  DEVICE u8* out_of(int part, int token) const { return at(rank, outbox + 2ull * HIDDEN * index(part, token)); }
+  DEVICE u8* out_of(int part, int token) const {
+    return at(rank, outbox + static_cast<u64>(kResultBytes) * index(part, token));
+  }
 };
 
 struct Common {

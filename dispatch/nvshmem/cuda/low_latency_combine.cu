@@ -5,8 +5,7 @@
 //              them in slot order, wherever the experts are.
 // Layout in:   results [El, R * C, K] of this rank's experts, in the rows that the dispatch listed; its positions.
 // Layout out:  output [T, K] on the tokens' own rank. Slots of one rank are summed in slot order, ranks in rank order,
-//              in f32 without fused multiply-add, rounded once to the activations' dtype in between: same input, same
-//              bits.
+//              in f32 without fused multiply-add, rounded in between to bf16 beside bf16 rows: same input, same bits.
 // Warp roles:  16 warps. 0 to 7 send: they draw tasks by tickets, each a part of one token's weighted sum, stored as
 //              flag-in-data packets (as NCCL's LL128). 8 to 15 receive: they wait for the rows of each token and add
 //              them.
@@ -32,10 +31,10 @@ struct Shared {
   u32 ranks[2];       // ranks whose result of a token has arrived; two tokens alternate
 };
 
-DEVICE void add_weighted(Floats& sum, Vec v, float weight) {
-  const Floats f = unpack(v);
+DEVICE void add_weighted(Sums& sum, Vec v, float weight) {
+  const Sums f = unpack_result(v);
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
+  for (int i = 0; i < kResultColumns; ++i) {
     sum.v[i] = __fadd_rn(sum.v[i], __fmul_rn(f.v[i], weight));
   }
 }
@@ -62,7 +61,7 @@ DEVICE Slots slots_of(const Params& p, int source, int token, u32 epoch) {
     const u32 local = (lane % kLocalsOfLine < 2 ? locals.x : locals.z) >> (lane % 2 * 16) & 0xffff;
     present = is_of(locals, epoch) && local != kNotHere;
     late = present && !is_of(weights, epoch);
-    slots.offset = 2ull * HIDDEN * (static_cast<u64>(local) * RANKS * b.capacity + position);
+    slots.offset = static_cast<u64>(kResultBytes) * (static_cast<u64>(local) * RANKS * b.capacity + position);
     slots.weight = p.weighted ? __uint_as_float(lane % kWeightsOfLine ? weights.z : weights.x) : 1.0f;
   }
   slots.present = __ballot_sync(kAllLanes, present);
@@ -86,7 +85,7 @@ __device__ __noinline__ bool await_weights(const Params& p, int source, int toke
 // The weighted sum of vector i, kDeep results loaded at a time. By whole warps.
 DEVICE Vec weighted_sum(const Params& p, const Slots& slots, int i, bool is_inside) {
   constexpr int kDeep = 4;
-  Floats sum{};
+  Sums sum{};
   for (u32 left = slots.present; left;) {
     Vec v[kDeep];
     float weight[kDeep];
@@ -107,7 +106,7 @@ DEVICE Vec weighted_sum(const Params& p, const Slots& slots, int i, bool is_insi
       }
     }
   }
-  return pack(sum);
+  return pack_result(sum);
 }
 
 #if SLOT_RESULTS
@@ -124,12 +123,15 @@ DEVICE void send_result(const Params& p, const Slots& slots, int source, int tok
     for (int packet = begin + threadIdx.x / kPacketThreads; packet < end; packet += kGroupPackets) {
       const int i = packet * kPacketVectors + packet_slot();
       const bool is_data = packet_slot() < kPacketVectors;
-      const Vec v = is_data && i < kVectors ? result[i] : Vec{0, 0, 0, 0};
+      const Vec v = is_data && i < kResultVectors ? result[i] : Vec{0, 0, 0, 0};
       store_packets(b.result_packet(source, slot, token, packet), is_data ? v : Vec{0, epoch, 0, epoch});
     }
   }
 }
 #elif DEVICE_API
+// First vector of a part of a result; the parts have the columns of those of a row.
+DEVICE int result_begin(int part, int parts) { return part_begin(part, parts) * (kColumns / kResultColumns); }
+
 // A part of a result, to memory that a flag or a put follows.
 DEVICE void store_part(const Params& p, const Slots& slots, int begin, int end, Vec* there) {
   for (int base = begin; base < end; base += kThreads) {
@@ -146,14 +148,14 @@ DEVICE void send_result(const Params& p, const Slots& slots, int source, int tok
   if (!b.reaches(source)) {
     if (part == 0) {
       u8* from = b.out_of(source, token);
-      store_part(p, slots, 0, kVectors, reinterpret_cast<Vec*>(from));
+      store_part(p, slots, 0, kResultVectors, reinterpret_cast<Vec*>(from));
       u64* flags = b.result_flags_of(b.rank, b.rank, token);
       void* there = b.result(b.rank, b.rank, token);
-      put_from_outbox<Senders>(b, 1u << source, there, from, 2 * HIDDEN, flags, both(epoch));
+      put_from_outbox<Senders>(b, 1u << source, there, from, kResultBytes, flags, both(epoch));
     }
     return;
   }
-  const int begin = part_begin(part, kRowParts), end = part_begin(part + 1, kRowParts);
+  const int begin = result_begin(part, kRowParts), end = result_begin(part + 1, kRowParts);
   store_part(p, slots, begin, end, reinterpret_cast<Vec*>(b.result(source, b.rank, token)));
   Senders::sync();
   if (threadIdx.x == 0) {
@@ -170,7 +172,7 @@ DEVICE void send_result(const Params& p, const Slots& slots, int source, int tok
   for (int packet = begin + threadIdx.x / kPacketThreads; packet < end; packet += kGroupPackets) {
     const int i = packet * kPacketVectors + packet_slot();
     const bool is_data = packet_slot() < kPacketVectors;
-    const Vec v = weighted_sum(p, slots, i, is_data && i < kVectors);
+    const Vec v = weighted_sum(p, slots, i, is_data && i < kResultVectors);
     store_packets(b.result_packet(source, b.rank, token, packet), is_data ? v : Vec{0, epoch, 0, epoch});
   }
 }
@@ -218,9 +220,9 @@ DEVICE void refresh(const Params& p, const Shared& shared, int token, u32 epoch,
 #if !SLOT_RESULTS
 // Adds the results of `ranks` in rank order; load(rank) loads one, came(rank, v) tells whether it has arrived.
 template <typename Load, typename Came>
-DEVICE Vec sum_of(u32 ranks, const Load& load, const Came& came) {
+DEVICE OutputVec sum_of(u32 ranks, const Load& load, const Came& came) {
   constexpr int kAtOnce = RANKS < 4 ? RANKS : 4;  // loaded at a time
-  Floats sum{};
+  Sums sum{};
 #pragma unroll 1
   for (int from = 0; from < RANKS; from += kAtOnce) {
     Vec v[kAtOnce];
@@ -233,11 +235,11 @@ DEVICE Vec sum_of(u32 ranks, const Load& load, const Came& came) {
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (from + j < RANKS && ranks >> (from + j) & 1 && came(from + j, v[j])) {
-        add(sum, v[j]);
+        add_result(sum, v[j]);
       }
     }
   }
-  return pack(sum);
+  return pack_output(sum);
 }
 #endif
 
@@ -247,11 +249,11 @@ DEVICE Vec sum_of(u32 ranks, const Load& load, const Came& came) {
 DEVICE void receive(const Params& p, Waits& wait, int token, int part, u32 due, int owner, float weight) {
   constexpr int kAtOnce = TOPK < 4 ? TOPK : 4;  // loaded at a time
   const Buffers& b = p.common.buffers;
-  Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
+  OutputVec* output = reinterpret_cast<OutputVec*>(p.output + 2ull * HIDDEN * token);
   const int end = packet_begin<kWarpPackets>(part + 1, p.output_parts, kResultPackets);
   const int begin = packet_begin<kWarpPackets>(part, p.output_parts, kResultPackets);
   for (int packet = begin + threadIdx.x % kThreads / kPacketThreads; packet < end; packet += kGroupPackets) {
-    Floats sum{};
+    Sums sum{};
 #pragma unroll 1
     for (int from = 0; from < TOPK; from += kAtOnce) {
       Vec v[kAtOnce];
@@ -274,8 +276,8 @@ DEVICE void receive(const Params& p, Waits& wait, int token, int part, u32 due, 
       }
     }
     const int i = packet * kPacketVectors + packet_slot();
-    if (packet_slot() < kPacketVectors && i < kVectors) {
-      output[i] = pack(sum);
+    if (packet_slot() < kPacketVectors && i < kResultVectors) {
+      output[i] = pack_output(sum);
     }
   }
 }
@@ -295,8 +297,8 @@ DEVICE void receive(const Params& p, Waits& wait, Shared& shared, int turn, int 
   }
   Receivers::sync();
   ranks = shared.ranks[turn % 2];
-  Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
-  const int begin = part_begin(part, p.output_parts), end = part_begin(part + 1, p.output_parts);
+  OutputVec* output = reinterpret_cast<OutputVec*>(p.output + 2ull * HIDDEN * token);
+  const int begin = result_begin(part, p.output_parts), end = result_begin(part + 1, p.output_parts);
   for (int i = begin + thread; i < end; i += kThreads) {
     output[i] = sum_of(
         ranks, [&](int rank) { return load_volatile(b.result(b.rank, rank, token) + 16ull * i); },
@@ -308,16 +310,16 @@ DEVICE void receive(const Params& p, Waits& wait, Shared& shared, int turn, int 
 // A part of one token: every warp waits for what it adds, in rank order.
 DEVICE void receive(const Params& p, Waits& wait, Shared&, int, int token, int part, u32 ranks) {
   const Buffers& b = p.common.buffers;
-  Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
+  OutputVec* output = reinterpret_cast<OutputVec*>(p.output + 2ull * HIDDEN * token);
   const int end = packet_begin<kWarpPackets>(part + 1, p.output_parts, kResultPackets);
   const int begin = packet_begin<kWarpPackets>(part, p.output_parts, kResultPackets);
   for (int packet = begin + threadIdx.x % kThreads / kPacketThreads; packet < end; packet += kGroupPackets) {
     const auto at = [&](int rank) { return b.result_packet(b.rank, rank, token, packet); };
-    const Vec v = sum_of(
+    const OutputVec v = sum_of(
         ranks, [&](int rank) { return load_packets(at(rank)); },
         [&](int rank, Vec& v) { return wait.for_packets(at(rank), rank, v); });
     const int i = packet * kPacketVectors + packet_slot();
-    if (packet_slot() < kPacketVectors && i < kVectors) {
+    if (packet_slot() < kPacketVectors && i < kResultVectors) {
       output[i] = v;
     }
   }

@@ -58,10 +58,41 @@ DEVICE Vec pack(const Floats& f) {
              pack_halves(f.v[6], f.v[7])};
 }
 
-DEVICE void add(Floats& sum, Vec v) {
-  const Floats f = unpack(v);
+// Results on the wire: bf16 beside bf16 rows, and f32 beside f16 rows, as a rank's part of a token's sum may exceed 65504
+// although the whole does not.
+constexpr int kResultColumns = ACT_BF16 ? kColumns : 4;  // of a vector
+constexpr int kResultVectors = HIDDEN / kResultColumns;  // of a row
+constexpr int kResultBytes = 16 * kResultVectors;
+
+#if ACT_BF16
+using Sums = Floats;
+using OutputVec = Vec;  // as many columns of an output row, rounded to its 16 bits
+DEVICE Sums unpack_result(Vec v) { return unpack(v); }
+DEVICE Vec pack_result(const Sums& f) { return pack(f); }
+DEVICE OutputVec pack_output(const Sums& f) { return pack(f); }
+#else
+struct Sums {
+  float v[kResultColumns];
+};
+using OutputVec = u64;
+
+DEVICE Sums unpack_result(Vec v) {
+  return Sums{{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)}};
+}
+
+DEVICE Vec pack_result(const Sums& f) {
+  return Vec{__float_as_uint(f.v[0]), __float_as_uint(f.v[1]), __float_as_uint(f.v[2]), __float_as_uint(f.v[3])};
+}
+
+DEVICE OutputVec pack_output(const Sums& f) {
+  return static_cast<u64>(pack_halves(f.v[2], f.v[3])) << 32 | pack_halves(f.v[0], f.v[1]);
+}
+#endif
+
+DEVICE void add_result(Sums& sum, Vec v) {
+  const Sums f = unpack_result(v);
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
+  for (int i = 0; i < kResultColumns; ++i) {
     sum.v[i] = __fadd_rn(sum.v[i], f.v[i]);
   }
 }

@@ -202,12 +202,37 @@ inline unsigned larger(unsigned a, unsigned b) {
   return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
 }
 
-// Two columns in bf16, to nearest, ties to even; of finite numbers and NaN.
-inline unsigned bf16(float f) {
+// A number in the 16 bits of the activations' dtype, to nearest, ties to even, and back.
+#if ACT_BF16
+inline unsigned half(float f) {  // of finite numbers and NaN
   unsigned bits;
   memcpy(&bits, &f, sizeof bits);
   return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+inline float of_half(unsigned half) {
+  const unsigned bits = half << 16;
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+}
+#else
+inline unsigned half(float f) {
+  const unsigned sign = std::signbit(f) ? 0x8000 : 0;
+  const double size = std::fabs(static_cast<double>(f));
+  if (f != f || size >= 65520) {
+    return f != f ? 0x7fff : sign | 0x7c00;
+  }
+  const int exponent = size == 0 ? -14 : std::max(std::ilogb(size), -14);
+  // 1024 and more are normal; 2048 carries into the exponent.
+  return sign | ((exponent + 14) << 10) + static_cast<unsigned>(std::nearbyint(std::ldexp(size, 10 - exponent)));
+}
+inline float of_half(unsigned half) {
+  const int exponent = half >> 10 & 31, digits = half & 1023;
+  const float size = exponent == 31 ? (digits ? NAN : INFINITY)
+                                    : std::ldexp(exponent ? 1024.0f + digits : digits, std::max(exponent, 1) - 25);
+  return half & 0x8000 ? -size : size;
+}
+#endif
 }  // namespace emulated
 
 #define threadIdx (emulated::running->index)
