@@ -1,23 +1,21 @@
 """What batch invariance costs one MoE layer on one device: both layers are timed in turns, in one run.
 
-python scripts/bench_batch_invariance.py [--geometry small] [--device cpu] [--tokens 1,32,256] [--jsonl FILE]
+python scripts/bench_batch_invariance.py [--geometry small] [--device cpu] [--tokens 1,32,256] [--json FILE]
 
-A layer of a preset with made-up weights, one rank; on a GPU calls are chained in a CUDA graph. One JSON line a row with
-`--jsonl`; the ratio is that of the medians.
+A layer of a preset with made-up weights, one rank; on a GPU calls are chained in a CUDA graph. The ratio is that of
+the medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-from pathlib import Path
 
 import torch
+from harness import Bench
 
 from moe_ep import env
 from moe_ep.bench.geometries import preset
 from moe_ep.bench.layers import BenchLayers, make_weights
-from moe_ep.bench.results import append_line, facts
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.bench.workload import Routing
 
@@ -34,29 +32,28 @@ def make_layers(geometry_name: str, device: torch.device, invariant: bool) -> Be
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("--geometry", default="small", help="preset of the layer")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", default="1,32,256", help="of a call, one row for each number")
-    parser.add_argument("--jsonl", type=Path, help="append one JSON line a row")
-    options = parser.parse_args()
+    options = bench.parse()
     device = torch.device(options.device)
     layers = {invariant: make_layers(options.geometry, device, invariant) for invariant in (False, True)}
     print("tokens  us, as usual  us, batch-invariant  ratio")
     for num_tokens in map(int, options.tokens.split(",")):
         times: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(ROUNDS):
-            for invariant, bench in layers.items():
-                batches = bench.batches(Routing(), num_tokens, CHAIN, seed=1)
+            for invariant, copies in layers.items():
+                batches = copies.batches(Routing(), num_tokens, CHAIN, seed=1)
                 times[invariant] += time_calls(
-                    lambda i, bench=bench, batches=batches: bench.call(i, batches[i]), device=device, chain=CHAIN,
+                    lambda i, copies=copies, batches=batches: copies.call(i, batches[i]), device=device, chain=CHAIN,
                     repeats=5,
                 )  # fmt: skip
         usual, invariant_us = (timing_of(times[invariant]).median for invariant in (False, True))
         print(f"{num_tokens:6}  {usual:12.1f}  {invariant_us:19.1f}  {invariant_us / usual:5.2f}")
-        if options.jsonl is not None:
-            row = {"tokens": num_tokens, "usual_us": usual, "invariant_us": invariant_us}
-            append_line(options.jsonl, {**facts(seed=0), "geometry": options.geometry, **row})
+        row = {"tokens": num_tokens, "usual_us": usual, "invariant_us": invariant_us}
+        bench.keep({"geometry": options.geometry, **row})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from gemm_cases import BYTES_PER_S, FLOPS_PER_S
 from harness import Bench, this_gpu
 
 from moe_ep.bench.geometries import preset
@@ -22,7 +23,6 @@ from moe_ep.modular_kernel import FusedMoEModularKernel, make_experts, make_prep
 
 # Geometry, and how many of its experts there are: all of a small model, a rank's of eight of a larger one.
 LAYERS = (("qwen3-30b", 128), ("mixtral-8x7b", 8), ("qwen3-235b", 16))
-BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12
 
 
 def main() -> None:

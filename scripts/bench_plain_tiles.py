@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from bench_plain_experts import BYTES_PER_S, FLOPS_PER_S, LAYERS
+from bench_plain_experts import LAYERS
+from gemm_cases import BYTES_PER_S, FLOPS_PER_S
 from harness import Bench, this_gpu
 
 from moe_ep.activation import MoEActivation

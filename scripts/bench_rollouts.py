@@ -8,8 +8,6 @@ CPUs of the CPU time of the process.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Bench
 
 import moe_ep
-from moe_ep.bench.results import facts
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
@@ -166,20 +164,15 @@ def measure_recording(device: torch.device, times: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    bench = Bench(__doc__)
+    parser = bench.parser
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--times", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = bench.parse()
     device = torch.device(args.device)
-    torch.manual_seed(0)
-    rows = [*measure_updates(args.experts, device, args.times), *measure_recording(device, args.times)]
-    about = facts(seed=0, command=f"bench_rollouts.py --experts {args.experts} --device {args.device}")
-    lines = [json.dumps(about | row) for row in rows]
-    if args.json is not None:
-        args.json.write_text("\n".join(lines) + "\n")
-    for row in rows:
+    for row in (*measure_updates(args.experts, device, args.times), *measure_recording(device, args.times)):
+        bench.keep(row)
         print(
             f"{row['what']}: {1e3 * row['s']:.1f} ms",
             {k: round(v, 3) for k, v in row.items() if k not in ("what", "s")},

@@ -85,7 +85,8 @@ _TESTS = (
         "tests/kernels/test_tuning.py tests/modular_kernel/test_workspace.py tests/checkpoint/test_formats.py "
         "tests/hf/test_choices.py tests/eplb/test_batch_plan.py "
         "tests/gpu/test_eplb_gpu.py tests/gpu/test_formats_gpu.py tests/gpu/test_grouped_gpu.py "
-        "tests/gpu/test_triton_kernel_gpu.py tests/gpu/test_replay_gpu.py",
+        "tests/gpu/test_triton_kernel_gpu.py tests/gpu/test_replay_gpu.py tests/gpu/test_rollouts_gpu.py "
+        "tests/gpu/test_batch_invariance_gpu.py",
     ),
     _tests(
         "tests-nvshmem", 1, 330, _OF_ONE,
@@ -100,7 +101,10 @@ _TESTS = (
     _tests("tests-2-nvshmem", 2, 85, _OF_TWO, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),
     _tests("tests-2-layer", 2, 50, _OF_TWO, "tests/gpu/test_layer_gpu.py"),
     _tests("tests-2-dispatch", 2, 85, _OF_TWO, _DISPATCH_TESTS),
-    _tests("tests-2-runs", 2, 95, _OF_TWO, f"{_RUN_TESTS} tests/gpu/test_replay_ranks_gpu.py"),
+    _tests(
+        "tests-2-runs", 2, 95, _OF_TWO,
+        f"{_RUN_TESTS} tests/gpu/test_replay_ranks_gpu.py tests/gpu/test_batch_invariance_gpu.py",
+    ),
     _tests(
         "tests-4-nvshmem", 4, 135, f'{_OF_TWO} -k "[3 or [4 or two_level"',
         f"{_NVSHMEM_TESTS} tests/gpu/test_two_level_gpu.py",
@@ -211,6 +215,11 @@ PARTS = (
     _one("eight-bit-rows", "experts.md", 35, "{python} scripts/bench_eight_bit_rows.py {commit} --json {rows}"),
     _one("repack", "experts.md", 8, "{python} scripts/bench_repack.py {commit} --json {rows}"),
     _one("eplb-map", "balancing.md", 9, f"{_PLANNING} map {{commit}} --json {{rows}}"),
+    _one(
+        "batch-invariance", "runtime.md", 60,
+        "{python} scripts/bench_batch_invariance.py --device cuda --geometry qwen3-30b {commit} --json {rows}",
+    ),
+    _one("rollouts", "rollouts.md", 60, "{python} scripts/bench_rollouts.py --device cuda {commit} --json {rows}"),
     _every(
         "host", "runtime.md", 30,
         "{python} scripts/bench_host.py --launcher local --ep-size {gpus} {commit} --json {rows}",
