@@ -21,7 +21,9 @@ import moe_ep
 from moe_ep.errors import ConfigError
 from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.steps import StepScheduler
+from moe_ep.layer import BatchBalance
 from moe_ep.layer.methods import relative_error, tolerance
+from moe_ep.observability import stages
 from tests.hf.hf_models import SIZES, make_model
 from tests.of_transformers import known
 from tests.ranks import ranks
@@ -301,3 +303,27 @@ def test_another_thread_goes_on_where_a_pass_was_interrupted() -> None:
     hook.remove()
     assert steps_of(model).current is None
     assert torch.equal(from_a_thread(model, 0), generate(make_model("Qwen3Moe"), 0))
+
+
+def balanced_batches(rank: int, world_size: int) -> int:
+    """Passes and generation with batches that are balanced by their own counts; returns the copies that were made."""
+
+    class Copies(stages.Listener):
+        found = 0
+
+        def copied(self, layer: Any, num_copies: int, expert_bytes: int) -> None:
+            self.found += num_copies
+
+    alone = make_model("Qwen3Moe")
+    always = BatchBalance(min_rows=0, copy_cost_rows=0)
+    parallel = moe_ep.parallelize(copy.deepcopy(alone), backend="all_to_all", batch_balance=always)
+    with stages.listening(copies := Copies()), moe_ep.serving(parallel):
+        tokens = tokens_of(rank, batch=2, length=9)
+        assert relative_error(parallel(tokens).logits, alone(tokens).logits) < tolerance(torch.float32)
+        assert torch.equal(generate(parallel, rank), generate(alone, rank))
+    return copies.found
+
+
+def test_batches_of_a_model_that_are_balanced_by_their_own_counts() -> None:
+    first, second = ranks(2).run(balanced_batches)
+    assert first == second > 0
