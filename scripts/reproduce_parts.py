@@ -99,7 +99,7 @@ _TESTS = (
     ),
     # Of several ranks. Those of more ranks than the part has GPUs are skipped by the tests themselves.
     _tests("tests-2-nvshmem", 2, 85, _OF_TWO, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),
-    _tests("tests-2-layer", 2, 50, _OF_TWO, "tests/gpu/test_layer_gpu.py"),
+    _tests("tests-2-layer", 2, 75, _OF_TWO, "tests/gpu/test_layer_gpu.py tests/gpu/test_batch_balance_gpu.py"),
     _tests("tests-2-dispatch", 2, 85, _OF_TWO, _DISPATCH_TESTS),
     _tests(
         "tests-2-runs", 2, 95, _OF_TWO,
