@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import repeat
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from moe_ep.bench.results import peak_memory
 from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, load_moe_layer, model_spec
@@ -144,9 +145,11 @@ def _drive_with(
 
     membership.follow(meet)
     error: Exception | None = None
+    before: set[int] = set()
     while True:
         try:
-            membership.settle(error)
+            with record_function("moe_ep_recovery") if error is not None else nullcontext():
+                membership.settle(error)
             for step in range(-_WARM_UP_STEPS[device.type], 0):
                 steps.warm_up(max(step + config.steps, 0))
             steps.forget_load()
@@ -158,6 +161,9 @@ def _drive_with(
                 progress.hand_over(accounts)
             took = elastic.recovery.to_dict() | {"serving_at": time.time()}
             membership.log.report(membership.epoch, membership.rank, took)
+            if monitor is not None:
+                lost, before = before - set(membership.ranks), set(membership.ranks)
+                monitor.on_ranks(membership.ep_size, len(lost), time.time() - membership.epoch.decided_at)
             while next_step < config.steps:
                 progress.report("steps", next_step, config.steps)
                 steps.run(next_step, "")

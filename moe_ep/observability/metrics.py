@@ -66,10 +66,16 @@ BATCH_BALANCE_SECONDS = Metric(
 BATCH_COPY_SECONDS = Metric(
     name="moe_ep_batch_copy_seconds", kind="histogram", text="what is left to wait for of a batch's copied experts"
 )
+RANKS = Metric(name="moe_ep_ranks", kind="gauge", text="ranks of a gang whose ranks come and go")
+RECOVERIES = Metric(name="moe_ep_recoveries_total", kind="counter", text="ranks that the others went on without")
+RECOVERY_SECONDS = Metric(
+    name="moe_ep_recovery_seconds", kind="histogram", text="from the decision that the ranks change to their first step"
+)
 
 ALL = (
     DISPATCH_SECONDS, COMBINE_SECONDS, EXPERTS_SECONDS, RANK_TOKENS, BALANCEDNESS, A2A_BYTES, EPLB_MOVES,
-    EPLB_PLAN_SECONDS, BATCH_COPIES, BATCH_COPY_BYTES, BATCH_BALANCE_SECONDS, BATCH_COPY_SECONDS,
+    EPLB_PLAN_SECONDS, BATCH_COPIES, BATCH_COPY_BYTES, BATCH_BALANCE_SECONDS, BATCH_COPY_SECONDS, RANKS,
+    RECOVERIES, RECOVERY_SECONDS,
 )  # fmt: skip
 
 

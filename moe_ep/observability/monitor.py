@@ -228,6 +228,18 @@ class LayerMonitor(Listener):
         self._sink.put(metrics.BATCH_COPIES, num_copies * self._sample_every, rank=self._rank)
         self._sink.put(metrics.BATCH_COPY_BYTES, num_copies * expert_bytes * self._sample_every, rank=self._rank)
 
+    def on_ranks(self, num_ranks: int, num_lost: int, seconds: float) -> None:
+        """What to tell of ranks that come and go, when those of now begin their first step.
+
+        Args:
+            num_lost: ranks that are gone since the call before.
+            seconds: since it was decided that the ranks change.
+        """
+        self._sink.put(metrics.RANKS, num_ranks, rank=self._rank)
+        self._sink.put(metrics.RECOVERIES, num_lost, rank=self._rank)
+        if num_lost:
+            self._sink.put(metrics.RECOVERY_SECONDS, seconds, rank=self._rank)
+
     def on_eplb_event(self, event: Event) -> None:
         """A listener for an EPLB manager."""
         if isinstance(event, LoadReport):
