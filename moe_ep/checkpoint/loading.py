@@ -116,18 +116,21 @@ def layer_options(
         dtype: of activations and plain weights; None for the config's.
 
     Raises:
-        CheckpointError: experts that are quantized in ways that one layer cannot combine, or a correction bias that is
-            missing.
+        CheckpointError: experts that are quantized in ways that one layer cannot combine, more or fewer of them in the
+            files than in the config, or a correction bias that is missing.
         ValueError: a layer without experts.
     """
     prefix = spec.moe_prefix(layer_index)
+    quantization = layer_quantization(reader.quantization, spec, layer_index, reader)
+    # Before a layer of that size is allocated.
+    ExpertTensors(reader, spec, layer_index, quantization)
     correction = _read_correction_bias(reader, spec, layer_index)
     return {
         "num_experts": spec.num_experts,
         "hidden_size": spec.expert_hidden_size,
         "intermediate_size": spec.moe_intermediate_size,
         "params_dtype": dtype or spec.dtype,
-        "quant_config": layer_quantization(reader.quantization, spec, layer_index, reader),
+        "quant_config": quantization,
         "has_bias": spec.has_bias,
         "prefix": prefix,
         "apply_router_weight_on_input": spec.routing.apply_router_weight_on_input,

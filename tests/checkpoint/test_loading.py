@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,15 @@ def test_bias_of_zeros_is_ignored(tmp_path: Path) -> None:
     layer = LoadingLayer(gptq_shapes(), [2])
     load_moe_layer(reader, model_spec(reader.config), 1, layer)
     assert layer.finished
+
+
+@pytest.mark.parametrize("key", ["num_experts", "moe_intermediate_size", "hidden_size"])
+def test_sizes_are_compared_with_the_files_before_a_layer_is_made(tmp_path: Path, key: str) -> None:
+    make_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: 1 << 20}))
+    with pytest.raises(CheckpointError, match=str(1 << 20)):
+        layer_from_checkpoint(lambda **options: pytest.fail("a layer was made"), tmp_path, 1)
 
 
 @pytest.mark.parametrize("desc_act", [False, True])
