@@ -106,7 +106,7 @@ def capacities(rank: int, world_size: int, *levels: tuple[str, str]) -> list[int
     found = []
     with pytest.MonkeyPatch.context() as machine:
         machine.setenv("MOE_EP_RANKS_PER_HOST", "2")
-        machine.setattr(ALL2ALL_BACKENDS, "_entries", dict(ALL2ALL_BACKENDS._entries))
+        machine.setattr(ALL2ALL_BACKENDS, "entries", dict(ALL2ALL_BACKENDS.entries))
         ALL2ALL_BACKENDS.register("limited", f"{__name__}:Limited", "")
         for pair in levels:
             backend = make_backend(make_setting(Case(capacity=4), rank, world_size), "two_level", levels=pair)

@@ -281,7 +281,7 @@ def test_what_is_no_backend_or_no_experts() -> None:
 
 
 def test_a_backend_is_asked_before_a_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ALL2ALL_BACKENDS, "_entries", dict(ALL2ALL_BACKENDS._entries))
+    monkeypatch.setattr(ALL2ALL_BACKENDS, "entries", dict(ALL2ALL_BACKENDS.entries))
     ALL2ALL_BACKENDS.register("none_at_all", f"{__name__}:NoRoom", "")
     with pytest.raises(ValueError, match="^NoRoom.max_num_tokens_per_rank returned 0"):
         make_prepare_finalize("none_at_all", CONFIG)
