@@ -122,8 +122,10 @@ def layer_options(
     """
     prefix = spec.moe_prefix(layer_index)
     quantization = layer_quantization(reader.quantization, spec, layer_index, reader)
-    # Before a layer of that size is allocated.
-    ExpertTensors(reader, spec, layer_index, quantization)
+    # Before a layer of those sizes is allocated.
+    tensors = ExpertTensors(reader, spec, layer_index, quantization)
+    for role in tensors.roles:
+        tensors.find(0, role)
     correction = _read_correction_bias(reader, spec, layer_index)
     return {
         "num_experts": spec.num_experts,
