@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 # Ranks have so long to prepare for another one's leaving.
 _PREPARE_S = 60.0
+_LEFT = "was told to leave"
+# Where lost ranks are replaced, so many times for each rank of the start: what kills all that come is not the machine.
+_REPLACEMENTS_PER_RANK = 3
 
 
 def say_started(rank: int, pid: int, host: str) -> None:
@@ -67,19 +70,25 @@ class ElasticOutcomes:
         # Losses after which the others have not served yet, each with its time.
         self._open: list[tuple[dict[str, Any], float]] = []
         self._start_rank: Callable[[int], None] | None = None
+        self._replacements, self._next_rank = 0, 0
         self._control: ControlServer | None = None
-        # Requests by the rank that joins or leaves, and the rank that the others prepare for, with a time limit.
-        self._joining: dict[int, Request] = {}
+        # Requests by the rank that joins (None: it replaces a lost one) or leaves, and the rank that the others prepare
+        # for, with a time limit.
+        self._joining: dict[int, Request | None] = {}
         self._leave_requests: dict[int, Request] = {}
         self._leaving: tuple[int, float] | None = None
 
-    def take_requests(self, control: ControlServer, start_rank: Callable[[int], None]) -> None:
+    def take_requests(
+        self, control: ControlServer, start_rank: Callable[[int], None], *, replaces: bool = False
+    ) -> None:
         """Lets workers join and leave as they are asked to at an address.
 
         Args:
             start_rank: starts the process of a new rank.
+            replaces: whether a new rank is started for each that is lost, unasked.
         """
         self._control, self._start_rank = control, start_rank
+        self._replacements = _REPLACEMENTS_PER_RANK * len(self._log.first.ranks) if replaces else 0
         progress.say_plain(f"control: {control.address}")
 
     def add(self, rank: int, outcome: Outcome) -> None:
@@ -119,6 +128,11 @@ class ElasticOutcomes:
             self._serves(reports)
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The present ones."""
+        return self._epoch.ranks
+
+    @property
     def are_final(self) -> bool:
         return set(self._log.latest().ranks) <= self._values.keys()
 
@@ -138,13 +152,24 @@ class ElasticOutcomes:
                 self._leave_requests[request.rank] = request
                 self._log.ask_to_leave(request.rank)
                 continue
-            most, there = self._config.max_ranks or len(self._log.first.ranks), len(self._epoch.ranks)
-            if there + len(self._joining) >= most:
-                request.answer(error=f"the gang has {there} ranks and --max-ranks is {most}; start it with more")
-            elif self._start_rank is not None:
-                rank = max(*self._log.all_ranks(), *self._joining) + 1
-                self._joining[rank] = request
-                self._start_rank(rank)
+            if not self._join(request):
+                request.answer(
+                    error=f"the gang has {len(self._epoch.ranks)} ranks and --max-ranks is {self._most}; start it with "
+                    f"more"
+                )
+
+    @property
+    def _most(self) -> int:
+        return self._config.max_ranks or len(self._log.first.ranks)
+
+    def _join(self, request: Request | None) -> bool:
+        """Starts a new rank, unless there are as many as there may be."""
+        if self._start_rank is None or len(self._epoch.ranks) + len(self._joining) >= self._most:
+            return False
+        rank = self._next_rank = max(self._next_rank, *self._log.all_ranks()) + 1
+        self._joining[rank] = request
+        self._start_rank(rank)
+        return True
 
     def _let_leave(self) -> None:
         """Takes ranks out one at a time, each when the others have read its experts."""
@@ -168,7 +193,7 @@ class ElasticOutcomes:
         if problem := next(filter(None, problems or ()), ""):
             self._keep(rank, problem)
         else:
-            self._log.propose(remove={rank: "was told to leave"})
+            self._log.propose(remove={rank: _LEFT})
 
     def _keep(self, rank: int, why: str) -> None:
         """Says that a rank does not leave."""
@@ -190,6 +215,8 @@ class ElasticOutcomes:
             loss = {"rank": rank, "cause": cause, "detected_s": max(epoch.decided_at - seen, 0.0)}
             self.recoveries.append(loss)
             self._open.append((loss, seen))
+            if cause != _LEFT and self._replacements and self._join(None):
+                self._replacements -= 1
         if len(epoch.ranks) < self._config.min_ranks:
             lost = "; ".join(f"rank {loss['rank']}: {loss['cause']}" for loss in self.recoveries)
             if not self._failures or self._config.min_ranks > 1:

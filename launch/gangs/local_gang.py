@@ -88,12 +88,6 @@ class LocalGang(Gang):
                         outcomes.add(event.rank, event.content)
         return outcomes.results()
 
-    def _joining(self, rank: int) -> RankEnv:
-        """The place of a worker that joins."""
-        (place,) = local_rank_envs(1, self.device, source=self._source)
-        device = f"cuda:{rank % max(num_local_gpus(), 1)}" if self.device == "cuda" else "cpu"
-        return replace(place, rank=rank, world_size=rank + 1, local_rank=rank, local_world_size=rank + 1, device=device)
-
     def run_elastic(
         self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
     ) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -102,7 +96,13 @@ class LocalGang(Gang):
         workers = LocalWorkers(self._context, ranks, self._timeout_s, fn, args, store.port)
         outcomes = elastic.ElasticOutcomes(store, range(self.world_size), config, workers.kill, on_item)
         with workers, ControlServer() as control:
-            outcomes.take_requests(control, lambda rank: workers.start(self._joining(rank)))
+            # As torchrun's agent does.
+            replaces = self._source == "torchrun"
+            outcomes.take_requests(
+                control,
+                lambda rank: workers.start(joining_rank_env(rank, self.device, source=self._source)),
+                replaces=replaces,
+            )
             while not outcomes.are_final:
                 for event in workers.events(elastic.POLL_S):
                     outcomes.add(event.rank, event.content)
@@ -128,6 +128,22 @@ def local_rank_envs(
         )
         for i in range(count)
     ]
+
+
+def joining_rank_env(
+    rank: int, device: str, *, source: str, node_rank: int = 0, master_addr: str = LOOPBACK
+) -> RankEnv:
+    """The place of a worker of this machine that joins."""
+    return RankEnv(
+        rank=rank,
+        world_size=rank + 1,
+        local_rank=rank,
+        local_world_size=rank + 1,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        source=source,
+        device=f"cuda:{rank % max(num_local_gpus(), 1)}" if device == "cuda" else "cpu",
+    )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import moe_ep
 from moe_ep import env
 from moe_ep.errors import GangError, one_of
 from moe_ep.launch.gangs import elastic, interrupts, progress, waiting
+from moe_ep.launch.gangs.control import ControlServer
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -131,7 +132,9 @@ class RayGang(Gang):
         with self._started() as workers:
             first = workers[0]
             wait = self._start_wait("rank 0 to listen")
-            port = _get(first.actor.listen.remote(first.rank_env.master_addr, self._timeout_s), 0, first.node_ip, wait)
+            port = _get(
+                first.actor.listen.remote(first.rank_env.master_addr, self._timeout_s), 0, first.place.node_ip, wait
+            )
             return self._watch([worker.at_port(port) for worker in workers], fn, args, on_item)
 
     def run_elastic(
@@ -139,26 +142,24 @@ class RayGang(Gang):
     ) -> tuple[list[Any], list[dict[str, Any]]]:
         import ray
 
-        with self._started() as workers:
+        with self._started() as workers, ControlServer() as control:
             here = ray.util.get_node_ip_address()
-            address = LOOPBACK if {worker.node_ip for worker in workers} == {here} else here
+            address = LOOPBACK if {worker.place.node_ip for worker in workers} == {here} else here
             store = listen_store(address, self._timeout_s)
-            members = {worker.rank_env.rank: worker.at_port(store.port, address) for worker in workers}
-            outcomes = elastic.ElasticOutcomes(
-                store, members, config, lambda rank: members[rank].end(is_here=members[rank].node_ip == here), on_item
-            )
-            for rank, worker in members.items():
-                elastic.say_started(rank, worker.place.process[0], worker.place.host)
-            running = {worker.start("run_member", self._timeout_s, fn, args): worker for worker in members.values()}
-            news = _News(members[0].actor, self._display)
-            while not outcomes.are_final:
-                self._check()
-                for ref in ray.wait(list(running), num_returns=1, timeout=elastic.POLL_S)[0]:
-                    worker = running.pop(ref)
-                    outcomes.add(worker.rank_env.rank, worker.outcome(ref))
-                outcomes.look()
-                news.look()
-            return outcomes.results(), outcomes.recoveries
+            with _ElasticActors(self, here, (address, store.port), (self._timeout_s, fn, args)) as actors:
+                ranks = [worker.rank_env.rank for worker in workers]
+                outcomes = elastic.ElasticOutcomes(store, ranks, config, actors.end, on_item)
+                outcomes.take_requests(control, actors.start_rank, replaces=True)
+                for worker in workers:
+                    actors.start(worker)
+                news = _News(workers[0].actor, self._display)
+                while not outcomes.are_final:
+                    self._check()
+                    for rank, outcome in actors.outcomes(elastic.POLL_S):
+                        outcomes.add(rank, outcome)
+                    outcomes.look()
+                    news.look()
+                return outcomes.results(), outcomes.recoveries
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[list[_RankActor]]:
@@ -190,7 +191,7 @@ class RayGang(Gang):
 
     def _start(self, slots: list[Slot], actors: list[Any]) -> list[_RankActor]:
         """Starts an actor in each slot, listing it in `actors`; returns the workers in rank order."""
-        actors.extend(map(self._start_actor, slots))
+        actors.extend(map(self.start_actor, slots))
         ips = [slot.node_ip for slot in slots]
         wait = self._start_wait(f"{progress.workers(len(actors))} to start")
         asked = [actor.place.remote() for actor in actors]
@@ -201,7 +202,7 @@ class RayGang(Gang):
         return [
             _RankActor(
                 actor=actors[i],
-                node_ip=ips[i],
+                slot=slots[i],
                 place=places[i],
                 rank_env=RankEnv(
                     rank=rank,
@@ -217,17 +218,23 @@ class RayGang(Gang):
             for rank, i in enumerate(order)
         ]
 
-    def _start_actor(self, slot: Slot) -> Any:
+    def start_actor(self, slot: Slot | None) -> Any:
+        """Starts an actor, wherever Ray has room for it where there is no slot."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         kind: Any = ray.remote
         remote = kind(concurrency_groups={"watch": 1}, max_restarts=0, max_task_retries=0)(_Worker)
-        strategy = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
         options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if self._resource == "GPU" else {"num_cpus": 1}
         if self._cluster is None:
             options["runtime_env"] = {"env_vars": worker_variables()}
-        return remote.options(**options, scheduling_strategy=strategy).remote()
+        elif slot is None and self._resource == "CPU":
+            options["num_cpus"] = 0  # a private cluster has as many as the workers of the start
+        if slot is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                slot.placement_group, placement_group_bundle_index=slot.bundle
+            )
+        return remote.options(**options).remote()
 
     def _watch(
         self, workers: list[_RankActor], fn: Callable[..., Any], args: tuple[Any, ...], on_item: OnItem
@@ -256,11 +263,13 @@ class Place:
     Attributes:
         gpu: its GPU's index on the node, -1 for none.
         device: the torch device that this is in the process.
+        host: the node's name.
     """
 
     gpu: int
     device: str
     host: str
+    node_ip: str
     process: Process
 
 
@@ -269,7 +278,7 @@ class _RankActor:
     """An actor with the rank that it is to be."""
 
     actor: Any
-    node_ip: str
+    slot: Slot | None
     place: Place
     rank_env: RankEnv
 
@@ -284,30 +293,107 @@ class _RankActor:
 
     def outcome(self, ref: Any) -> Outcome:
         """What came of its work."""
-        outcome = _outcome(ref, self.rank_env.rank, self.node_ip)
-        if outcome.failure is not None:
-            outcome = Outcome(failure=replace(outcome.failure, node=self.node_ip))
-        return outcome
+        node = self.place.node_ip
+        outcome = _outcome(ref, self.rank_env.rank, node)
+        return Outcome(outcome.value, outcome.failure and replace(outcome.failure, node=node))
 
-    def end(self, *, is_here: bool) -> None:
-        """Ends its process, stopped or not.
 
-        Args:
-            is_here: whether this process is on its node.
-        """
+class _ElasticActors:
+    """The actors of a gang whose ranks come and go; a context manager, at whose end those that joined have ended.
+
+    Args:
+        here: the IP of this process's node.
+        store: address and port at which the ranks meet.
+        work: what each actor runs: the timeout, the function and its arguments.
+    """
+
+    def __init__(self, gang: RayGang, here: str, store: tuple[str, int], work: tuple[Any, ...]) -> None:
+        self._gang, self._here, self._store, self._work = gang, here, store, work
+        self._workers: dict[int, _RankActor] = {}
+        self._running: dict[Any, _RankActor] = {}
+        # Actors that join, by what their place comes by, each with its rank.
+        self._joining: dict[Any, tuple[int, Slot | None, Any]] = {}
+        self._free: list[Slot] = []
+
+    def __enter__(self) -> _ElasticActors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _end([worker.actor for worker in self._workers.values()])
+        _end([actor for _, _, actor in self._joining.values()])
+
+    def start(self, worker: _RankActor) -> None:
+        """Begins a rank's work."""
+        address, port = self._store
+        worker = worker.at_port(port, address)
+        self._workers[worker.rank_env.rank] = worker
+        elastic.say_started(worker.rank_env.rank, worker.place.process[0], worker.place.host)
+        self._running[worker.start("run_member", *self._work)] = worker
+
+    def start_rank(self, rank: int) -> None:
+        """Starts an actor for a new rank: in the place of a lost one, where there is one."""
+        slot = self._free.pop() if self._free else None
+        actor = self._gang.start_actor(slot)
+        self._joining[actor.place.remote()] = rank, slot, actor
+
+    def outcomes(self, timeout_s: float) -> Iterator[tuple[int, Outcome]]:
+        """Waits for the outcomes of ranks, and has those that join begin."""
+        import ray
+
+        waiting_for = [*self._running, *self._joining]
+        if not waiting_for:
+            return
+        for ref in ray.wait(waiting_for, num_returns=1, timeout=timeout_s)[0]:
+            if ref in self._running:
+                worker = self._running.pop(ref)
+                outcome = worker.outcome(ref)
+                if outcome.failure is not None:
+                    self._leave(worker.rank_env.rank)
+                yield worker.rank_env.rank, outcome
+                continue
+            rank, slot, actor = self._joining.pop(ref)
+            try:
+                place = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                yield rank, Outcome(failure=_failure(error, rank, slot.node_ip if slot else "unknown"))
+                continue
+            beside = sum(worker.place.node_ip == place.node_ip for worker in self._running.values())
+            rank_env = RankEnv(
+                rank=rank,
+                world_size=rank + 1,
+                local_rank=min(beside, rank),
+                local_world_size=min(beside, rank) + 1,
+                source="ray",
+                device=place.device,
+            )
+            self.start(_RankActor(actor, slot, place, rank_env))
+
+    def _leave(self, rank: int) -> _RankActor | None:
+        """Ends a rank's actor, whose place another one may have then."""
+        worker = self._workers.pop(rank, None)
+        if worker is not None:
+            _end([worker.actor])
+            if worker.slot is not None:
+                self._free.append(worker.slot)
+        return worker
+
+    def end(self, rank: int) -> None:
+        """Ends a rank's process, stopped or not, if it is there."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        _end([self.actor])
-        if is_here:
-            end_process(self.place.process)
+        worker = self._leave(rank)
+        if worker is None:
+            return
+        if worker.place.node_ip == self._here:
+            end_process(worker.place.process)
             return
         # Ray's way needs the process to answer, which one that is stopped does not.
         kind: Any = ray.remote
         with contextlib.suppress(Exception):
-            node_id = next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == self.node_ip)
+            node_id = next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == worker.place.node_ip)
             strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            kind(num_cpus=0, scheduling_strategy=strategy)(end_process).remote(self.place.process)
+            kind(num_cpus=0, scheduling_strategy=strategy)(end_process).remote(worker.place.process)
 
 
 class _Worker:
@@ -334,7 +420,7 @@ class _Worker:
             visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
             index = visible.index(ids[0]) if ids[0] in visible else int(ids[0])
         device = f"cuda:{index}" if ids else "cpu"
-        return Place(index, device, socket.gethostname(), process_of(os.getpid()))
+        return Place(index, device, socket.gethostname(), ray.util.get_node_ip_address(), process_of(os.getpid()))
 
     def listen(self, address: str, timeout_s: float | None) -> int:
         """Opens the rendezvous store, which lives as long as this actor; returns its port."""

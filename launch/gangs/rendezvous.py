@@ -105,13 +105,10 @@ def init_process_group(
 
 
 def use_interface_of(rank_env: RankEnv) -> None:
-    """Has gloo connect over the interface that leads to the store: loopback where all ranks are on this machine."""
-    if rank_env.local_world_size == rank_env.world_size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    else:
-        place = (rank_env.master_addr, rank_env.master_port)
-        with socket.create_connection(place, timeout=_CONNECT_LIMIT_S) as connection:
-            _use_interface_of(connection.getsockname()[0])
+    """Has gloo and NCCL connect over the interface that leads to the store."""
+    place = (rank_env.master_addr, rank_env.master_port)
+    with socket.create_connection(place, timeout=_CONNECT_LIMIT_S) as connection:
+        _use_interface_of(connection.getsockname()[0])
 
 
 def open_clients_store(address: str, port: int, timeout_s: float | None) -> dist.TCPStore:

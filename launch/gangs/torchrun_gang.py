@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep.errors import ConfigError, GangError, MoeEpError
 from moe_ep.launch.gangs import elastic, interrupts, mailbox, progress, waiting
+from moe_ep.launch.gangs.control import ControlServer
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -39,6 +40,7 @@ from moe_ep.launch.gangs.local_gang import (
     LocalGang,
     LocalWorkers,
     ending_fork_server,
+    joining_rank_env,
     local_rank_envs,
     warm_fork_server,
 )
@@ -151,8 +153,14 @@ class TorchrunGang(Gang):
             node.record = lambda rank, failure: outcomes.add(
                 rank, Outcome(None if failure else mailbox.take(store, _result_key(rank)), failure)
             )
+
+            def start_rank(rank: int) -> None:
+                if node.place_new(rank, outcomes.ranks) == 0:
+                    workers.start(self._joining(node, rank))
+
             try:
-                with workers:
+                with workers, ControlServer() as control:
+                    outcomes.take_requests(control, start_rank, replaces=True)
                     while not outcomes.are_final:
                         for event in workers.events(elastic.POLL_S, also=node.sockets):
                             outcomes.add(event.rank, event.content)
@@ -192,9 +200,16 @@ class TorchrunGang(Gang):
                             workers.kill(rank)
                     for _ in node.receive():
                         pass
+                    while node.to_start:
+                        workers.start(self._joining(node, node.to_start.pop()))
         except dist.DistError:
             node.await_end()
         node.check()
+
+    def _joining(self, node: _Node, rank: int) -> RankEnv:
+        return joining_rank_env(
+            rank, self.device, source="torchrun", node_rank=node.node_rank, master_addr=node.master_addr
+        )
 
     def _run_as_rank(
         self, rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any], on_item: OnItem
@@ -373,6 +388,7 @@ class _Node:
     Attributes:
         is_over: all ranks have answered, or the job has failed; `failure` or `error` is the cause then.
         record: called with what came of each rank; it goes into `outcomes` unless something else is put here.
+        to_start: ranks that node 0 has this one start.
     """
 
     node_rank: int
@@ -387,6 +403,9 @@ class _Node:
 
     def __post_init__(self) -> None:
         self.record: Callable[[int, WorkerFailure | None], None] = self._record
+        self.to_start: list[int] = []
+        # Of node 0: the node of each rank that joined.
+        self._joined: dict[int, int] = {}
 
     @classmethod
     def meet(cls, description: dict[str, Any], endpoint: str, timeout_s: float | None) -> contextlib.closing[_Node]:
@@ -553,12 +572,23 @@ class _Node:
                     elif "ended" in message:
                         self.error = (ConfigError if message["is_refusal"] else GangError)(str(message["ended"]))
                         self.is_over = True
+                    elif "start" in message:
+                        self.to_start.append(int(message["start"]))
                     elif self.node_rank == 0:
                         self.record(int(message["rank"]), _failure_from(message["failure"]))
             except (EOFError, ValueError, KeyError, TypeError):
                 self._lose(node_rank, peer)
         if self.node_rank == 0 and not self.is_over:
             self._look_whether_over()
+
+    def place_new(self, rank: int, present: Sequence[int]) -> int:
+        """Node 0: has the node with the fewest of the present ranks start a new one; returns that node's number."""
+        nodes = [self._joined.get(one, one // self.num_local) for one in present]
+        place = self._joined[rank] = min((0, *self.peers), key=lambda node: (nodes.count(node), node))
+        if place > 0:
+            with contextlib.suppress(OSError):  # it is lost, as its connection says
+                self.peers[place].send(start=rank)
+        return place
 
     def await_port(self, timeout_s: float | None) -> int:
         """The port at which the ranks meet, which node 0 tells.
@@ -633,7 +663,8 @@ class _Node:
         if self.node_rank != 0:
             self.failure, self.is_over = failure, True
             return
-        for rank in self.outcomes.pending & set(range(first, last + 1)):
+        joined = [rank for rank, place in self._joined.items() if place == node_rank]
+        for rank in (*range(first, last + 1), *joined):
             self.record(rank, failure)
 
     def _look_whether_over(self) -> None:
