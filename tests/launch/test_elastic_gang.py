@@ -98,12 +98,9 @@ def check(job: Job, texts: Sequence[str], lost: Sequence[int]) -> dict[str, Any]
     return summary
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
-def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_path: Path, launcher: str) -> None:
-    if launcher == "ray":
-        pytest.importorskip("ray")
+def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_path: Path) -> None:
     shared = set(os.listdir("/dev/shm"))
-    job = generate(demo, tmp_path, "--launcher", launcher, "--ep-size", "3", deadline_s=10)
+    job = generate(demo, tmp_path, "--launcher", "local", "--ep-size", "3", deadline_s=10)
     job.until("serving: 3 ranks")
     os.kill(job.pids[0], signal.SIGKILL)
     job.until("serving: 2 ranks")
@@ -127,6 +124,32 @@ def test_fewer_than_the_least(demo: Path, tmp_path: Path) -> None:
     assert all_end(session_pids(job.process.pid))
 
 
+@pytest.mark.parametrize("what", ["texts", "steps"])
+def test_an_actor_is_killed_and_replaced(demo: Path, texts: list[str], tmp_path: Path, what: str) -> None:
+    pytest.importorskip("ray")
+    shared = set(os.listdir("/dev/shm"))
+    if what == "texts":
+        job = generate(demo, tmp_path, "--launcher", "ray", "--ep-size", "3")
+        job.until("serving: 3 ranks")
+        os.kill(job.pids[0], signal.SIGKILL)
+        check(job, texts, [0])
+        assert 3 in job.pids
+    else:
+        job = Job(
+            tmp_path / "none", "run", "--model", str(demo), "--launcher", "ray", "--ep-size", "2",
+            "--tokens-per-rank", "8", "--steps", "1000000",
+        )  # fmt: skip
+        job.until("serving: 2 ranks")
+        os.kill(job.pids[0], signal.SIGKILL)
+        job.until("serving: 1 ranks")
+        job.until("serving: 2 ranks")
+        job.process.send_signal(signal.SIGINT)
+        list(job.lines())
+        assert job.process.wait(60) == 130 and all_end(session_pids(job.process.pid))
+        assert {0, 1, 2} == set(job.pids)
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
 def start_agents(model: Path, folder: Path) -> tuple[Job, Job]:
     """The agents of two nodes with two ranks each, when all ranks serve; first the one that has the store."""
     endpoint = f"127.0.0.1:{free_ports(1)[0]}"
@@ -146,6 +169,7 @@ def test_a_node_is_lost(demo: Path, texts: list[str], tmp_path: Path) -> None:
     first, second = start_agents(demo, tmp_path)
     os.kill(second.pids[3], signal.SIGKILL)
     first.until("serving: 3 ranks")
+    second.until("rank 4: ")  # which replaces it
     second.process.kill()
     first.until("serving: 2 ranks")
     summary = check(first, texts, [3, 2])
