@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_ep.bench.results import checkout_commit
 from moe_ep.launch.cli.generate_config import GenerateConfig
 from moe_ep.launch.cli.report import percentile
 from moe_ep.launch.gangs.progress import workers
-from moe_ep.rollouts.routing_file import RoutingFile
+
+if TYPE_CHECKING:
+    from moe_ep.rollouts.routing_file import RoutingFile
 
 
 @dataclass

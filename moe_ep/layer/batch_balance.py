@@ -76,7 +76,8 @@ class BatchBalance:
     Attributes:
         spare_slots: scratch slots of each rank, shared by all layers of one kind.
         min_rows: rows (tokens times top_k) of the rank that has most, from which on a batch is balanced; None for as
-            many as pay for the plan, by the rates of the device.
+            many as pay for the plan on CPUs, and for no batch on GPUs: the plan is made on the host, which takes longer
+            than it saves there.
         copy_cost_rows: rows that a copy must take off the busiest rank; None for as many as are computed in the time
             that an expert is sent in.
 
@@ -131,6 +132,10 @@ class BatchBalancer:
     def forget(self) -> None:
         """Drops what was made for the layer's kernels."""
         self._parts = None
+
+    def may_pay_on(self, device: torch.device) -> bool:
+        """Whether any batch is balanced; if not, ranks need not tell each other their numbers of tokens for it."""
+        return self.options.min_rows is not None or device.type != "cuda"
 
     def min_rows(self, device: torch.device) -> int:
         """Rows of the rank that has most, from which on a batch is balanced."""

@@ -147,8 +147,9 @@ class FusedMoE(MoELayer):
             it from MOE_EP_INPUT_DTYPE, which is checkpoint by default.
         batch_invariant: a token's result has the same bits whatever tokens are beside it, on whichever rank it came in
             and wherever its experts are (docs/rollouts.md); None takes it from MOE_EP_BATCH_INVARIANT.
-        batch_balance: "auto" copies hot experts to other ranks for one large batch where that pays (docs/eplb.md),
-            "off" never does; a `BatchBalance` says from how many rows on and with how many slots.
+        batch_balance: "auto" copies hot experts to other ranks for one large batch where that pays (docs/eplb.md;
+            on GPUs it does not yet), "off" never does; a `BatchBalance` says from how many rows on and with how many
+            slots.
 
     Raises:
         ValueError: sizes, names or options that do not fit together.
@@ -520,7 +521,9 @@ class FusedMoE(MoELayer):
 
     @property
     def _may_balance(self) -> bool:
-        return self.balancer is not None and self.prepare_finalize.batch_exchange() is not None
+        if self.balancer is None or not self.balancer.may_pay_on(self.quant_method.gemm_weights(self)[0].device):
+            return False
+        return self.prepare_finalize.batch_exchange() is not None
 
     def _forward_tokens(
         self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, balanced: bool

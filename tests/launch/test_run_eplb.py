@@ -49,7 +49,8 @@ def test_experts_move_and_everything_is_verified(
     assert summary["verify"]["passed"] is True
     eplb, phases = summary["eplb"], summary["eplb"]["phases"]
     assert eplb["num_redundant_experts"] == 2 and eplb["plans_made"] == 1
-    assert eplb["experts_moved"] > 0 and eplb["bytes_moved"] > 0 and eplb["layers_committed"] == L
+    assert eplb["experts_moved"] > 0 and eplb["bytes_moved"] > 0
+    assert 1 <= eplb["layers_committed"] <= L  # a layer that gains nothing is left alone
     assert phases["before"]["steps"] == phases["after"]["steps"] == STEPS
     assert phases["after"]["balancedness"] > phases["before"]["balancedness"] + 0.05
     assert [line["phase"] for line in steps[:: len({line["layer"] for line in steps})]] == [
@@ -62,7 +63,7 @@ def test_experts_move_and_everything_is_verified(
     for rank in range(2):
         ranges = Counter(event["name"] for event in read_trace(tmp_path / "ranges" / f"rank-{rank:03}.json.gz"))
         assert ranges[PREFIX + "eplb_plan"] == 1
-        assert ranges[PREFIX + "eplb_transfer"] == ranges[PREFIX + "eplb_commit"] == L
+        assert ranges[PREFIX + "eplb_transfer"] == ranges[PREFIX + "eplb_commit"] == eplb["layers_committed"]
 
     trace = RoutingTrace.load(trace_file)
     num_steps = sum(found["steps"] for found in phases.values())
@@ -107,8 +108,10 @@ def test_experts_move_and_everything_is_verified(
     saved = PlacementFile.load(placement_file)
     for rank, place in enumerate(summary["placement"]):
         slots = np.array(saved.physical_to_logical).reshape(L, 2, -1)[:, rank]
-        assert place["experts"] is None
-        assert place["experts_by_layer"] == [sorted(set(layer)) for layer in slots.tolist()]
+        by_layer = [sorted(set(layer)) for layer in slots.tolist()]
+        same = by_layer[0] if all(layer == by_layer[0] for layer in by_layer) else None
+        assert place["experts"] == same
+        assert place["experts_by_layer"] == (None if same else by_layer)
     with pytest.raises(EplbError, match=r"is for 2 ranks, 2 layers and 10 slots, and there are 4 ranks"):
         saved.check(placement_file, model=saved.model, ep_size=4, shape=(L, 12))
     with pytest.raises(EplbError, match="is of another model"):
