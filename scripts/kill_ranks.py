@@ -92,7 +92,7 @@ def main() -> int:
     bench.parser.add_argument("--times", type=int, default=20, help="kills of each launcher")
     bench.parser.add_argument("--model", type=Path, help="checkpoint folder (default: the model of make run)")
     bench.parser.add_argument("--ep-size", type=int, default=4)
-    bench.parser.add_argument("--max-new-tokens", type=int, default=32)
+    bench.parser.add_argument("--max-new-tokens", type=int, default=128)
     options = bench.parse()
     common = ["--max-new-tokens", str(options.max_new_tokens), "--batch-size", "2"]
     common += ["--model", str(options.model)] if options.model else []
@@ -128,10 +128,7 @@ def main() -> int:
                 if code != 0 or not row["texts_are_equal"] or row["left"]:
                     bad += 1
                     print(f"{row}\n{job.said}", file=sys.stderr)
-                print(
-                    f"{launcher} {number + 1}/{options.times}: {'lost' if row['recoveries'] else 'none lost'}",
-                    flush=True,
-                )
+                print(f"{launcher} {number + 1} of {options.times}: {len(row['recoveries'])} lost", flush=True)
             show(launcher, rows)
     print(f"{bad} of {len(bench.rows)} went wrong")
     return 1 if bad else 0
