@@ -24,6 +24,7 @@ _GANGS = (
     "test_run",
     "test_ray_job",
     "test_ray_gang",
+    "test_elastic_gang",
     "test_two_hosts",
     "test_torchrun_gang",
     "test_run_eplb",

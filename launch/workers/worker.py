@@ -165,6 +165,7 @@ def _drive_with(
                 lost, before = before - set(membership.ranks), set(membership.ranks)
                 monitor.on_ranks(membership.ep_size, len(lost), time.time() - membership.epoch.decided_at)
             while next_step < config.steps:
+                membership.check()
                 progress.report("steps", next_step, config.steps)
                 steps.run(next_step, "")
                 next_step += 1

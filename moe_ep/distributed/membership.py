@@ -44,7 +44,7 @@ from moe_ep import env
 from moe_ep.distributed import failure_detection
 from moe_ep.distributed.exchange import count_exchanges_anew
 from moe_ep.distributed.store import close_at_exit, name_groups_anew
-from moe_ep.errors import DispatchTimeoutError, GangError, rank_list
+from moe_ep.errors import DispatchTimeoutError, GangError, RanksChangedError, rank_list
 
 logger = logging.getLogger(__name__)
 
@@ -277,10 +277,13 @@ class Membership:
     def ep_size(self) -> int:
         return len(self.ranks)
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether there is an epoch that this member has not settled in."""
-        return not self._has_groups or self._seen.number > self.epoch.number
+    def check(self) -> None:
+        """Raises RanksChangedError where there is an epoch that this member has not settled in.
+
+        To be called between steps: a member that is alone waits for no other, and would not learn of one that joins.
+        """
+        if self._is_outdated():
+            raise RanksChangedError(f"the ranks have changed since epoch {self.epoch.number}")
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -350,6 +350,8 @@ class Generation:
 
     def _run(self) -> None:
         while (step := self._plan()) is not None:
+            if self._membership is not None:
+                self._membership.check()
             with self._decoder.steps.planned(step[0]):
                 if self._are_new_ranks:
                     self._on_ranks()

@@ -521,7 +521,7 @@ class FusedMoE(MoELayer):
 
     @property
     def _may_balance(self) -> bool:
-        if self.balancer is None or not self.balancer.may_pay_on(self.quant_method.gemm_weights(self)[0].device):
+        if self.balancer is None or not self.balancer.may_pay_on(self.device):
             return False
         return self.prepare_finalize.batch_exchange() is not None
 
@@ -649,6 +649,12 @@ class FusedMoE(MoELayer):
                 f"{type(self.router).__name__}, which has none"
             )
         self.router.e_score_correction_bias = bias
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer's tensors are."""
+        tensors = (*self._parameters.values(), *self._buffers.values())
+        return next(tensor.device for tensor in tensors if tensor is not None)
 
     @property
     def asks_for_tokens(self) -> bool:
@@ -972,7 +978,7 @@ class FusedMoE(MoELayer):
         Raises:
             ConfigError: as `place`.
         """
-        device = next(self.parameters(), next(self.buffers())).device
+        device = self.device
         self.place(physical_to_logical)
         num_physical = len(physical_to_logical)
         self.parallel_config, self.num_redundant_experts = parallel_config, num_physical - self.num_experts

@@ -7,11 +7,12 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -26,8 +27,6 @@ from moe_ep.launch.gangs.control import ControlServer
 from tests.generation.alone import continue_alone, load_alone
 from tests.launch.jobs import all_end, session_pids, start_moe_ep
 from tests.ports import free_ports
-
-pytestmark = pytest.mark.gang
 
 PROMPTS = ["def read(self, size):", "The list of", "import", "return None", "class", "for value in"]
 NUM_TOKENS = 24
@@ -65,7 +64,17 @@ class Job:
 
     def lines(self) -> Iterator[str]:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
+        # A gang that hangs is ended, and its test fails.
+        ends = threading.Timer(120, os.killpg, (self.process.pid, signal.SIGKILL))
+        ends.daemon = True
+        ends.start()
+        try:
+            yield from self._read(self.process.stderr)
+        finally:
+            ends.cancel()
+
+    def _read(self, stderr: IO[str]) -> Iterator[str]:
+        for line in stderr:
             self.said.append(line)
             if found := re.match(r"rank (\d+): pid (\d+) on ", line):
                 self.pids[int(found[1])] = int(found[2])
