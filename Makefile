@@ -7,10 +7,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 TESTS  ?= tests
-# Files of tests that run at a time. Those that start gangs come after the others: they hold clusters to deadlines.
-# (5 is pytest's word for no tests of that kind.)
-JOBS   ?= 2
-AT_A_TIME = -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Files of tests that run at a time: more than two cores, since many tests wait. Those that start gangs come after the
+# others, two at a time: they hold clusters to deadlines. (5 is pytest's word for no tests of that kind.)
+JOBS   ?= 3
+GANG_JOBS ?= 2
+AT_A_TIME = --dist loadfile --no-loadscope-reorder
 ARGS   ?=
 # Extras to install: on a machine with NVIDIA GPUs also what the kernels and NVSHMEM need (EXTRAS=test leaves it out).
 comma  := ,
@@ -38,8 +39,8 @@ run: $(VENV)/.installed
 	$(BIN)/moe-ep run $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(AT_A_TIME) -m "not gang" $(TESTS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest $(AT_A_TIME) -m gang $(TESTS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n $(JOBS) $(AT_A_TIME) -m "not gang" $(TESTS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n $(GANG_JOBS) $(AT_A_TIME) -m gang $(TESTS) || [ $$? -eq 5 ]
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
