@@ -46,7 +46,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	git ls-files -z '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -0 $(BIN)/clang-format --dry-run --Werror
+	git ls-files -z '*.c' '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -0 $(BIN)/clang-format --dry-run --Werror
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[docs]'

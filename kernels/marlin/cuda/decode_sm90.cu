@@ -1381,11 +1381,10 @@ static_assert(kRingOffset + exchange_bytes(kDecodeTileTokens, split_k_of(kDecode
 
 // Tiles of tokens of a batch-invariant launch, at most.
 constexpr int kMostInvariantTiles = 1536;
-static_assert(!BATCH_INVARIANT ||
-                  kRingOffset + exchange_bytes(kDecodeTileTokens, split_k_of(kDecodeTileTokens)) +
-                          4 * (kTokenOffset + kDecodeTileTokens * 2 * kStepColumns) +
-                          kMostInvariantTiles * sizeof(Schedule::Active) <=
-                      kSharedBytes,
+static_assert(!BATCH_INVARIANT || kRingOffset + exchange_bytes(kDecodeTileTokens, split_k_of(kDecodeTileTokens)) +
+                                          4 * (kTokenOffset + kDecodeTileTokens * 2 * kStepColumns) +
+                                          kMostInvariantTiles * sizeof(Schedule::Active) <=
+                                      kSharedBytes,
               "no room for four stages beside so many tiles");
 
 // Stages that fit in front of the exchange if the largest tile has kTokens tokens; it may have tiles of 8 beside it.
