@@ -168,7 +168,7 @@ def subgroup(
 
     torch names a group that not all processes make by the number of groups that a process is in. Ranks that name it
     differently wait for each other in vain, and where groups were destroyed a name may come again. So a rank that is in
-    too few groups makes some of its own first, and destroys them afterwards.
+    too few groups counts some that are not there while it makes the group.
 
     Args:
         backend, timeout: as for `torch.distributed.new_group`; None for the default group's, and the parent's.
@@ -186,10 +186,9 @@ def subgroup(
     else:
         gather_texts("making a group", "", parent)  # in C++, the death of a rank would not be noticed
         num_missing = 0
-    alone = [
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc="moe_ep_alone")
-        for _ in range(num_missing)
-    ]
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    missing = {object(): f"moe_ep_missing_{number}" for number in range(num_missing)}
+    names.update(missing)
     try:
         return dist.new_group(
             members,
@@ -200,8 +199,8 @@ def subgroup(
             **unsorted,
         )
     finally:
-        for group in alone:
-            dist.destroy_process_group(group)
+        for group in missing:
+            del names[group]
 
 
 def _groups_missing(parent: dist.ProcessGroup, ranks: Sequence[int], members: Sequence[int]) -> int:

@@ -42,6 +42,27 @@ def test_ranks_that_are_in_different_numbers_of_groups_make_one_together() -> No
     assert [made for *_, made in results] == [2] * 4
 
 
+def group_where_one_of_a_rank_alone_has_the_next_name(rank: int, world_size: int) -> float:
+    """The sum over a subgroup that rank 0 makes while in as many groups as when it made one that still is there."""
+    world = dist.new_group()
+    first = dist.new_group([rank], use_local_synchronization=True)
+    second = dist.new_group([rank], use_local_synchronization=True)
+    if rank == 0:
+        dist.destroy_process_group(first)
+    pair = subgroup(world, [0, 1], "pair") if rank < 2 else dist.group.WORLD
+    number = torch.tensor(10.0**rank)
+    if rank < 2:
+        dist.all_reduce(number, group=pair)
+    dist.destroy_process_group(second)
+    if rank:
+        dist.destroy_process_group(first)
+    return float(number)
+
+
+def test_a_subgroup_beside_one_whose_name_would_come_again() -> None:
+    assert ranks(3).run(group_where_one_of_a_rank_alone_has_the_next_name) == [11, 11, 100]
+
+
 def alone_where_two_should_be(rank: int, world_size: int) -> str:
     world = dist.new_group()
     assert world is not None

@@ -112,7 +112,7 @@ def test_level_ranks_are_no_reason_to_leave_groups_on_several_hosts():
     [
         (8, 0, "hash-rank", 0.85),
         (16, 0, "hash-rank", 0.73),
-        (8, 8, "hash-rank", 0.87),
+        (8, 8, "hash-rank", 0.865),
         (16, 16, "hash-rank", 0.78),
         (8, 8, "levelled", 0.935),
         (16, 16, "levelled", 0.87),
