@@ -37,7 +37,8 @@ class RankReport:
         balancedness: of all steps and layers together.
         eplb: what balancing did, None without it.
         placement: where it left the experts, of rank 0 where it is to be saved.
-        choices: (step, layer position, ids int32 `[T, top_k]`) of this rank's tokens, where they are recorded.
+        choices: of each step ids int16 `[T, layers, top_k]` of this rank's tokens and the router's weights f32 or None,
+            where they are recorded.
         errors: layer -> largest relative error over all ranks' tokens, for the layers this rank verified.
         errors_of_quantizing: the same against the weights on disk, where --quantize has changed them.
     """
@@ -62,7 +63,7 @@ class RankReport:
     why_eager: str | None = None
     eplb: dict[str, Any] | None = None
     placement: PlacementFile | None = None
-    choices: list[tuple[int, int, Any]] = field(default_factory=list)
+    choices: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     errors: dict[int, float] = field(default_factory=dict)
     errors_of_quantizing: dict[int, float] = field(default_factory=dict)
 

@@ -45,6 +45,8 @@ def _file(raw: str) -> Path:
     return input_file(raw, "it must name a file").absolute()
 
 
+# Options of routing, which mean something without --eplb too.
+_WITHOUT_EPLB = ("eplb", "routing", "record_routing", "record_routed_weights")
 _share = number("a number from 0 to 1", lambda share: 0 <= share <= 1)
 
 
@@ -88,14 +90,20 @@ class EplbOptions:
     record_routing: Path | None = option(
         None, output_file, "write the experts that every token chose (moe_ep.read_routed_experts)", "FILE"
     )
+    record_routed_weights: bool = option(False, None, "write the router's weights too; with --record-routing")
 
     def check_eplb(self) -> None:
-        """Raises OptionError for an option that means nothing without --eplb."""
+        """Raises OptionError for an option that means nothing without another one."""
+        if self.record_routed_weights and (self.record_routing is None or self.record_routing.suffix == ".npz"):
+            raise OptionError(
+                f"--record-routed-weights is given with --record-routing {self.record_routing}; name a file that is no "
+                f".npz"
+            )
         if self.eplb:
             return
         for item in fields(EplbOptions):
             value = getattr(self, item.name)
-            if item.name not in ("eplb", "routing", "record_routing") and value != item.default:
+            if item.name not in _WITHOUT_EPLB and value != item.default:
                 raise OptionError(f"{flag(item.name)} is {str(value)!r} without --eplb; add --eplb or leave it out")
 
     def placement(self) -> PlacementFile | None:

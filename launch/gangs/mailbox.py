@@ -12,20 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# The store takes at most 8 MiB at once.
-_PART_BYTES = 4 << 20
 _PREFIX = "moe_ep/mailbox"
 
 
 def put(store: dist.Store, key: str, value: Any) -> None:
     """Leaves a value of any size; a key is used once."""
     from moe_ep.distributed.plain_data import encode
+    from moe_ep.distributed.store import set_text
 
-    data = encode(value).decode()  # ASCII
-    starts = range(0, len(data), _PART_BYTES)
-    for number, start in enumerate(starts):
-        store.set(f"{_PREFIX}/{key}/{number}", data[start : start + _PART_BYTES])
-    store.set(f"{_PREFIX}/{key}", str(len(starts)))
+    set_text(store, f"{_PREFIX}/{key}", encode(value).decode())
 
 
 def is_there(store: dist.Store, key: str) -> bool:
@@ -36,12 +31,11 @@ def is_there(store: dist.Store, key: str) -> bool:
 def take(store: dist.Store, key: str) -> Any:
     """A value that was left, and waits for it; it is gone from the store afterwards."""
     from moe_ep.distributed.plain_data import decode
+    from moe_ep.distributed.store import delete_text, get_text
 
-    parts = [f"{_PREFIX}/{key}/{number}" for number in range(int(store.get(f"{_PREFIX}/{key}")))]
-    value = decode(b"".join(map(store.get, parts)))
-    for name in (f"{_PREFIX}/{key}", *parts):
-        store.delete_key(name)
-    return value
+    text = get_text(store, f"{_PREFIX}/{key}")
+    delete_text(store, f"{_PREFIX}/{key}", len(text))
+    return decode(text.encode())
 
 
 class ItemSender:

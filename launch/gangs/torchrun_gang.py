@@ -277,15 +277,18 @@ def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args
     """What the function returned on all ranks, on rank 0; the store of the attempt is left in `stores`."""
     import torch.distributed as dist
 
-    from moe_ep.distributed.exchange import gather_values
+    from moe_ep.distributed.exchange import gather_texts
     from moe_ep.distributed.failure_detection import timeout_of
 
     stores.append(init_process_group(rank_env))
     value = fn(rank_env, *args)
     # The others may have much to do still.
     limit = timeout_of(dist.distributed_c10d._get_default_group())
-    results = gather_values("results", value, timeout_s=None if limit is None else limit.total_seconds())
-    return results if rank_env.rank == 0 else None
+    mailbox.put(stores[0], _result_key(rank_env.rank), value)
+    gather_texts("results", timeout_s=None if limit is None else limit.total_seconds())
+    if rank_env.rank > 0:
+        return None
+    return [mailbox.take(stores[0], _result_key(rank)) for rank in range(rank_env.world_size)]
 
 
 def _agree_on_failure(failure: WorkerFailure, store: Any) -> tuple[WorkerFailure, bool]:

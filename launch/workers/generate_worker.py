@@ -267,6 +267,7 @@ def _routing(folder: Path, steps: StepCoordinator, completions: Sequence[Complet
         ids={index: routing.ids.numpy() for index, routing in found.items()},
         weights={index: routing.weights.numpy() for index, routing in found.items() if routing.weights is not None},
         num_experts=max(map(num_columns, steps.layers)),
+        num_identities=max(num_columns(layer) - layer.num_experts for layer in steps.layers),
         model=model,
     )
 

@@ -15,6 +15,7 @@ from moe_ep.eplb.trace import RoutingTrace
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.launch.cli.report import RankReport
 from moe_ep.launch.cli.run_config import RunConfig, read_texts
+from moe_ep.rollouts.routing_file import RoutingFile
 
 
 class TokenSource:
@@ -122,19 +123,21 @@ class RoutingSource:
 
 
 def save_routing(path: Path, ranks: Sequence[RankReport]) -> None:
-    """Writes the choices that the ranks kept, as a trace."""
-    blocks = [(step, layer, rank.rank, ids) for rank in ranks for step, layer, ids in rank.choices]
-    sizes = [len(ids) for *_, ids in blocks]
-    steps, layers, of_ranks = (np.repeat([block[i] for block in blocks], sizes).astype(np.int32) for i in range(3))
+    """Writes the choices that the ranks kept: a file of recorded routing, or a trace of .npz."""
     model = ranks[0].model
-    RoutingTrace(
-        ids=np.concatenate([ids for *_, ids in blocks]),
-        layer=layers,
-        step=steps,
-        rank=of_ranks,
-        num_experts=model["num_experts"],
+    chosen = {step * len(ranks) + rank.rank: pair for rank in ranks for step, pair in rank.choices.items()}
+    file = RoutingFile(
+        ids={prompt: ids for prompt, (ids, _) in sorted(chosen.items())},
+        weights={prompt: weights for prompt, (_, weights) in sorted(chosen.items()) if weights is not None},
+        num_experts=model["num_experts"] + model["num_identities"],
+        num_identities=model["num_identities"],
         model=model["name"],
-    ).save(path)
+        num_ranks=len(ranks),
+    )
+    if path.suffix == ".npz":
+        RoutingTrace.of(file).save(path)
+    else:
+        file.save(path)
 
 
 def _load(path: Path, spec: MoEModelSpec, model: str) -> list[np.ndarray]:

@@ -95,7 +95,7 @@ class MeasuredSteps:
     Args:
         balancing: is told of every step's end; None without EPLB.
         on_step: is given the account of each step, of all ranks, on every rank.
-        keep_choices: keep in the report what the tokens chose.
+        keep_choices, keep_weights: keep in the report what the tokens chose, and with which weights.
     """
 
     def __init__(
@@ -110,9 +110,11 @@ class MeasuredSteps:
         dtype: torch.dtype,
         on_step: Callable[[StepReport], None],
         keep_choices: bool,
+        keep_weights: bool = False,
     ) -> None:
         self._stack, self._source, self._routing, self._balancing = stack, source, routing, balancing
-        self._report, self._rank_env, self._dtype, self._keep_choices = report, rank_env, dtype, keep_choices
+        self._report, self._rank_env, self._dtype = report, rank_env, dtype
+        self._keep_choices, self._keep_weights = keep_choices, keep_weights
         self._device = torch.device(rank_env.device)
         self._on_step = on_step
         self._captured: CapturedPass | None = None
@@ -175,10 +177,10 @@ class MeasuredSteps:
             block.moe.check()
         stage_ms = [{name: sum(spans) for name, spans in recorder.durations_ms().items()} for recorder in passed.stages]
         if counts is None or self._keep_choices:
-            choices = self._choices(passed.inputs, logits)
+            weights, choices = self._choices(passed.inputs, logits)
             if self._keep_choices:
-                kept = [(step, layer, ids.numpy().astype(np.int32)) for layer, ids in enumerate(choices)]
-                self._report.choices += kept
+                kept = torch.stack(weights, dim=1).float().numpy() if self._keep_weights else None
+                self._report.choices[step] = torch.stack(choices, dim=1).numpy().astype(np.int16), kept
             if counts is None:
                 layers = [block.moe for block in self._stack.layers()]
                 counts = torch.stack([self._load_per_rank(*each) for each in zip(layers, choices, strict=True)])
@@ -196,12 +198,15 @@ class MeasuredSteps:
             )
         )
 
-    def _choices(self, inputs: list[torch.Tensor], logits: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """What this rank's tokens chose in each layer, `[T, top_k]` on the host."""
-        return [
-            block.choices(hidden_states, None if logits is None else logits[position]).cpu()
+    def _choices(
+        self, inputs: list[torch.Tensor], logits: list[torch.Tensor] | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The weights and ids `[T, top_k]` of this rank's tokens in each layer, on the host."""
+        chosen = [
+            block.choices(hidden_states, None if logits is None else logits[position])
             for position, (block, hidden_states) in enumerate(zip(self._stack.layers(), inputs, strict=True))
         ]
+        return [weights.cpu() for weights, _ in chosen], [ids.cpu() for _, ids in chosen]
 
     def forget_load(self) -> None:
         """Forgets what was counted of a pass that is not measured, or did not end."""
@@ -215,8 +220,9 @@ class MeasuredSteps:
             loads = moe.eplb_state.expert_load_view.cpu().long()
             return loads.view(moe.parallel_config.ep_size, -1).sum(dim=1)
         chosen = ids.flatten().long()
-        owners = expert_owner_table(self._rank_env.world_size, self._stack.layers()[0].moe.num_experts)
-        return torch.bincount(owners[chosen[chosen >= 0]].long(), minlength=self._rank_env.world_size)
+        owners = expert_owner_table(self._rank_env.world_size, moe.num_experts)
+        routed = chosen[(chosen >= 0) & (chosen < moe.num_experts)]
+        return torch.bincount(owners[routed].long(), minlength=self._rank_env.world_size)
 
     def _wait_for_all(self) -> None:
         if self._device.type == "cuda":

@@ -92,6 +92,7 @@ def run_worker(
                 dtype=dtype,
                 on_step=on_step,
                 keep_choices=config.record_routing is not None,
+                keep_weights=config.record_routed_weights,
             )
             with closing(steps):
                 if membership is None or elastic is None:
@@ -359,6 +360,7 @@ def _new_report(
             "family": spec.family,
             "moe_layers": list(spec.router_layers),
             "num_experts": spec.num_experts,
+            "num_identities": spec.routing.zero_expert_num,
             "top_k": spec.top_k,
             "hidden_size": spec.hidden_size,
             "intermediate_size": spec.moe_intermediate_size,

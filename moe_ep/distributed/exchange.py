@@ -30,12 +30,21 @@ from moe_ep import env
 from moe_ep.distributed.failure_detection import FailureDetector, deadline_of
 from moe_ep.distributed.liveness import machine
 from moe_ep.distributed.plain_data import decode, encode
-from moe_ep.distributed.store import close_at_exit, name_in_store, rendezvous_store
+from moe_ep.distributed.store import (
+    close_at_exit,
+    delete_text,
+    get_text,
+    name_in_store,
+    rendezvous_store,
+    set_text,
+)
 from moe_ep.errors import DispatchTimeoutError, rank_list
 
 _VALUE_BITS = 32
 
 _counts: Counter[str] = Counter()
+# Characters of this rank's part of the last exchange of each name.
+_lengths: dict[str, int] = {}
 # The answers of a group's ranks, by question.
 _answers: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, tuple[Any, ...]]] = WeakKeyDictionary()
 # The exchanges by which the ranks of a group learn of the largest number of tokens.
@@ -69,7 +78,7 @@ def gather_texts(
         prefix += f"/{'-'.join(map(str, ranks))}"
     number = _counts[prefix] = _counts[prefix] + 1
     keys = {rank: f"{prefix}/{number}/{rank}" for rank in members}
-    store.set(keys[detector.rank], text)
+    set_text(store, keys[detector.rank], text)
 
     def absent() -> list[int]:
         return [rank for rank, key in keys.items() if not store.check([key])]
@@ -91,10 +100,11 @@ def gather_texts(
             f"must make the same layers and backends in the same order",
             list(reasons) or missing,
         ) from None
-    found = [store.get(key).decode() for key in keys.values()]
+    found = [get_text(store, key) for key in keys.values()]
     # Whoever has come to this exchange has read all of the one before.
     with suppress(RuntimeError):
-        store.delete_key(f"{prefix}/{number - 1}/{detector.rank}")
+        delete_text(store, f"{prefix}/{number - 1}/{detector.rank}", _lengths.get(prefix, 0))
+    _lengths[prefix] = len(text)
     return found
 
 
@@ -128,6 +138,7 @@ def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
 def count_exchanges_anew() -> None:
     """Forgets the numbers of the exchanges so far, as the default group is made again, over a store without them."""
     _counts.clear()
+    _lengths.clear()
 
 
 def check_agreement(name: str, settings: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:

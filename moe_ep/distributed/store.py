@@ -22,6 +22,8 @@ T = TypeVar("T")
 # How often the thread looks. Whoever waits for an answer must give it several times as long.
 LOOK_S = 0.5
 _CLOSE_S = 1.0
+# The store refuses values of more than 8 MiB; a character is at most 4 bytes.
+PART_CHARACTERS = 1 << 20
 
 _names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 _namesakes: Counter[str] = Counter()
@@ -65,6 +67,27 @@ def name_in_store(group: dist.ProcessGroup) -> str:
 def name_groups_anew() -> None:
     """Forgets the names of the groups so far: the default group is made again, over a store that knows none of them."""
     _namesakes.clear()
+
+
+def set_text(store: dist.Store, key: str, text: str) -> None:
+    """Leaves a text of any size: its first part under the key, behind how many more there are, and those before it."""
+    first, *others = [text[start : start + PART_CHARACTERS] for start in range(0, len(text), PART_CHARACTERS)] or [""]
+    for number, part in enumerate(others):
+        store.set(f"{key}/{number}", part)
+    store.set(key, f"{len(others)} {first}")
+
+
+def get_text(store: dist.Store, key: str) -> str:
+    """A text that `set_text` left, and waits for it."""
+    count, _, first = store.get(key).partition(b" ")
+    return first.decode() + "".join(store.get(f"{key}/{number}").decode() for number in range(int(count)))
+
+
+def delete_text(store: dist.Store, key: str, num_characters: int) -> None:
+    """Removes a text of so many characters."""
+    for number in range((num_characters - 1) // PART_CHARACTERS):
+        store.delete_key(f"{key}/{number}")
+    store.delete_key(key)
 
 
 def ask_store(question: Callable[[dist.Store], T], limit_s: float) -> T:

@@ -135,7 +135,7 @@ class RoutingTrace:
             FileNotFoundError: there is none.
         """
         if is_routing_file(path):
-            return cls._of(RoutingFile.load(path))
+            return cls.of(RoutingFile.load(path))
         arrays = read_arrays(path)
         missing = [name for name in _NAMES if name not in arrays]
         if missing:
@@ -152,17 +152,20 @@ class RoutingTrace:
             raise ValueError(f"{path} is not a routing trace: {error}") from None
 
     @classmethod
-    def _of(cls, file: RoutingFile) -> RoutingTrace:
+    def of(cls, file: RoutingFile) -> RoutingTrace:
+        """The same choices, without those of identity experts, which no rank computes."""
         num_ranks = file.num_ranks or 1
         shapes = [ids.shape for ids in file.ids.values()]
         sizes = [tokens * layers for tokens, layers, _ in shapes]
         prompts = np.repeat(np.array(list(file.ids), dtype=np.int32), sizes)
+        num_experts = file.num_experts - file.num_identities
+        ids = np.concatenate([ids.reshape(-1, ids.shape[-1]) for ids in file.ids.values()]).astype(np.int32)
         return cls(
-            ids=np.concatenate([ids.reshape(-1, ids.shape[-1]) for ids in file.ids.values()]).astype(np.int32),
+            ids=np.where(ids < num_experts, ids, -1),
             layer=np.concatenate([np.tile(np.arange(layers, dtype=np.int32), tokens) for tokens, layers, _ in shapes]),
             step=prompts // num_ranks,
             rank=prompts % num_ranks,
-            num_experts=file.num_experts,
+            num_experts=num_experts,
             model=file.model,
         )
 

@@ -45,7 +45,6 @@ from moe_ep.layer import BatchBalance, FusedMoE
 from moe_ep.layer.elastic import ElasticSlots
 from moe_ep.layer.methods.online import ONLINE, OnlineConfig
 from moe_ep.modular_kernel.invariant_ops import invariant_ops
-from moe_ep.routing import select_experts
 
 QUANTIZE = ("none", *ONLINE)
 
@@ -183,7 +182,7 @@ class MoEBlock(FixedTensors):
         self.register_buffer("output_norm_weight", output_norm, persistent=False)
         self.register_buffer("router_weight", router.weight.float().to(device), persistent=False)
         self.register_buffer("router_bias", bias, persistent=False)
-        self._routing = spec.select_experts_options()
+        self._num_identities = spec.routing.zero_expert_num
         if slots is not None:
             num_redundant_experts = slots.num_redundant_experts(spec.num_experts)
         # Parameters are created on their final device: a shard may not fit into host memory twice.
@@ -252,13 +251,15 @@ class MoEBlock(FixedTensors):
         """The router's logits, or those given in their place, in which nothing goes to identity experts."""
         if given is None:
             return self.router_logits(hidden_states)
-        return pad(given, (0, self._routing["zero_expert_num"]), value=float("-inf"))
+        return pad(given, (0, self._num_identities), value=float("-inf"))
 
-    def choices(self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The logical experts `[T, top_k]` that the layer chooses for MoE inputs `[T, K]`, or for the given logits."""
-        logits = self._logits(hidden_states, router_logits)
-        bias = self.moe.e_score_correction_bias
-        return select_experts(hidden_states, logits, e_score_correction_bias=bias, **self._routing)[1]
+    def choices(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The router's (weights, logical ids) `[T, top_k]` for MoE inputs `[T, K]`, or for the given logits; identity
+        experts have ids from E on."""
+        with invariant_ops(self.moe.batch_invariant):
+            return self.moe.router.choose(hidden_states, self._logits(hidden_states, router_logits))
 
     def _experts(self, hidden_states: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """From `[T, K]` to `[T, K]`, shared experts included."""

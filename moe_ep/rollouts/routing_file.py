@@ -7,6 +7,7 @@ metadata says:
 
     format       "moe_ep routed experts 1"
     num_experts  ids that a router can choose, identity experts included
+    num_identities  how many of these, the last ones, are identity experts
     model        what the model is called
     num_ranks    in a file of `moe-ep run` only: prompt step * num_ranks + rank holds the tokens of a rank in a step
 """
@@ -41,6 +42,7 @@ class RoutingFile:
         ids: int16 `[tokens, layers, top_k]` by prompt, -1 for no expert.
         weights: f32 of the same shapes; empty where they were not recorded.
         num_experts: ids that a router can choose, identity experts included.
+        num_identities: how many of these, the last ones, are identity experts.
         model: what the model is called.
         num_ranks: of a run, whose prompt step * num_ranks + rank holds a rank's tokens of a step; None for prompts.
     """
@@ -49,17 +51,19 @@ class RoutingFile:
     weights: Mapping[int, Array]
     num_experts: int
     model: str
+    num_identities: int = 0
     num_ranks: int | None = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file; one that is there is replaced whole or not at all."""
         from safetensors.numpy import save
 
-        tensors = {str(index): _stored(ids, self.num_experts) for index, ids in self.ids.items()}
+        tensors = {str(index): _stored(ids) for index, ids in self.ids.items()}
         tensors |= {
             f"{index}{_WEIGHTS}": np.ascontiguousarray(weights, np.float32) for index, weights in self.weights.items()
         }
-        metadata = {"format": _FORMAT, "num_experts": str(self.num_experts), "model": self.model}
+        numbers = {"num_experts": str(self.num_experts), "num_identities": str(self.num_identities)}
+        metadata = {"format": _FORMAT, **numbers, "model": self.model}
         if self.num_ranks is not None:
             metadata["num_ranks"] = str(self.num_ranks)
         content = save(tensors, metadata)
@@ -98,14 +102,15 @@ class RoutingFile:
                 weights=dict(sorted(weights.items())),
                 num_experts=int(metadata["num_experts"]),
                 model=metadata["model"],
+                num_identities=int(metadata.get("num_identities", 0)),
                 num_ranks=None if num_ranks is None else int(num_ranks),
             )
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no file of recorded routing: {error}; record one with moe-ep") from None
 
 
-def _stored(ids: Array, num_experts: int) -> Array:
-    if num_experts <= _NONE:
+def _stored(ids: Array) -> Array:
+    if ids.max(initial=-1) < _NONE:
         return np.ascontiguousarray(np.where(ids < 0, _NONE, ids), np.uint8)
     return np.ascontiguousarray(ids, np.int16)
 
@@ -147,7 +152,10 @@ def read_routed_experts(path: str | os.PathLike[str], with_weights: bool = False
     if not with_weights:
         return {index: torch.from_numpy(ids) for index, ids in file.ids.items()}
     if missing := [index for index in file.ids if index not in file.weights]:
-        raise ValueError(f"{path} has no weights of prompt {missing[0]}; record them too (--return-routed-weights)")
+        raise ValueError(
+            f"{path} has no weights of prompt {missing[0]}; record them too (--return-routed-weights of generate, "
+            f"--record-routed-weights of run)"
+        )
     return {index: (torch.from_numpy(ids), torch.from_numpy(file.weights[index])) for index, ids in file.ids.items()}
 
 

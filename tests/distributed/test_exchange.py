@@ -60,6 +60,8 @@ def tell(rank: int, world_size: int) -> list[Any]:
     told: list[Any] = [gather_texts("names", f"{rank} of {world_size}: {number}") for number in range(3)]
     if rank in odd:
         told.append(gather_texts("names", str(rank), ranks=odd))
+    # More than the store takes at once, and after it less again.
+    told.append([len(text) for size in (12_000_000, 5) for text in gather_texts("sizes", "é" * (size if rank else 0))])
     told.append(answers_of_ranks(("colour", rank < 2), {"rank": rank, "is": [None, rank / 2]}))
     told.append(answers_of_ranks(("colour", rank < 2), "asked once"))
     with pytest.raises(ValueError) as error:
@@ -72,7 +74,8 @@ def test_texts_of_all_ranks() -> None:
     results = ranks(4).run(tell)
     texts = [[f"{rank} of 4: {number}" for rank in range(4)] for number in range(3)]
     answers = tuple({"rank": rank, "is": [None, rank / 2]} for rank in range(4))
-    for rank, (first, second, third, *some, once, again, error) in enumerate(results):
+    for rank, (first, second, third, *some, sizes, once, again, error) in enumerate(results):
+        assert sizes == [0, *[12_000_000] * 3, 0, 5, 5, 5]
         assert [first, second, third] == texts and some == ([["1", "3"]] if rank in (1, 3) else [])
         assert once == again == answers
         assert "size is 4 on rank 0 1, 5 on rank 2 3" in error and "dtype" not in error

@@ -39,9 +39,9 @@ def ran(rank: int, world_size: int, folder: str, graphs: bool | None) -> tuple[R
 
 
 def choices(report: RankReport) -> torch.Tensor:
-    """int32 `[steps, layers, T, top_k]`, each token's in order of their ids."""
-    ids = torch.stack([torch.from_numpy(found) for _, _, found in report.choices])
-    return ids.unflatten(0, (STEPS, -1)).sort(dim=-1).values
+    """int16 `[steps, layers, T, top_k]`, each token's in order of their ids."""
+    ids = torch.stack([torch.from_numpy(found) for found, _ in report.choices.values()])
+    return ids.transpose(1, 2).sort(dim=-1).values
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

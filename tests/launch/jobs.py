@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOREVER_S = 3600
 
 
-def describe(rank_env: RankEnv, start: int) -> dict[str, Any]:
-    """Who this rank is, and a sum over all of them."""
+def describe(rank_env: RankEnv, start: int, num_rows: int = 0) -> dict[str, Any]:
+    """Who this rank is, a sum over all of them, and rows of bytes."""
+    import numpy as np
     import torch
     import torch.distributed as dist
 
@@ -38,6 +39,7 @@ def describe(rank_env: RankEnv, start: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "asked_threads": os.environ.get("OMP_NUM_THREADS"),
         "pid": os.getpid(),
+        "rows": np.full(num_rows, rank_env.rank, np.uint8),
     }
 
 

@@ -42,7 +42,7 @@ def test_experts_move_and_everything_is_verified(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace_file, placement_file = tmp_path / "trace.safetensors", tmp_path / "placement.json"
-    outputs = ["--record-routing", str(trace_file), "--save-placement", str(placement_file)]
+    outputs = ["--record-routing", str(trace_file), "--record-routed-weights", "--save-placement", str(placement_file)]
     outputs += ["--trace", str(tmp_path / "ranges")]
     text, lines = run(capsys, model, tmp_path / "a.jsonl", "--eplb", "--routing", "zipf:1.5", *outputs)
     *steps, summary = lines
@@ -67,7 +67,10 @@ def test_experts_move_and_everything_is_verified(
 
     trace = RoutingTrace.load(trace_file)
     num_steps = sum(found["steps"] for found in phases.values())
-    routing = moe_ep.read_routed_experts(trace_file)
+    weighted = moe_ep.read_routed_experts(trace_file, with_weights=True)
+    routing = {prompt: ids for prompt, (ids, _) in weighted.items()}
+    assert all(weights.shape == ids.shape for ids, weights in weighted.values())
+    assert all(torch.allclose(weights.sum(dim=-1), torch.ones(())) for _, weights in weighted.values())
     assert {ids.shape for ids in routing.values()} == {(T, L, 2)} and list(routing) == list(range(2 * num_steps))
     of_one = (trace.step == 3) & (trace.rank == 1)
     for layer in range(L):

@@ -105,7 +105,8 @@ if __name__ == "__main__":
     except MoeEpError as error:
         sys.exit(str(error))
     if gang.is_driver:
-        print([(r["rank"], r["world_size"], r["local_rank"], r["sum"], r["source"]) for r in results])
+        names = ("rank", "world_size", "local_rank", "sum", "source")
+        print([(*map(r.get, names), int(r["rows"].sum())) for r in results])
 """
 
 
@@ -118,8 +119,10 @@ def endpoint() -> str:
 
 
 def test_two_agents() -> None:
-    outputs = [agent.communicate(timeout=240) for agent in start_agents(endpoint(), "describe", "10")]
-    found = [(rank, 4, rank % 2, 46, "torchrun") for rank in range(4)]
+    num_rows = 7_000_000  # results that are larger than what the store takes at once
+    agents = start_agents(endpoint(), "describe", "10", str(num_rows))
+    outputs = [agent.communicate(timeout=240) for agent in agents]
+    found = [(rank, 4, rank % 2, 46, "torchrun", rank * num_rows) for rank in range(4)]
     assert sorted(out for out, _ in outputs) == ["", f"{found}\n"], outputs
 
 
@@ -136,7 +139,7 @@ def test_of_two_agents_each_says_once_who_failed(victim: str, tmp_path: Path) ->
         os.kill(killed.pid if victim == "agent" else last, signal.SIGKILL)
     started = time.monotonic()
     errors = {agent: agent.communicate(timeout=60)[1] for agent in agents}
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40  # far from the deadline
     assert jobs.all_end(pids)
     expected = "killed by SIGKILL" if victim == "worker" else "agent" if victim == "agent" else "was ended"
     for agent, error in errors.items():
