@@ -4,7 +4,7 @@ Every wait of the host for another rank goes through a `FailureDetector`, which 
 
 - A process that has ended is noticed within a second or two (`moe_ep.distributed.liveness`).
 - Error broadcast: a rank that cannot take part in a step leaves the reason in the rendezvous store. Its peers read it
-  and end their waits, unless that rank takes part again within `_REFUSAL_GRACE_S`.
+  and end their waits, unless that rank takes part again within `_REFUSAL_GRACE_S` of a wait.
 - At a deadline, and where connections broke off, a rank asks all others through the store whether they wait in a step
   too, or live, which a thread of theirs answers. Ranks that do not answer have failed; if it was a deadline, so have
   those that live and are in no step. The others are told and end their steps. The first rank that knows says so for
@@ -42,8 +42,9 @@ _STORE_OF_THE_DEAD_S = 1.0
 _POLL_S = 0.05
 # A wait goes on this long after a rank has ended: what it had sent may still arrive.
 _DEATH_GRACE_S = 1.0
-# A rank that refused its batch may come back with another one for so long.
-_REFUSAL_GRACE_S = 2.0
+# A rank that refused its batch may come back with another one for so long. Of every wait: ranks that all failed in one
+# step and all go on do not reach the next one at the same moment.
+_REFUSAL_GRACE_S = 3.0
 # Transports may time out slightly early; from 90 % of the deadline on a wait counts as timed out.
 _SURELY_IN_TIME = 0.9
 # A wait yields the processor for this long, then sleeps for a fiftieth of the time it has waited, within these bounds.
@@ -196,15 +197,15 @@ class FailureDetector:
 
     def wait_for(self, work: dist.Work, seconds: float) -> None:
         """Waits for a collective step on the CPU; RuntimeError if it fails or is late, or if a rank has failed."""
-        deadline = time.monotonic() + seconds
+        started = time.monotonic()
         with self.waiting(seconds):
             while True:
-                left = deadline - time.monotonic()
+                left = started + seconds - time.monotonic()
                 try:
                     work.wait(timedelta(seconds=max(min(left, _POLL_S), 1e-3)))
                     return
                 except RuntimeError:
-                    if not work.is_completed() and (left <= _POLL_S or self.is_hopeless()):
+                    if not work.is_completed() and (left <= _POLL_S or self.is_hopeless(started)):
                         raise
                     if work.is_completed():
                         work.wait(timedelta(seconds=LOOK_S))  # raises what it failed with
@@ -218,7 +219,8 @@ class FailureDetector:
         Args:
             missing: the ranks that are still waited for; None if that is not known.
         """
-        look = time.monotonic() + _POLL_S
+        started = time.monotonic()
+        look = started + _POLL_S
 
         def is_over() -> bool:
             nonlocal look
@@ -227,22 +229,28 @@ class FailureDetector:
             if time.monotonic() < look:
                 return False
             look = time.monotonic() + _POLL_S
-            return self.is_hopeless(missing)
+            return self.is_hopeless(started, missing)
 
         with self.waiting(seconds):
             if not comes_within(seconds, is_over) or not has_come():
-                raise RuntimeError("a rank failed" if self.is_hopeless(missing) else "the deadline has passed")
+                raise RuntimeError("a rank failed" if self.is_hopeless(started, missing) else "the deadline has passed")
 
-    def is_hopeless(self, missing: Callable[[], Collection[int]] | None = None) -> bool:
-        """Whether a wait for the ranks that are `missing` (None: for any) should end before its deadline."""
+    def is_hopeless(self, started: float = -math.inf, missing: Callable[[], Collection[int]] | None = None) -> bool:
+        """Whether a wait since `started` for the ranks that are `missing` (None: for any) should end before its
+        deadline."""
         if self.has_ended:
             return True
+        self._note_deaths()
+        now = time.monotonic()
+        failed = {rank for rank, since in self._dead_since.items() if now - since > _DEATH_GRACE_S}
+        failed |= {rank for rank, (_, since) in self._refusals.items() if now - max(since, started) > _REFUSAL_GRACE_S}
+        return bool(failed and (missing is None or failed.intersection(missing())))
+
+    def _note_deaths(self) -> None:
+        """From now on, the time since a death is known."""
         now = time.monotonic()
         for rank in self.dead():
             self._dead_since.setdefault(rank, now)
-        failed = {rank for rank, since in self._dead_since.items() if now - since > _DEATH_GRACE_S}
-        failed |= {rank for rank, (_, since) in self._refusals.items() if now - since > _REFUSAL_GRACE_S}
-        return bool(failed and (missing is None or failed.intersection(missing())))
 
     # Error broadcast.
 
@@ -362,7 +370,7 @@ class FailureDetector:
         if self.has_ended:
             return
         if self._processes is not None:
-            self.is_hopeless()  # from now on, the time since a death is known
+            self._note_deaths()
         if store.check([f"{self._prefix}/asked"]):
             store.set(self._key("answer", self.rank), _WAITS if self._waiting else _LIVES)
             self.has_ended = True

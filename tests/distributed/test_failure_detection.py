@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -43,6 +44,18 @@ def test_a_group_goes_on_without_excluded_ranks(store: dist.Store) -> None:
         detector.wait_until(1.0, lambda: True)
     # In the new epoch the next failure is a new one.
     assert wait(detectors[0], 0.2)[1] == Verdict(late=True, silent=[], elsewhere=[1])
+
+
+def test_a_rank_that_failed_before_may_come_to_the_next_step_a_little_later(store: dist.Store) -> None:
+    detectors = [FailureDetector("another", rank, 2) for rank in range(2)]
+    for detector in detectors:
+        detector.report(KeyError("expert"))
+    # Rank 0 knows it for longer than it would wait.
+    while not detectors[0].is_hopeless():
+        time.sleep(0.1)
+    # In the next step, rank 1 is half a second late.
+    comes = time.monotonic() + 0.5
+    detectors[0].wait_until(60, lambda: time.monotonic() > comes)
 
 
 @pytest.mark.parametrize(
