@@ -408,9 +408,6 @@ class RankExchange:
         arrived = rows.new_empty(sum(received), rows.size(1))
         steps = self._ranks.steps("balancing of a batch", rows.device)
         steps.all_to_all(arrived, rows, received, sent)
-        if not rows.is_cuda:
-            # gloo gains nothing from a third collective beside those of the dispatch, which hung once in a test.
-            steps.wait()
         return steps.then(lambda: arrived)
 
 

@@ -242,9 +242,17 @@ class FailureDetector:
             return True
         self._note_deaths()
         now = time.monotonic()
-        failed = {rank for rank, since in self._dead_since.items() if now - since > _DEATH_GRACE_S}
-        failed |= {rank for rank, (_, since) in self._refusals.items() if now - max(since, started) > _REFUSAL_GRACE_S}
-        return bool(failed and (missing is None or failed.intersection(missing())))
+        dead = {rank for rank, since in self._dead_since.items() if now - since > _DEATH_GRACE_S}
+        refusing = {rank for rank, (_, since) in self._refusals.items() if now - max(since, started) > _REFUSAL_GRACE_S}
+        if missing is not None and (dead or refusing):
+            waited_for = set(missing())
+            dead, refusing = dead & waited_for, refusing & waited_for
+        if dead or not refusing:
+            return bool(dead)
+        # The rank may have come back since the thread looked, which on a busy machine is long ago.
+        with suppress(RuntimeError):
+            return not refusing.isdisjoint(self.refusals())
+        return False
 
     def _note_deaths(self) -> None:
         """From now on, the time since a death is known."""
