@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -33,10 +33,12 @@ from moe_ep.dispatch.batch import (
 )
 from moe_ep.dispatch.placement import Placement, owners_of
 from moe_ep.dispatch.rank_group import RankGroup
+from moe_ep.errors import ConfigError
 from moe_ep.kernels.dispatch_rows import sum_rows
 from moe_ep.modular_kernel.contracts import BatchExchange, Dispatched, Dispatcher, Pending, Routing
 from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
     undelegated,
@@ -184,6 +186,21 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             lambda: self._begin_combine(output, expert_output, dispatched, reduce_impl),
             (output, expert_output, dispatched),
         )
+
+    def combine_slots(self, output: torch.Tensor, expert_output: torch.Tensor, dispatched: Dispatched) -> None:
+        """The combine of a batch-invariant layer without its sum: `output` `[T, topk, K]` gets the result of each slot,
+        unweighted, and zeros where a slot has no expert."""
+        handle: Handle = dispatched.handle
+        if not isinstance(handle.sent, SlotsSent):
+            raise ConfigError(
+                f"batch_invariant is set and a level of two_level is {type(self).__name__}, which returns no results "
+                f"of single slots; choose all_to_all"
+            )
+        slots = handle.sent.slots.view(-1, 1)
+        each = replace(handle, sent=handle.sent._replace(slots=slots), shape=(slots.size(0), output.size(2)))
+        as_they_are = replace(dispatched, handle=each, rows_are_weighted=True)
+        self.combine(output.view(*each.shape), expert_output, as_they_are, TopKWeightAndReduceContiguous())
+        handle.is_combined = True
 
     def pass_on(self, arrived: Dispatched, routing: Routing) -> Dispatched:
         """Dispatches rows that another backend handed over as codes, without dequantizing them."""

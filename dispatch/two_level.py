@@ -122,12 +122,14 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
     Rows arrive ordered by (local rank, host, token) of their sources. If rows are quantized, it is for the network
     alone, unless the experts read them so. The combine adds the experts of a rank, the ranks of a host in the order of
     their local ranks, and the hosts in theirs, each sum in f32 and rounded to the activations' dtype: deterministic,
-    one rounding more than `all_to_all`.
+    one rounding more than `all_to_all`. In a batch-invariant layer one row comes back for each slot, and the token's
+    rank adds them, with the bits of `all_to_all`.
 
     Args:
         moe_config, quant_config, process_group: as for all backends.
         levels: backends of the Standard format across hosts and within one; None for nvshmem_high_throughput, or
-            all_to_all where that cannot run.
+            all_to_all where that cannot run, or where
+            the layer is batch-invariant.
 
     Attributes:
         by_host: the ranks of each host by local rank, hosts in the order in which they are added up.
@@ -165,6 +167,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         has_room_for_any = all(level.max_num_tokens_per_rank() is None for level in (self._across, self._within))
         self._capacity = None if has_room_for_any else config.max_num_tokens
         self._num_ranks, self.by_host = config.ep_size, grid.members
+        self._is_batch_invariant = config.batch_invariant
 
     @classmethod
     def unusable_reason(cls) -> str | None:
@@ -172,7 +175,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
 
     @classmethod
     def depends_on_batch(cls) -> str | None:
-        return "it adds up the results of a host before they cross the network"
+        return None
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
@@ -235,13 +238,20 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
             check_tensor("output", output, handle.shape, handle.dtype, handle.device)
             is_wide = all(level.accepts_f32_output() for level in (self._within, self._across))
             dtype = wire_dtype(output.dtype) if is_wide else output.dtype
-            of_host = output.new_empty((len(across.rows), output.size(1)), dtype=dtype)
-            self._within.combine(of_host, expert_output, replace(dispatched, handle=within), reduce_impl)
+            here = replace(dispatched, handle=within)
+            if self._is_batch_invariant:
+                of_host = output.new_empty((*across.topk_ids.shape, output.size(1)), dtype=dtype)
+                self._within.combine_slots(of_host, expert_output, here)
+            else:
+                of_host = output.new_empty((len(across.rows), output.size(1)), dtype=dtype)
+                self._within.combine(of_host, expert_output, here, reduce_impl)
         self._across.combine(output, of_host, across, TopKWeightAndReduceNoOP())
 
 
 def _choose(moe_config: FusedMoEConfig, num_ranks: int, group: dist.ProcessGroup) -> str:
     """The backend of a level of so many ranks, the same on all ranks of the group."""
+    if moe_config.batch_invariant:
+        return _ANYWHERE  # results of single slots pass through both levels
     preferred: Any = ALL2ALL_BACKENDS.load(_PREFERRED)
     level = replace(moe_config, moe_parallel_config=FusedMoEParallelConfig(ep_size=num_ranks))
     runs_everywhere = all(answers_of_ranks(("runs", _PREFERRED), preferred.unusable_reason() is None, group))

@@ -1,6 +1,6 @@
 """What recording costs a decode step, and how long an update of weights takes beside a plain copy of the bytes.
 
-python scripts/bench_rollouts.py [--experts 128] [--device cpu] [--json results.jsonl]
+python scripts/bench_rollouts.py [--experts 128] [--device cpu] [--what recording] [--json results.jsonl]
 
 Updates are of one layer with the sizes of Qwen3-30B-A3B, in bf16; decoding is of a small model. Medians are printed; on
 CPUs of the CPU time of the process.
@@ -135,19 +135,20 @@ def measure_recording(device: torch.device, times: int) -> list[dict[str, Any]]:
     )
     model = moe_ep.parallelize(Qwen3MoeForCausalLM(config), device=device)
     requests = [Request(index, torch.randint(1, 512, (8,))) for index in range(8)]
-    num_steps = 31
+    num_steps = 7
     runs: dict[Any, list[float]] = {"nothing": [], "ids": [], "weights": []}
-    for _ in range(times + 1):
-        for records, seconds in runs.items():
+    # Short runs in turns, forwards and backwards: others on the machine, and its clock, meet all of them alike.
+    for turn in range(2 * times + 1):
+        for records in list(runs)[:: 1 - 2 * (turn % 2)]:
             settings: dict[str, Any] = {"max_new_tokens": num_steps + 1, "num_slots": 8, "stop_ids": []}
             generation = Generation(model, requests, **settings, records=records)
-            seconds.append(seconds_of(generation.run, device) / num_steps)
-    # The least: what others on the machine take is more than what recording takes.
-    least = {records: min(seconds[1:]) for records, seconds in runs.items()}
-    rows = [
-        {"what": f"decode step, recording {records}", "s": s, "more_than_without": s / least["nothing"] - 1}
-        for records, s in least.items()
-    ]
+            runs[records].append(seconds_of(generation.run, device) / num_steps)
+    rows: list[dict[str, Any]] = []
+    for records, seconds in runs.items():
+        ratios = [with_it / without for with_it, without in zip(seconds[1:], runs["nothing"][1:], strict=True)]
+        low, ratio, high = statistics.quantiles(ratios, n=4)
+        times_without = {"more_than_without": ratio - 1, "quartiles": [low - 1, high - 1], "pairs": len(ratios)}
+        rows.append({"what": f"decode step, recording {records}", "s": statistics.median(seconds[1:])} | times_without)
     layer = steps_of(model).layers[0]
     ids, weights = (torch.zeros(8, layer.top_k, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
     rows_of_tokens = torch.arange(8, device=device)
@@ -168,14 +169,19 @@ def main() -> None:
     parser = bench.parser
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--times", type=int, default=5, help="turns of updates, pairs of turns of recording")
+    parser.add_argument("--what", default="updates,recording", help="updates, recording, or both")
     args = bench.parse()
     device = torch.device(args.device)
-    for row in (*measure_updates(args.experts, device, args.times), *measure_recording(device, args.times)):
+    measured = {
+        "updates": partial(measure_updates, args.experts, device, args.times),
+        "recording": partial(measure_recording, device, args.times),
+    }
+    for row in (row for name in args.what.split(",") for row in measured[name]()):
         bench.keep(row)
         print(
             f"{row['what']}: {1e3 * row['s']:.1f} ms",
-            {k: round(v, 3) for k, v in row.items() if k not in ("what", "s")},
+            {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k not in ("what", "s")},
         )
 
 

@@ -96,18 +96,19 @@ def ending_within(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ending_after(seconds: float, doing: str) -> Iterator[None]:
-    """Ends the process if the block is not left within so many seconds, and says on stderr where it was.
+def ending_after(seconds: float, doing: str, way_out: str | None = None) -> Iterator[None]:
+    """Ends the process if the block is not left within so many seconds, and says so on stderr.
 
     For what no exception ends: a wait inside a library for a GPU or for a peer.
 
     Args:
         doing: what the block does, to be named.
+        way_out: what a user can do then; None to say where the block was instead.
     """
 
     def end(thread: int) -> None:
-        where = "".join(_stack_of(thread)[-_SHOWN_CALLS:])
-        _end(f"{doing} has not ended within {seconds:.3g} s, and the process ends; it was here:\n{where}", 1)
+        where = way_out or f"it was here:\n{''.join(_stack_of(thread)[-_SHOWN_CALLS:])}".rstrip()
+        _end(f"{doing} has not ended within {seconds:.3g} s, and the process ends; {where}\n", 1)
 
     timer = threading.Timer(seconds, end, (threading.get_ident(),))
     timer.daemon = True

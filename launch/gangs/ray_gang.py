@@ -674,7 +674,11 @@ def connect(
         _check_listening(address, min(_ANSWER_LIMIT_S, waiting.limit_of(timeout_s)))
         try:
             # Ray waits up to a minute for a node of this machine, and hears nothing.
-            limited = interrupts.ending_after(waiting.limit_of(timeout_s), f"joining the Ray cluster at {address}")
+            limited = interrupts.ending_after(
+                waiting.limit_of(timeout_s),
+                f"joining the Ray cluster at {address}",
+                "see there whether `ray status` lists this machine as a node, or raise MOE_EP_DISPATCH_TIMEOUT_S",
+            )
             with _own_sigterm_handler(), interrupts.ending_within(_JOIN_LIMIT_S), limited:
                 ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:

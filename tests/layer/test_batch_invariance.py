@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.layer.moe_oracle import load, make_inputs, make_weights
 from tests.ranks import ranks
 
-BACKENDS = ("all_to_all", "batched_all_to_all", "allgather_reducescatter")
+BACKENDS = ("all_to_all", "batched_all_to_all", "allgather_reducescatter", "two_level")
 T = 24
 # Sizes with ends that no vector fills, and sums that a BLAS library splits by the number of rows.
 E, K, N, TOP_K = 8, 160, 96, 3
@@ -75,6 +76,7 @@ def test_any_batch_has_the_bits_of_its_tokens_alone(batch: list[int], num_thread
 
 def on_ranks(rank: int, world_size: int, name: str, backends: tuple[str, ...], seed: int) -> list[torch.Tensor]:
     """What this rank's layers, one of each backend, make of its share of the tokens."""
+    os.environ["MOE_EP_RANKS_PER_HOST"] = "2"  # for two_level
     generator = torch.Generator().manual_seed(seed)
     owner = torch.randint(world_size, (T,), generator=generator)
     rows, logits = inputs_of(name)
@@ -84,6 +86,7 @@ def on_ranks(rank: int, world_size: int, name: str, backends: tuple[str, ...], s
         output = torch.full_like(rows, float("nan"))
         output[mine] = layer_of(name, all2all_backend=backend)(rows[mine], logits[mine])
         found.append(output)
+    del os.environ["MOE_EP_RANKS_PER_HOST"]
     return found
 
 
