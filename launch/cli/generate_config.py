@@ -11,7 +11,7 @@ from typing import Any
 from moe_ep.files import parse_json
 from moe_ep.generation.conversation import TEMPLATE_FIELDS, Conversation
 from moe_ep.launch.cli.gang_options import ElasticOptions
-from moe_ep.launch.cli.options import OptionError, at_least, input_file, number, option, output_file
+from moe_ep.launch.cli.options import OptionError, at_least, input_file, number, one_of, option, output_file
 
 _STDIN = Path("-")
 # Settings of a chat request that every prompt of a command has alike, with the option for each. Their values where they
@@ -120,7 +120,13 @@ class GenerateConfig(ElasticOptions):
     num_redundant_experts: int = option(
         0, at_least(0), "extra expert slots, over all workers, for replicas; with --eplb or --elastic", "N"
     )
-    graphs: bool = option(True, None, "decode in CUDA graphs, where the backend and the experts allow it")
+    graphs: bool = option(True, None, "run passes in CUDA graphs, where the backend and the experts allow it")
+    prefill_graphs: str = option(
+        "auto",
+        one_of("auto", "on", "off"),
+        "read prompts in CUDA graphs of a few sizes that passes are filled up to: auto (where possible), on (fill "
+        "them up where nothing can be captured, too) or off",
+    )
 
     def check(self) -> None:
         """Raises OptionError for options that do not fit together."""

@@ -25,7 +25,9 @@ class RankGeneration:
         refused: index, finish, error and rank of those that the model does not take.
         not_applied: settings of the model's generation_config.json that change which token is the likeliest, and are
             left out.
-        step_s: seconds of its steps by kind: prefill, decode (eager), replayed (decode in a CUDA graph), serve.
+        step_s: seconds of its steps by kind: prefill, decode (both eager), prefill_replayed, replayed (decode; both in
+            CUDA graphs), serve.
+        passes: whether prefill and decode run in CUDA graphs, or why not.
         elapsed_s: from the first step to the last, the same steps on every rank.
         rank_loads: rows that it sent to each rank, by layer, over all steps, or those since the ranks last changed.
         memory_bytes: on a GPU the most that was allocated, else the most the process ever held.
@@ -48,6 +50,7 @@ class RankGeneration:
     refused: list[dict[str, Any]]
     not_applied: dict[str, Any]
     step_s: dict[str, list[float]]
+    passes: dict[str, str]
     elapsed_s: float
     rank_loads: list[list[int]]
     memory_bytes: int
@@ -124,7 +127,8 @@ class GenerationReport:
             "elapsed_s": self.elapsed_s,
             "tokens_per_s_per_rank": [count / self.elapsed_s for count in num_tokens],
             "tokens_per_s": self._num_tokens / self.elapsed_s,
-            "step_ms": {kind: self.step_ms(kind) for kind in ("prefill", "decode", "replayed", "serve")},
+            "step_ms": {kind: self.step_ms(kind) for kind in first.step_s},
+            "passes": first.passes,
             "balancedness": self._balancedness(),
             "load_s": max(rank.load_s for rank in self.ranks),
             "memory_bytes_per_rank": [rank.memory_bytes for rank in self.ranks],
@@ -165,6 +169,8 @@ class GenerationReport:
             f"layers  backend {prefill if prefill == decode else f'{prefill} for prompts, {decode} for decoding'}, "
             f"experts {summary['experts']}, {summary['dtype']}"
         )
+        yield f"prefill {summary['passes']['prefill']}"
+        yield f"decode  {summary['passes']['decode']}"
         yield ""
         yield f"{'rank':>4}{'prompts':>9}{'tokens':>8}{'tokens/s':>12}{'memory':>13}  where"
         for rank, speed in zip(self.ranks, summary["tokens_per_s_per_rank"], strict=True):
@@ -197,7 +203,8 @@ class GenerationReport:
     def _times(step_ms: dict[str, dict[str, float] | None]) -> Iterator[str]:
         yield f"{'ms of a step of one rank':<26}{'median':>10}{'p99':>10}{'steps':>8}"
         for kind, label in (
-            ("prefill", "reading prompts"),
+            ("prefill", "reading prompts, eager"),
+            ("prefill_replayed", "reading, CUDA graph"),
             ("decode", "decoding, eager"),
             ("replayed", "decoding, CUDA graph"),
             ("serve", "serving other ranks"),

@@ -110,6 +110,7 @@ def run_generate(
         max_length=tokenizer.context_length,
         prefill_tokens=config.prefill_tokens,
         graphs=config.graphs,
+        prefill_graphs=config.prefill_graphs,
         logprobs=config.logprobs,
         records=_records(config),
         on_progress=relay.collect,
@@ -146,6 +147,7 @@ def run_generate(
             told for told in refused if told["rank"] == rank_env.rank and (membership is None or not membership.ep_rank)
         ],
         step_s=asdict(generation.times),
+        passes=generation.how_passes_run(),
         elapsed_s=elapsed_s,
         rank_loads=_rank_loads(steps),
         memory_bytes=peak_memory(device),

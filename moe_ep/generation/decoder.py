@@ -1,40 +1,38 @@
-"""Runs one rank's passes of a parallelized model: reads prompts into slots, and decodes all slots by one token, in a
-CUDA graph."""
+"""Runs one rank's passes of a parallelized model, in CUDA graphs where possible: reads prompts into slots, and decodes
+all slots by one token."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moe_ep.errors import ConfigError
+from moe_ep.errors import ConfigError, one_of
 from moe_ep.generation.fused_modules import FusedModules
-from moe_ep.generation.slot_cache import (
-    SequenceTable,
-    SlotCache,
-    as_models_take,
-    can_attend,
-    refuses_invariance,
-    slot_attention,
-)
+from moe_ep.generation.prompts import Buckets, PromptBatch, packed_prompts, padded_prompts
+from moe_ep.generation.slot_cache import SlotCache, as_models_take, can_attend, refuses_invariance, slot_attention
 from moe_ep.hf.parallelized import steps_of
+from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS
 from moe_ep.modular_kernel.invariant_ops import invariant_ops
 from moe_ep.rollouts.recording import Choices, RoutingLog
 
 # What is recorded of the routing.
 Records = Literal["nothing", "ids", "weights"]
+PREFILL_GRAPHS = ("auto", "on", "off")
+# What a rank does in a step.
+Doing = Literal["prefill", "decode", "serve"]
 
 logger = logging.getLogger(__name__)
 
-# Eager passes before the capture; they compile, connect and allocate what is needed once.
+# Eager passes before the capture of decoding; they compile, connect and allocate what is needed once. Where ranks read
+# prompts one is enough, as they have made others before.
 WARM_UP_PASSES = 2
 # For attention with masks: all of torch's kernels but cuDNN's, which takes tens of milliseconds to plan a new shape.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -89,15 +87,27 @@ class SlotDecoder:
         model: as `parallelize` returns it.
         num_slots: sequences that decode together.
         max_length: of a sequence, prompt and continuation.
-        graphs: whether decoding may be captured in CUDA graphs; it is where backend and experts allow it.
+        graphs: whether passes may be captured in CUDA graphs; they are where backend and experts allow it.
         records: what is recorded of each sequence's routing: nothing, "ids", or "weights" too.
+        prefill_graphs: "auto" fills passes that read prompts up to a bucket of rows and captures these, where that is
+            possible; "on" fills them up also where nothing is captured, as on CPUs; "off" does neither.
+        prefill_tokens: rows of the largest bucket, unless the backend takes fewer.
 
     Raises:
-        ConfigError: a model with a cache class of its own, or one that cannot keep batch_invariant.
+        ConfigError: a model with a cache class of its own, one that cannot keep batch_invariant, or with prefill_graphs
+            "on" one whose passes cannot be filled up.
     """
 
     def __init__(
-        self, model: Any, num_slots: int, max_length: int, *, graphs: bool, records: Records = "nothing"
+        self,
+        model: Any,
+        num_slots: int,
+        max_length: int,
+        *,
+        graphs: bool,
+        records: Records = "nothing",
+        prefill_graphs: str = "off",
+        prefill_tokens: int = PREFILL_MAX_NUM_TOKENS,
     ) -> None:
         if not model._supports_default_dynamic_cache():
             raise ConfigError(
@@ -133,14 +143,40 @@ class SlotDecoder:
         if records != "nothing":
             self._log = RoutingLog(self.steps.layers, num_slots * max_length, weights=records == "weights")
             self._recording.enter_context(self._log.recording(self.steps.layers))
-        self._graphs = graphs
+        if prefill_graphs not in PREFILL_GRAPHS:
+            raise ValueError(one_of("prefill_graphs", prefill_graphs, PREFILL_GRAPHS))
+        if prefill_graphs == "on" and (reason := self._why_not_packed()):
+            raise ConfigError(f"prefill_graphs is on and {reason}; leave it at auto")
+        self._graphs, self._prefill_graphs, self._prefill_tokens = graphs, prefill_graphs, prefill_tokens
         self.capture_anew()
 
     def capture_anew(self) -> None:
-        """Captures decoding once more, of other ranks' layers."""
-        graphs = self._graphs and self._can_capture()
-        self._decode = _Captured(self._decode_pass, self.steps, self.num_slots, graphs)
-        self._serve = _Captured(self.steps.pass_without_tokens, self.steps, self.num_slots, graphs)
+        """Captures all passes once more, of other ranks' layers."""
+        self._pass_graphs: PassGraphs | None = None
+
+    @property
+    def graphs(self) -> PassGraphs:
+        """The graphs of this rank's passes. The first access may make backends, a collective step of the ranks."""
+        if self._pass_graphs is None:
+            prefill = "it is switched off" if self._prefill_graphs == "off" else self._why_not_packed()
+            prefill = prefill or self._why_not_here()
+            buckets, is_on = None, self._prefill_graphs == "on"
+            if is_on or not prefill:
+                most_rows = self._most_rows()
+                prefill = prefill or self._why_not_captured(most_rows, most_rows)
+                # A bucket is never a step of the backend for few tokens.
+                buckets = Buckets(self.num_slots, most_rows, self._most_decode_rows())
+                if not buckets.sizes:
+                    prefill = prefill or f"a pass of {self.num_slots} prompts must have at most {most_rows} rows"
+                if not buckets.sizes or (prefill and not is_on):
+                    buckets = None
+            self._pass_graphs = PassGraphs(
+                buckets,
+                decode=self._why_not_here() or self._why_not_captured(self.num_slots, self.num_slots),
+                prefill=prefill,
+                decodes_small=self.num_slots <= self._most_decode_rows(),
+            )
+        return self._pass_graphs
 
     @property
     def can_repeat(self) -> bool:
@@ -158,55 +194,92 @@ class SlotDecoder:
 
     @property
     def can_replay_decode(self) -> bool:
-        return self._decode.is_captured
+        """Whether there is a graph of decoding, in steps in which every rank does."""
+        number = self.graph_number("decode", self.num_slots, self.num_slots)
+        return number is not None and bool(self.graphs.captured >> number & 1)
 
-    @property
-    def can_replay_serve(self) -> bool:
-        return self._serve.is_captured
+    def graph_number(self, doing: Doing, num_rows: int, most_rows: int) -> int | None:
+        """The bit in `graphs.captured` of a rank's pass; None for one that is never captured.
+
+        Args:
+            num_rows: of that rank, the same as in `num_rows`.
+            most_rows: of any rank in this step.
+        """
+        return self.graphs.number(doing, num_rows, is_small=most_rows <= self._most_decode_rows())
 
     def num_rows(self, lengths: Sequence[int]) -> int:
         """Rows of the pass that reads prompts of these lengths, padding included."""
+        return self._bucket(lengths) or self._num_plain_rows(lengths)
+
+    def rows_of_step(self, lengths: Sequence[Sequence[int]]) -> list[int]:
+        """Rows of each rank's pass in a step in which ranks read prompts of these lengths; 0 where one reads none.
+
+        All fill their passes up to the same bucket, as they wait for each other anyway, or none does.
+        """
+        buckets = [self._bucket(of_rank) for of_rank in lengths if of_rank]
+        if None in buckets:
+            return [self._num_plain_rows(of_rank) for of_rank in lengths]
+        common = max(filter(None, buckets), default=0)
+        return [common if of_rank else 0 for of_rank in lengths]
+
+    def _num_plain_rows(self, lengths: Sequence[int]) -> int:
+        """Without a bucket."""
         return sum(lengths) if self._packs else len(lengths) * max(lengths, default=0)
+
+    def _bucket(self, lengths: Sequence[int]) -> int | None:
+        """Rows up to which a pass is filled; None for none."""
+        buckets = self.graphs.buckets
+        return None if buckets is None or not lengths else buckets.rows_of(lengths)
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Reads a prompt `[length]` into each of the slots; returns logits `[len(slots), vocabulary]` of what follows.
 
         Padding goes to no expert.
         """
-        device = self._tokens.device
-        if self._packs:
-            batch = packed_prompts(prompts, device)
-            mask = as_models_take(dict.fromkeys(self._kinds or [""], batch.mask))
+        device, num_rows = self._tokens.device, self.steps.num_tokens
+        if not self._packs:
+            batch = padded_prompts(prompts, device, slots)
+        elif num_rows > sum(prompt.numel() for prompt in prompts):
+            batch = packed_prompts(prompts, device, slots, num_rows, self.num_slots + 1)
+        else:
+            batch = packed_prompts(prompts, device, slots)
+        # Nothing else has the shape that a graph of this number reads.
+        logits = self._run("prefill", num_rows if batch.is_packed and batch.is_padded else 0, self._prefill_pass, batch)
+        into = torch.tensor(slots, device=device)
+        self._positions[into] = batch.lengths[: len(slots)]
+        self._active[into] = True
+        return logits[: len(slots)]
+
+    def _prefill_pass(self, batch: PromptBatch) -> torch.Tensor:
+        mask, last = batch.mask(), batch.last()
+        if batch.is_packed:
+            mask = as_models_take(dict.fromkeys(self._kinds or [""], mask))
             # Every layer keeps every token: the last ones of a window are those of one prompt only.
             prefilled = DynamicCache()
         else:
-            batch = padded_prompts(prompts, device)
-            mask = batch.mask
             prefilled = DynamicCache(config=self.model.config)
-        into = torch.tensor(slots, device=device)
-        with self._rows(batch.rows, into[batch.prompts], batch.positions), self._quickly(by_table=self._packs):
+        positions = batch.positions
+        with self._rows(batch.rows, batch.slots, positions), self._quickly(by_table=batch.is_packed):
             output = self.model(
                 input_ids=batch.tokens,
                 attention_mask=mask,
-                position_ids=batch.positions.clamp(min=0),
+                position_ids=positions.clamp(min=0),
                 past_key_values=prefilled,
                 use_cache=True,
-                logits_to_keep=batch.last,
+                logits_to_keep=last,
             )
-        self._cache_like(prefilled).put(into[batch.prompts], prefilled, batch.positions)
-        self._positions[into] = batch.lengths
-        self._active[into] = True
+        self._cache_like(prefilled).put(batch.slots, prefilled, positions)
         return batch.last_logits(output.logits)
 
     def decode(self) -> torch.Tensor:
         """Runs every slot's last token; returns logits `[num_slots, vocabulary]`, of no meaning for free slots."""
-        logits = self._decode.run()
+        logits = self._run("decode", self.num_slots, self._decode_pass)
         self._positions += self._active
         return logits
 
     def serve(self) -> None:
         """This rank's part of a step in which it has no tokens."""
-        self._serve.run()
+        self._run("serve", 0, self.steps.pass_without_tokens)
 
     def append(self, slots: slice | list[int], tokens: torch.Tensor) -> None:
         """Says which tokens come next."""
@@ -230,8 +303,15 @@ class SlotDecoder:
     def close(self) -> None:
         """Frees the CUDA graphs. NCCL cannot leave a process group while graphs with its collectives exist."""
         self._recording.close()
-        self._decode.close()
-        self._serve.close()
+        self.graphs.close()
+
+    def _run(self, doing: Doing, num_rows: int, run: Callable[..., Any], *inputs: PromptBatch) -> Any:
+        """A pass of the step under way, eagerly or as a graph."""
+        step = self.steps.current
+        if step is None:
+            return run(*inputs)
+        number = self.graph_number(doing, num_rows, step.most_tokens)
+        return self.graphs.run(number, run, inputs, can_replay=step.can_replay)
 
     def _decode_pass(self) -> torch.Tensor:
         cache = self._cache
@@ -291,134 +371,155 @@ class SlotDecoder:
                 ) from error
         return self._cache
 
-    def _can_capture(self) -> bool:
-        if self._tokens.device.type != "cuda":
-            return False
-        parts: dict[str, bool] = {}
-        with self.steps.pretending(self.num_slots):
+    def _most_decode_rows(self) -> int:
+        """Rows of the busiest rank up to which a step uses the backend for few tokens; -1 without one."""
+        return min((layer.dispatcher.most_decode_tokens for layer in self.steps.layers), default=-1)
+
+    def _most_rows(self) -> int:
+        """Rows of the largest bucket: what all backends take in one pass, and no batch balance is made for."""
+        most = self._prefill_tokens
+        with self.steps.pretending(most):
             for layer in self.steps.layers:
+                capacity = layer.prepare_finalize.max_num_tokens_per_rank()
+                if capacity is None and layer.parallel_config.spans_ranks:
+                    capacity = layer.moe_config.max_num_tokens
+                if (balanced_from := layer.balanced_from) is not None:
+                    most = min(most, balanced_from - 1)
+                most = most if capacity is None else min(most, capacity)
+        return most
+
+    def _why_not_packed(self) -> str:
+        """Why prompts of a pass do not lie one behind the other; empty if they do."""
+        if self._packs:
+            return ""
+        if self._repeats:
+            return "the model's attention takes masks here"
+        return "layers keep something else than keys and values of all tokens"
+
+    def _why_not_here(self) -> str:
+        """Why nothing is captured here; empty if something may be."""
+        if not self._graphs:
+            return "graphs are switched off"
+        return "" if may_capture_on(self._tokens.device) else "there is no GPU"
+
+    def _why_not_captured(self, num_rows: int, most_rows: int) -> str:
+        """Why a pass of so many rows is not captured, in a step in which the busiest rank has most_rows; empty if it
+        may be."""
+        parts: dict[str, bool] = {}
+        with self.steps.pretending(most_rows):
+            for layer in self.steps.layers:
+                capacity = layer.prepare_finalize.max_num_tokens_per_rank()
+                if capacity is not None and num_rows > capacity:
+                    return f"it has {num_rows} rows and a backend takes {capacity}"
                 for part in (layer.prepare_finalize, layer.modular_kernel.fused_experts):
                     parts[type(part).__name__] = part.supports_cuda_graph()
         missing = [name for name, supported in parts.items() if not supported]
-        if missing:
-            logger.info("decoding runs eagerly: %s cannot be captured in a CUDA graph", ", ".join(missing))
-        return not missing
+        return f"{', '.join(missing)} cannot be captured" if missing else ""
 
 
-class _Captured:
-    """A pass that runs eagerly at first, and as a CUDA graph once every rank has captured its own."""
+class PassGraphs:
+    """One rank's CUDA graphs, which share a pool of memory. A pass runs eagerly at first and is captured then; where
+    every rank has captured its own pass of a step, all replay.
 
-    def __init__(self, run: Callable[[], Any], steps: Any, num_tokens: int, enabled: bool) -> None:
-        self._run = run
-        self._steps = steps
-        self._num_tokens = num_tokens
-        self._enabled = enabled
-        self._num_eager = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._output: Any = None
+    Passes have the same numbers on all ranks: decoding and serving, each in steps of many tokens and of few, and
+    reading prompts in each bucket.
 
-    @property
-    def is_captured(self) -> bool:
-        return self._graph is not None
+    Args:
+        buckets: rows that passes over prompts are filled up to; None where they are not.
+        decode, prefill: why decoding and serving, or reading, are not captured; empty if they are.
+        decodes_small: steps in which all ranks decode or serve are of few tokens.
 
-    def run(self) -> Any:
-        step = self._steps.current
-        if self._graph is not None and step.can_replay:
-            self._graph.replay()
-            return self._output
-        output = self._run()
-        if self._enabled and self._graph is None and step.most_tokens <= self._num_tokens:
-            self._num_eager += 1
-            if self._num_eager == WARM_UP_PASSES:
-                self._capture()
+    Attributes:
+        captured: bit i says whether there is a graph of pass i.
+    """
+
+    def __init__(self, buckets: Buckets | None, *, decode: str, prefill: str, decodes_small: bool) -> None:
+        self.buckets = buckets
+        self._numbers = {size: number for number, size in enumerate(buckets.sizes if buckets else (), 4)}
+        self._decode, self._prefill = decode, prefill
+        # Where some ranks read, the others decode or serve in a step of many tokens.
+        self._decode_numbers = (decodes_small, 2 + decodes_small)
+        self._num_eager: dict[int, int] = {}
+        self._graphs: dict[int, tuple[Any, tuple[PromptBatch, ...], Any]] = {}
+        self._is_closed = False
+        self.captured = 0
+
+    def number(self, doing: Doing, num_rows: int, *, is_small: bool) -> int | None:
+        """The number of a pass; None for one that is never captured."""
+        return self._numbers.get(num_rows) if doing == "prefill" else 2 * (doing == "serve") + is_small
+
+    def summary(self) -> dict[str, str]:
+        """How passes run, for a report."""
+        told = {"prefill": self._prefill, "decode": self._decode}
+        told = {doing: f"eager, because {reason}" if reason else "CUDA graphs" for doing, reason in told.items()}
+        if self.buckets is not None:
+            told["prefill"] += f"; buckets of up to {self.buckets.sizes[-1]} rows"
+        return told
+
+    def run(
+        self, number: int | None, run: Callable[..., Any], inputs: tuple[PromptBatch, ...], *, can_replay: bool
+    ) -> Any:
+        """run(*inputs), or a replay of it."""
+        if number is None:
+            return run(*inputs)
+        if can_replay and number in self._graphs:
+            graph, held, output = self._graphs[number]
+            for ours, theirs in zip(held, inputs, strict=True):
+                ours.numbers.copy_(theirs.numbers)
+            graph.replay()
+            return output
+        output = run(*inputs)
+        if not (self._is_closed or number in self._graphs or self._refusal(number)):
+            self._num_eager[number] = self._num_eager.get(number, 0) + 1
+            if self._num_eager[number] == (WARM_UP_PASSES if number in self._decode_numbers else 1):
+                self._capture(number, run, inputs)
         return output
 
     def close(self) -> None:
-        """Frees the graph; later passes run eagerly."""
-        self._enabled = False
-        if self._graph is not None:
-            self._graph.reset()
-        self._graph = self._output = None
+        """Frees the graphs; later passes run eagerly."""
+        for graph, _, _ in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._is_closed, self.captured = True, 0
 
-    def _capture(self) -> None:
-        """Captures the pass. Kernels do not run during capture, so ranks need not capture at the same time."""
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+    def _refusal(self, number: int) -> str:
+        return self._decode if number in self._decode_numbers else self._prefill
+
+    def _capture(self, number: int, run: Callable[..., Any], inputs: tuple[PromptBatch, ...]) -> None:
+        held = tuple(replace(batch, numbers=batch.numbers.clone()) for batch in inputs)
+        first = next((graph for graph, _, _ in self._graphs.values()), None)
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._output = self._run()
+            graph, output = capture_pass(lambda: run(*held), first)
         except RuntimeError as error:
-            raise RuntimeError(
-                "a decoding pass of this model cannot be captured in a CUDA graph; pass graphs=False (--no-graphs)"
-            ) from error
-        self._graph = graph
+            if number in self._decode_numbers:
+                raise RuntimeError(
+                    "a decoding pass of this model cannot be captured in a CUDA graph; pass graphs=False (--no-graphs)"
+                ) from error
+            # Nothing has run, and the other ranks replay only where all can.
+            self._prefill = f"its capture fails ({str(error).splitlines()[0]})"
+            logger.warning("prompts are read eagerly: %s", self._prefill)
+            return
+        self._graphs[number] = graph, held, output
+        self.captured |= 1 << number
 
 
-@dataclass(frozen=True)
-class PromptBatch:
-    """Prompts that one pass reads together.
+def may_capture_on(device: torch.device) -> bool:
+    """Whether CUDA graphs exist there."""
+    return device.type == "cuda"
 
-    Attributes:
-        tokens: int64 `[B, L]`.
-        positions: int64 `[B, L]`, of each token in its prompt; negative for padding.
-        prompts: int64 `[B, L]`, the number of the prompt that each token is of.
-        lengths: int64 `[num_prompts]`.
-        mask: the attention mask, for every kind of layer; None for a model's own causal one.
-        rows: bool `[B * L]`, those that go to experts; None for all.
-        last: as transformers' `logits_to_keep`, the prompts' last tokens.
+
+def capture_pass(run: Callable[[], Any], first: Any) -> tuple[Any, Any]:
+    """(graph, output): a CUDA graph of run() and what every replay of it writes to.
+
+    Kernels do not run during capture, so ranks need not capture at the same time.
+
+    Args:
+        first: a graph whose memory this one shares, None for none. Replays follow one another, and what one has written
+            is used up before the next.
     """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    prompts: torch.Tensor
-    lengths: torch.Tensor
-    mask: torch.Tensor | None
-    rows: torch.Tensor | None
-    last: Any
-
-    def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[num_prompts, vocabulary]` from those that a model returns; some models ignore `logits_to_keep`."""
-        if logits.size(1) == self.tokens.size(1):
-            logits = logits[:, self.last if isinstance(self.last, torch.Tensor) else slice(-self.last, None)]
-        return logits.flatten(0, 1)
-
-
-def packed_prompts(prompts: Sequence[torch.Tensor], device: torch.device) -> PromptBatch:
-    """Concatenates prompts into one row, for attention that takes a `SequenceTable`."""
-    # One arange for each prompt: repeat_interleave would wake all threads of the host for a few numbers.
-    positions = [torch.arange(prompt.numel(), device="cpu") for prompt in prompts]
-    numbers = torch.cat([torch.full_like(each, number) for number, each in enumerate(positions)])
-    lengths = _lengths(prompts).to(device)
-    return PromptBatch(
-        tokens=torch.cat(list(prompts))[None].to(device),
-        positions=torch.cat(positions)[None].to(device),
-        prompts=numbers[None].to(device),
-        lengths=lengths,
-        mask=SequenceTable.of_prompts(lengths).at(lengths - 1),
-        rows=None,
-        last=lengths.cumsum(0) - 1,
-    )
-
-
-def padded_prompts(prompts: Sequence[torch.Tensor], device: torch.device) -> PromptBatch:
-    """Gives each prompt a row of its own, padded on the left, so that states of linear attention begin with a prompt's
-    first token and end with its last."""
-    lengths = _lengths(prompts)
-    longest = int(lengths.max())
-    # The position of each column's token in its sequence, negative for padding.
-    positions = (torch.arange(longest, device="cpu") - (longest - lengths)[:, None]).to(device)
-    seen = positions >= 0
-    is_padded = int(lengths.min()) < longest
-    return PromptBatch(
-        tokens=torch.stack([pad(prompt, (longest - prompt.numel(), 0)) for prompt in prompts]).to(device),
-        positions=positions,
-        prompts=torch.arange(len(prompts), device=device)[:, None].expand(-1, longest),
-        lengths=lengths.to(device),
-        mask=seen.long() if is_padded else None,
-        rows=seen.flatten() if is_padded else None,
-        last=1,
-    )
-
-
-def _lengths(prompts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([prompt.numel() for prompt in prompts], device="cpu")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    pool = None if first is None else first.pool()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        output = run()
+    return graph, output

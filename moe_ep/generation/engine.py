@@ -17,7 +17,7 @@ from moe_ep.arguments import INTEGER_NAMES, INTEGERS
 from moe_ep.distributed.exchange import gather_values
 from moe_ep.distributed.membership import FinishedError, Membership
 from moe_ep.errors import ConfigError, check_at_least, one_of
-from moe_ep.generation.decoder import Records, SlotDecoder
+from moe_ep.generation.decoder import Doing, Records, SlotDecoder
 from moe_ep.generation.sampling import Sampling, SequenceRandom, next_tokens
 from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS
@@ -177,10 +177,12 @@ class StepTimes:
     """Seconds of this rank's steps from their agreement to their end, by what this rank did in them.
 
     Attributes:
-        replayed: decoding steps of a CUDA graph; `decode` are the eager ones.
+        prefill_replayed, replayed: reading and decoding steps of a CUDA graph; `prefill` and `decode` are the eager
+            ones.
     """
 
     prefill: list[float] = field(default_factory=list)
+    prefill_replayed: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
     replayed: list[float] = field(default_factory=list)
     serve: list[float] = field(default_factory=list)
@@ -252,7 +254,8 @@ class Generation:
         sampling: how tokens are chosen; the likeliest unless it says otherwise.
         max_length: where a sequence ends at the latest, prompt and continuation; None for no such end.
         prefill_tokens: tokens that a rank reads in a step at most, padding included; a longer prompt is read alone.
-        graphs: whether decoding may be captured in CUDA graphs.
+        graphs: whether passes may be captured in CUDA graphs.
+        prefill_graphs: whether those that read prompts are ("auto" where possible, "on", "off"), see `SlotDecoder`.
         logprobs: so many of the likeliest tokens are told with the log-probabilities of each position; 0 for those of
             the chosen token alone, None for none.
         records: what is recorded of the routing of each completion: nothing, "ids" of experts, or "weights" too.
@@ -264,10 +267,10 @@ class Generation:
         on_ranks: called when a step begins that is the first of its ranks.
 
     Raises:
-        ConfigError: more logprobs than the model has tokens.
-        ValueError: a number below 1, another word for records, a prompt without tokens, of others than the model has or
-            of no tensor, or one that leaves no room below max_length; two of one number; a model that `parallelize` did
-            not make; from `run`, ranks with different requests.
+        ConfigError: more logprobs than the model has tokens, or what `SlotDecoder` refuses.
+        ValueError: a number below 1, another word for records or prefill_graphs, a prompt without tokens, of others
+            than the model has or of no tensor, or one that leaves no room below max_length; two of one number; a model
+            that `parallelize` did not make; from `run`, ranks with different requests.
     """
 
     def __init__(
@@ -283,6 +286,7 @@ class Generation:
         max_length: int | None = None,
         prefill_tokens: int = PREFILL_MAX_NUM_TOKENS,
         graphs: bool = True,
+        prefill_graphs: str = "auto",
         logprobs: int | None = None,
         records: Records = "nothing",
         on_progress: OnProgress | None = None,
@@ -303,7 +307,15 @@ class Generation:
         self._max_length = longest if max_length is None else min(longest, max_length)
         if records not in get_args(Records):
             raise ValueError(one_of("records", records, get_args(Records)))
-        self._decoder = SlotDecoder(model, num_slots, self._max_length, graphs=graphs, records=records)
+        self._decoder = SlotDecoder(
+            model,
+            num_slots,
+            self._max_length,
+            graphs=graphs,
+            records=records,
+            prefill_graphs=prefill_graphs,
+            prefill_tokens=prefill_tokens,
+        )
         self._requests = requests
         self._prefill_tokens = prefill_tokens
         self._prompts = PromptQueue(requests, num_slots, prefill_tokens, self._decoder.num_rows)
@@ -334,6 +346,10 @@ class Generation:
             randoms[request.index] = SequenceRandom(self._sampling, f"{tokens} {seen[tokens]}")
             seen[tokens] += 1
         return randoms
+
+    def how_passes_run(self) -> dict[str, str]:
+        """Of "prefill" and "decode", whether they are CUDA graphs, and why not."""
+        return self._decoder.graphs.summary()
 
     @torch.inference_mode()
     def run(self) -> list[Completion]:
@@ -430,25 +446,31 @@ class Generation:
     def _plan(self) -> tuple[Step, list[Request]] | None:
         """The ranks' next step and what this one reads in it; None where all are through."""
         decoder, steps = self._decoder, self._decoder.steps
-        num_free = self._running.count(None)
-        ready = decoder.can_replay_decode if num_free < decoder.num_slots else decoder.can_replay_serve
-        told = steps.scheduler.exchange(num_free, len(self.completions), int(ready))
+        told = steps.scheduler.exchange(self._running.count(None), len(self.completions), decoder.graphs.captured)
         self._on_progress([done for _, done, _ in told])
         free = [count for count, _, _ in told]
         reads = self._prompts.take(free)
         if not any(reads) and sum(free) == decoder.num_slots * len(free):
             return None
         decodes = [decoder.num_slots * (count < decoder.num_slots) for count in free]
-        read = [decoder.num_rows([prompt.length for prompt in prompts]) for prompts in reads]
+        read = decoder.rows_of_step([[prompt.length for prompt in prompts] for prompts in reads])
         num_tokens = tuple(rows or others for rows, others in zip(read, decodes, strict=True))
-        return Step(num_tokens, not any(reads) and all(ready for _, _, ready in told)), reads[steps.rank]
+        doing: list[Doing] = [
+            "prefill" if rows else "decode" if others else "serve" for rows, others in zip(read, decodes, strict=True)
+        ]
+        numbers = [decoder.graph_number(*what, max(num_tokens)) for what in zip(doing, num_tokens, strict=True)]
+        can_replay = all(
+            number is not None and captured >> number & 1
+            for number, (_, _, captured) in zip(numbers, told, strict=True)
+        )
+        return Step(num_tokens, can_replay), reads[steps.rank]
 
     def _make(self, step: Step, prompts: list[Request]) -> None:
         """This rank's part of a step."""
         started = time.perf_counter()
         if prompts:
             self._read(prompts)
-            spent = self.times.prefill
+            spent = self.times.prefill_replayed if step.can_replay else self.times.prefill
         elif any(self._running):
             self._decode()
             spent = self.times.replayed if step.can_replay else self.times.decode

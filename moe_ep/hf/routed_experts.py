@@ -68,8 +68,13 @@ class StepDispatcher(LayerDispatcher):
     @property
     def is_decode_step(self) -> bool:
         """Whether the step under way uses the second backend; the same on every rank."""
-        step, most = self.step, self._decode_max_num_tokens
-        return most is not None and step is not None and step.most_tokens <= most
+        step = self.step
+        return step is not None and step.most_tokens <= self.most_decode_tokens
+
+    @property
+    def most_decode_tokens(self) -> int:
+        """The most tokens of any rank in steps that use the second backend; -1 without one."""
+        return -1 if self._decode_max_num_tokens is None else self._decode_max_num_tokens
 
     @property
     def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:

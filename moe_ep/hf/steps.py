@@ -128,6 +128,11 @@ class StepCoordinator:
     def size(self) -> int:
         return self.scheduler.size
 
+    @property
+    def num_tokens(self) -> int:
+        """Of this rank in the step under way; 0 without one."""
+        return 0 if self.current is None else self.current.num_tokens[self.rank]
+
     def begin(self, num_tokens: int | None, *, can_replay: bool = False) -> Step | None:
         """Agrees on the next step; None, and no step, where no rank has tokens. `end` ends it. Until it is this model's
         turn, this rank serves in the steps of others.

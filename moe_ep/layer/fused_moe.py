@@ -510,14 +510,19 @@ class FusedMoE(MoELayer):
 
     def _is_balanced(self, num_tokens: int, device: torch.device) -> bool:
         """Whether the passes of a batch are balanced by their own counts; the same on every rank."""
-        if not self._may_balance or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        least = self.balanced_from
+        if least is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return False
         # A chunk has no more tokens than the capacity.
         capacity = self.prepare_finalize.max_num_tokens_per_rank()
-        least = -(-self.balancer.min_rows(device) // self.top_k) if self.balancer is not None else 0
-        if capacity is not None and capacity < least:
-            return False
-        return self.dispatcher.most_tokens(num_tokens) >= least
+        return (capacity is None or capacity >= least) and self.dispatcher.most_tokens(num_tokens) >= least
+
+    @property
+    def balanced_from(self) -> int | None:
+        """Tokens of the rank that has most, from which on a batch is balanced by its own counts; None for never."""
+        if self.balancer is None or not self._may_balance:
+            return None
+        return -(-self.balancer.min_rows(self.device) // self.top_k)
 
     @property
     def _may_balance(self) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from moe_ep.generation.decoder import batch_invariant_passes, packed_prompts
+from moe_ep.generation.decoder import batch_invariant_passes
 from moe_ep.generation.engine import check_token_ids
+from moe_ep.generation.prompts import packed_prompts
 from moe_ep.generation.slot_cache import as_models_take
 from moe_ep.rollouts.replay import replaying
 
@@ -92,7 +93,7 @@ def _invariant_logits(
     with batch_invariant_passes(model), replayed:
         logits = model(
             input_ids=batch.tokens,
-            attention_mask=as_models_take(dict.fromkeys(kinds or [""], batch.mask)),
+            attention_mask=as_models_take(dict.fromkeys(kinds or [""], batch.mask())),
             position_ids=batch.positions,
             use_cache=False,
         ).logits

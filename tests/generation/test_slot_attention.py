@@ -68,9 +68,9 @@ def plain_flash(
     return torch.cat(outputs), torch.cat(sums, dim=1)
 
 
-def decoded(model: Any) -> tuple[list[torch.Tensor], SlotDecoder]:
+def decoded(model: Any, **options: Any) -> tuple[list[torch.Tensor], SlotDecoder]:
     """Logits of prompts in two of three slots, of ten steps, and of a third prompt that takes a slot over."""
-    decoder = SlotDecoder(model, SLOTS, 32, graphs=False)
+    decoder = SlotDecoder(model, SLOTS, 32, graphs=False, **options)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, SIZES["vocab_size"], (length,), generator=generator) for length in (4, 13, 6)]
     tokens = torch.randint(1, SIZES["vocab_size"], (10, SLOTS), generator=generator)
@@ -81,7 +81,7 @@ def decoded(model: Any) -> tuple[list[torch.Tensor], SlotDecoder]:
         for number, row in enumerate(tokens):
             if number == 5:
                 decoder.free(2)
-                with decoder.steps.step(6):
+                with decoder.steps.step(decoder.num_rows([6])):
                     logits.append(decoder.prefill([1], prompts[2:]))
             decoder.append(slice(None), row.to(model.device))
             with decoder.steps.step(SLOTS):

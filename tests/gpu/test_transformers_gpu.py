@@ -18,7 +18,7 @@ from moe_ep.hf.parallelized import steps_of
 from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.quantization.canonical_weights import dequantize
 from moe_ep.quantization.quantize_weights import quantize_int
-from moe_ep.registry import EXPERTS
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from tests.generation.test_slot_attention import decoded
 from tests.hf.hf_models import SIZES, make_model
 from tests.ranks import ranks
@@ -215,3 +215,52 @@ def replayed_and_eager(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_replayed_step_is_an_eager_one(world_size: int) -> None:
     ranks(world_size, "nccl").run(replayed_and_eager)
+
+
+def read_in_graphs(rank: int, world_size: int, options: dict[str, Any]) -> int:
+    """Prompts of 1 to 60 tokens, read eagerly and in graphs of several sizes; returns the replayed steps."""
+    made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8)
+    model = moe_ep.parallelize(made, quantize="int4", **options)
+    generator = torch.Generator().manual_seed(0)
+    requests = [
+        Request(index, torch.randint(1, SIZES["vocab_size"], (1 + 7 * index % 60,), generator=generator))
+        for index in range(24 * world_size)
+    ]
+    settings: dict[str, Any] = {"max_new_tokens": 6, "num_slots": SLOTS, "stop_ids": [], "logprobs": 0}
+    settings |= {"prefill_tokens": 128, "records": "ids"}
+    found: list[dict[int, Completion]] = []
+    for choice in ("off", "auto"):
+        generation = Generation(model, requests, **settings, prefill_graphs=choice)
+        found.append({done.index: done for done in generation.run()})
+        assert generation.how_passes_run()["prefill"].startswith("CUDA graphs" if choice == "auto" else "eager")
+    eager, captured = found
+    assert len(captured) == len(eager)
+    for index in eager.keys() & captured.keys():
+        mine, theirs = captured[index], eager[index]
+        assert mine.routing is not None and theirs.routing is not None
+        assert mine.routing.ids.shape == theirs.routing.ids.shape and int(mine.routing.ids.min()) >= 0
+        if options.get("batch_invariant"):
+            assert (mine.token_ids, mine.logprobs) == (theirs.token_ids, theirs.logprobs)
+            assert torch.equal(mine.routing.ids, theirs.routing.ids)
+        # Rounding may turn a later token.
+        assert abs(mine.logprobs[0].chosen - theirs.logprobs[0].chosen) < 0.1
+    return len(generation.times.prefill_replayed)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_prompts_are_read_in_graphs(world_size: int, batch_invariant: bool) -> None:
+    options: dict[str, Any] = {"batch_invariant": batch_invariant or None, "decode_max_num_tokens": SLOTS}
+    if world_size > 1:
+        options |= {"backend": "batched_all_to_all", "max_num_tokens": 128}
+    replayed = ranks(world_size, "nccl").run(read_in_graphs, options)
+    assert replayed[0] > 0
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("backend", ["nvshmem_high_throughput", "allgather_reducescatter"])
+def test_prompts_are_read_in_graphs_by_backends_of_prefill(backend: str) -> None:
+    if (reason := ALL2ALL_BACKENDS.load(backend).unusable_reason()) is not None:
+        pytest.skip(reason)
+    options = {"backend": backend, "max_num_tokens": 128, "decode_max_num_tokens": SLOTS}
+    assert ranks(2, "nccl").run(read_in_graphs, options)[0] > 0
