@@ -31,7 +31,7 @@ from moe_ep.launch.cli.commands import (
     run,
     tune,
 )
-from moe_ep.launch.cli.options import OptionError, Parser
+from moe_ep.launch.cli.options import OptionError, Parser, refusing
 from moe_ep.launch.cli.outputs import show
 from moe_ep.launch.gangs import interrupts
 
@@ -107,8 +107,6 @@ def _check_environment() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise OptionError("the folder that it was started in is gone; start it in another") from None
-    try:
+    with refusing("environment: "):
         for variable in env.ALL:
             variable.get()
-    except ValueError as error:
-        raise OptionError(f"environment: {error}") from None

@@ -14,6 +14,7 @@ What parses a value raises ValueError with the rule, as `option` wants it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import inspect
 import json
@@ -21,7 +22,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -31,11 +32,23 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 
 C = TypeVar("C")
 Parse = Callable[[str], Any]
+Main = Callable[[argparse.Namespace], int]
 _LARGEST = 2**31 - 1
 
 
 class OptionError(ValueError):
     """An option has a value that it cannot have; the message is one sentence."""
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turns a ValueError of the block into an OptionError that says first which option it comes from."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except ValueError as error:
+        raise OptionError(f"{what}{error}") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -95,6 +108,22 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, config_file: boo
     if config_file:
         text = "take options from this TOML or JSON file, where the command line has none"
         parser.add_argument("--config", metavar="FILE", help=text)
+
+
+def add_command(
+    subparsers: argparse._SubParsersAction[Parser],
+    name: str,
+    main: Main,
+    config: type | None,
+    text: str,
+    description: str,
+) -> Parser:
+    """Adds a command whose flags are the fields of `config`, or come from the file that --config names."""
+    parser = subparsers.add_parser(name, help=text, description=description)
+    if config is not None:
+        add_flags(parser, config, config_file=True)
+    parser.set_defaults(main=main)
+    return parser
 
 
 def _add_flag(group: argparse._ActionsContainer, item: Field[Any]) -> None:
@@ -165,9 +194,8 @@ def _as_typed(name: str, value: Any, *, is_switch: bool) -> Any:
 def parsed(name: str, raw: str, parse: Parse) -> Any:
     """What `parse` makes of the value of a flag or an argument; OptionError for one that it cannot have."""
     try:
-        return parse(raw)
-    except ValueError as error:
-        raise OptionError(f"{name} is {raw!r}; {error}") from None
+        with refusing(f"{name} is {raw!r}; "):
+            return parse(raw)
     except OSError as error:
         raise OptionError(f"{name} is {raw!r}, which cannot be used: {error.strerror}") from None
 

@@ -15,7 +15,15 @@ from typing import Any
 from moe_ep.bench.results import append_line, read_lines
 from moe_ep.bench.scaling_tables import as_text
 from moe_ep.launch.cli.gang_options import start_gang
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, check_apart, check_backends, from_args
+from moe_ep.launch.cli.options import (
+    OptionError,
+    Parser,
+    add_command,
+    check_apart,
+    check_backends,
+    from_args,
+    refusing,
+)
 from moe_ep.launch.cli.outputs import show
 from moe_ep.launch.cli.scaling_config import ScalingConfig
 from moe_ep.launch.gangs.gang import ignore, set_up_logging
@@ -25,16 +33,11 @@ from moe_ep.launch.gangs.rank_env import RankEnv
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser("bench", help="benchmark expert parallelism on these GPUs")
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK", parser_class=Parser)
-    scaling = benchmarks.add_parser(
-        "scaling",
-        help="measure how a MoE layer scales over ranks",
-        description=(
-            "Times MoE layers of well-known models at several EP sizes, for decode and prefill, stage by stage, next "
-            "to the least time that this machine's measured memory, compute and link rates allow."
-        ),
-    )
-    add_flags(scaling, ScalingConfig, config_file=True)
-    scaling.set_defaults(main=main)
+    add_command(
+        benchmarks, "scaling", main, ScalingConfig, "measure how a MoE layer scales over ranks",
+        "Times MoE layers of well-known models at several EP sizes, for decode and prefill, stage by stage, next to "
+        "the least time that this machine's measured memory, compute and link rates allow.",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -105,10 +108,8 @@ def _check_recorded(config: ScalingConfig) -> None:
     from moe_ep.bench.workload import recorded_ids
 
     for geometry in map(preset, config.geometry):
-        try:
+        with refusing(f"--routing has nothing for {geometry.name}: "):
             recorded_ids(Path(config.routing[0]), geometry.num_experts, geometry.top_k)
-        except ValueError as error:
-            raise OptionError(f"--routing has nothing for {geometry.name}: {error}") from None
 
 
 def _check_fits(config: ScalingConfig, world_size: int | None, device: str | None) -> None:
@@ -121,10 +122,8 @@ def _rows_before(config: ScalingConfig) -> list[dict[str, Any]]:
     """What an earlier run wrote, where this one is to go on from there."""
     if not config.resume or config.json is None or not config.json.exists():
         return []
-    try:
+    with refusing("--resume cannot go on from --json: "):
         return read_lines(config.json)
-    except ValueError as error:
-        raise OptionError(f"--resume cannot go on from --json: {error}") from None
 
 
 def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:

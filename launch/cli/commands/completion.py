@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Iterator
 
-from moe_ep.launch.cli.options import Parser
+from moe_ep.launch.cli.options import Parser, add_command
 from moe_ep.launch.cli.outputs import show
 
 # Words after a command complete as its subcommands and options; anything else as a file.
@@ -23,14 +23,12 @@ _ZSH = "autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    parser = subparsers.add_parser(
-        "completion",
-        help="print the completion of commands and options for a shell",
-        description='Prints a script for the shell: eval "$(moe-ep completion bash)" in ~/.bashrc, or zsh in ~/.zshrc; '
+    parser = add_command(
+        subparsers, "completion", main, None, "print the completion of commands and options for a shell",
+        'Prints a script for the shell: eval "$(moe-ep completion bash)" in ~/.bashrc, or zsh in ~/.zshrc; '
         "moe-ep completion fish | source in config.fish.",
-    )
+    )  # fmt: skip
     parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
-    parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -5,30 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 
-from moe_ep.launch.cli.options import OptionError, Parser, checkpoint_folder, new_folder, parsed
+from moe_ep.launch.cli.options import Parser, add_command, checkpoint_folder, new_folder, one_of, parsed
 from moe_ep.launch.cli.outputs import show
 
 KINDS = ("int4", "int8", "fp8")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    parser = subparsers.add_parser(
-        "convert",
-        help="quantize the experts of a checkpoint",
-        description=(
-            "Quantizes the experts of a plain checkpoint (round to nearest) and writes a new checkpoint in "
-            "compressed-tensors format, one tensor for each linear layer of each expert; the rest is copied."
-        ),
-    )
+    parser = add_command(
+        subparsers, "convert", main, None, "quantize the experts of a checkpoint",
+        "Quantizes the experts of a plain checkpoint (round to nearest) and writes a new checkpoint in "
+        "compressed-tensors format, one tensor for each linear layer of each expert; the rest is copied.",
+    )  # fmt: skip
     parser.add_argument("input", metavar="IN", help="checkpoint folder with plain experts")
     parser.add_argument("output", metavar="OUT", help="folder to write, new or empty")
     parser.add_argument("--quantize", metavar="KIND", required=True, help=f"{', '.join(KINDS)} (required)")
-    parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.quantize not in KINDS:
-        raise OptionError(f"--quantize is {args.quantize!r}; it must be one of {', '.join(KINDS)}")
+    parsed("--quantize", args.quantize, one_of(*KINDS))
     source, target = parsed("IN", args.input, checkpoint_folder), parsed("OUT", args.output, new_folder)
     from tqdm import tqdm
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import moe_ep
 from moe_ep import env
-from moe_ep.launch.cli.options import Parser
+from moe_ep.launch.cli.options import Parser, add_command
 from moe_ep.launch.cli.outputs import show
 from moe_ep.launch.gangs.gang import num_cpus
 
@@ -40,13 +40,11 @@ _FIXES = {
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="show what runs on this machine, and how to fix the rest",
-        description="Prints GPUs, links, versions, and for every backend whether it runs here or what would fix it.",
-    )
+    parser = add_command(
+        subparsers, "doctor", main, None, "show what runs on this machine, and how to fix the rest",
+        "Prints GPUs, links, versions, and for every backend whether it runs here or what would fix it.",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:

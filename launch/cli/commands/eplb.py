@@ -16,7 +16,7 @@ from moe_ep.launch.cli.options import (
     GEOMETRY_NAMES,
     OptionError,
     Parser,
-    add_flags,
+    add_command,
     at_least,
     check_apart,
     checkpoint_folder,
@@ -28,6 +28,7 @@ from moe_ep.launch.cli.options import (
     option,
     output_file,
     parsed,
+    refusing,
 )
 from moe_ep.launch.cli.outputs import show, tell
 from moe_ep.launch.gangs.progress import ProgressDisplay
@@ -52,6 +53,18 @@ class MachineConfig:
         "tokens", one_of("tokens", "active_experts", "auto"), "what a plan levels: tokens, active_experts or auto"
     )
 
+    def scene(self) -> Scene:
+        """Raises ValueError for numbers that do not go together."""
+        from moe_ep.eplb.simulate import Scene
+
+        return Scene(
+            ep_size=self.ep_size,
+            num_redundant=self.redundant,
+            num_groups=self.groups,
+            num_nodes=self.nodes,
+            objective=self.objective,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SceneConfig(MachineConfig):
@@ -63,28 +76,14 @@ class SceneConfig(MachineConfig):
     )
     array: str = option("", str, "array of a file of plain choices (default: all, one after the other)")
 
-
-def scene_of(config: SceneConfig) -> Scene:
-    """Raises ValueError for numbers that do not go together."""
-    from moe_ep.eplb.simulate import Scene
-
-    return Scene(
-        ep_size=config.ep_size,
-        num_redundant=config.redundant,
-        num_groups=config.groups,
-        num_nodes=config.nodes,
-        objective=config.objective,
-        planned_on=config.planned_on,
-    )
+    def scene(self) -> Scene:
+        return replace(super().scene(), planned_on=self.planned_on)
 
 
 def trace_file(raw: str) -> Path:
     """The file that TRACE names; OptionError where there is none."""
-    return parsed(
-        "TRACE",
-        raw,
-        lambda raw: input_file(raw, "it must be an .npz file of recorded choices, or a file of recorded routing"),
-    )
+    rule = "it must be an .npz file of recorded choices, or a file of recorded routing"
+    return parsed("TRACE", raw, lambda raw: input_file(raw, rule))
 
 
 def read_trace(raw: str, config: SceneConfig) -> RoutingTrace:
@@ -123,7 +122,7 @@ def describe(trace: RoutingTrace, config: MachineConfig) -> str:
 
 
 def describe_parts(trace: RoutingTrace, config: SceneConfig) -> str:
-    seen = scene_of(config).split(trace)
+    seen = config.scene().split(trace)
     return f"planned on the first {seen} steps, measured on the other {trace.num_steps - seen}"
 
 
@@ -219,31 +218,20 @@ class PlanConfig(MachineConfig):
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser("eplb", help="try and plan load balancing on a routing trace")
     commands = parser.add_subparsers(dest="eplb", required=True, metavar="WHAT", parser_class=Parser)
-    simulate = commands.add_parser(
-        "simulate",
-        help="compare policies and replica rules",
-        description="Plans on the first steps of a trace and measures on the rest, for each policy and replica rule.",
-    )
-    add_flags(simulate, SimulateConfig, config_file=True)
-    simulate.set_defaults(main=main_simulate)
-    report = commands.add_parser(
-        "report",
-        help="draw the load before and after a plan",
-        description=(
-            "Plans on the first steps of a trace, draws the load of the others before and after it, and prints a table."
-        ),
-    )
+    add_command(
+        commands, "simulate", main_simulate, SimulateConfig, "compare policies and replica rules",
+        "Plans on the first steps of a trace and measures on the rest, for each policy and replica rule.",
+    )  # fmt: skip
+    report = add_command(
+        commands, "report", main_report, ReportConfig, "draw the load before and after a plan",
+        "Plans on the first steps of a trace, draws the load of the others before and after it, and prints a table.",
+    )  # fmt: skip
     report.add_argument("trace", metavar="TRACE", help="a file of recorded routing, or an .npz file of choices")
-    add_flags(report, ReportConfig, config_file=True)
-    report.set_defaults(main=main_report)
-    plan = commands.add_parser(
-        "plan",
-        help="write a placement to start a run with",
-        description="Plans on all steps of a trace and writes the placement for `moe-ep run --eplb --load-placement`.",
-    )
+    plan = add_command(
+        commands, "plan", main_plan, PlanConfig, "write a placement to start a run with",
+        "Plans on all steps of a trace and writes the placement for `moe-ep run --eplb --load-placement`.",
+    )  # fmt: skip
     plan.add_argument("trace", metavar="TRACE", help="a trace of `moe-ep run --record-routing`")
-    add_flags(plan, PlanConfig, config_file=True)
-    plan.set_defaults(main=main_plan)
 
 
 def main_simulate(args: argparse.Namespace) -> int:
@@ -257,13 +245,13 @@ def main_simulate(args: argparse.Namespace) -> int:
     check_apart({"--json": config.json, "--picture": config.picture}, {"--routing": config.routing})
     _check_names("--policies", config.policies, (LINEAR, *EPLB_POLICIES))
     _check_names("--rules", config.rules, (*RULES, PER_BATCH))
-    try:
+    with refusing(""):
         if config.routing.startswith("zipf:"):
             if config.array:
                 raise OptionError(
                     f"--array is {config.array!r}; --routing {config.routing} reads no file, leave it out"
                 )
-            scene_of(config).num_slots(config.experts)  # refuses before the choices are drawn
+            config.scene().num_slots(config.experts)  # refuses before the choices are drawn
             if config.top_k > config.experts:
                 raise OptionError(f"--top-k is {config.top_k}; it must be at most the {config.experts} of --experts")
             trace = zipf_trace(
@@ -277,7 +265,7 @@ def main_simulate(args: argparse.Namespace) -> int:
             )
         else:
             trace = read_trace(config.routing, config)
-        scene = replace(scene_of(config), spare_slots=config.spare_slots, copy_cost_rows=config.copy_cost_rows)
+        scene = replace(config.scene(), spare_slots=config.spare_slots, copy_cost_rows=config.copy_cost_rows)
         expert_bytes, layer_us = _costs(config, trace)
         rows, peaks = [], {}
         total = len(config.policies) * len(config.rules)
@@ -288,8 +276,6 @@ def main_simulate(args: argparse.Namespace) -> int:
                 rows.append(row)
                 peaks[f"{row['policy']}, {row['rule']}"] = outcome.peaks
                 display(("simulating", len(rows), total))
-    except ValueError as error:
-        raise _shown(error) from None
     shown = [row | {name: f"{row[name]:{form}}" for name, form in _FORMS.items() if name in row} for row in rows]
     told = (describe(trace, config), describe_parts(trace, config), table(shown, {name: name for name in rows[0]}))
     about = facts(seed=config.seed, command=args.shown) | {"trace": trace.model, "ep_size": config.ep_size}
@@ -340,12 +326,10 @@ def main_report(args: argparse.Namespace) -> int:
 
     _check_names("--policy", (config.policy,), tuple(EPLB_POLICIES))
     _check_names("--rule", (config.rule,), tuple(RULES))
-    try:
-        trace, scene = read_trace(args.trace, config), scene_of(config)
+    with refusing(""):
+        trace, scene = read_trace(args.trace, config), config.scene()
         present, planned = place(trace, scene, LINEAR), place(trace, scene, config.policy)
         before, after = (measure(trace, scene, slots, config.rule) for slots in (present, planned))
-    except ValueError as error:
-        raise _shown(error) from None
     title = describe(trace, config)
     draw_load(
         {"before": before.slot_loads, f"after ({config.policy})": after.slot_loads}, config.ep_size, title, config.out
@@ -377,26 +361,18 @@ def main_plan(args: argparse.Namespace) -> int:
     from moe_ep.eplb.metrics import balancedness
     from moe_ep.eplb.placement_file import PlacementFile, model_checksum
     from moe_ep.eplb.policy.maps import rank_loads
-    from moe_ep.eplb.simulate import LINEAR, Scene, place
+    from moe_ep.eplb.simulate import LINEAR, place
     from moe_ep.eplb.trace import RoutingTrace, model_name
     from moe_ep.registry import EPLB_POLICIES
 
     _check_names("--policy", (config.policy,), tuple(EPLB_POLICIES))
     reader = CheckpointReader(config.model)
     spec, checksum = model_spec(reader.config, reader), model_checksum(reader)
-    try:
+    with refusing(""):
         trace = RoutingTrace.load(trace_file(args.trace))
         trace.check_model(model_name(spec.family, checksum), spec.num_experts, len(spec.router_layers))
-        scene = Scene(
-            ep_size=config.ep_size,
-            num_redundant=config.redundant,
-            num_groups=config.groups,
-            num_nodes=config.nodes,
-            objective=config.objective,
-        )
+        scene = config.scene()
         present, planned = (place(trace, scene, policy, trace.num_steps) for policy in (LINEAR, config.policy))
-    except ValueError as error:
-        raise _shown(error) from None
     PlacementFile(
         model=checksum, ep_size=config.ep_size, num_experts=trace.num_experts, physical_to_logical=planned
     ).save(config.out)
@@ -415,7 +391,3 @@ def _check_names(flag: str, names: tuple[str, ...], known: tuple[str, ...]) -> N
     for name in names:
         if name not in known:
             raise OptionError(f"{flag} has {name!r}; it must be one of {', '.join(known)}")
-
-
-def _shown(error: ValueError) -> OptionError:
-    return error if isinstance(error, OptionError) else OptionError(str(error))

@@ -14,22 +14,17 @@ from moe_ep.launch.cli.gang_options import start_gang
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
 from moe_ep.launch.cli.generate_lines import CompletionLines, Finished
 from moe_ep.launch.cli.generate_report import GenerationReport, RankGeneration
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, check_apart, check_backends, from_args
+from moe_ep.launch.cli.options import Parser, add_command, check_apart, check_backends, from_args, refusing
 from moe_ep.launch.gangs.gang import set_up_logging
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    parser = subparsers.add_parser(
-        "generate",
-        help="generate text with experts sharded over workers",
-        description=(
-            "Shards the experts of a checkpoint over a gang of workers, spreads the prompts over them, and continues "
-            "each one. Prints a JSON line for each prompt and a summary; timings go to stderr."
-        ),
-    )
-    add_flags(parser, GenerateConfig, config_file=True)
-    parser.set_defaults(main=main)
+    add_command(
+        subparsers, "generate", main, GenerateConfig, "generate text with experts sharded over workers",
+        "Shards the experts of a checkpoint over a gang of workers, spreads the prompts over them, and continues each "
+        "one. Prints a JSON line for each prompt and a summary; timings go to stderr.",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -40,7 +35,8 @@ def main(args: argparse.Namespace) -> int:
     config.check()
     written = {"--output": config.output, "--return-routed-experts": config.return_routed_experts}
     check_apart(written, {"--prompts": config.prompts})
-    prompts, fields = _prompts(config)
+    with refusing("--prompts: "):
+        prompts, fields = config.read_prompts()
     finished = _finished(config, fields)
     if finished.lines == len(prompts):  # on the node that has the output
         print(f"{config.output} has all {len(prompts)} prompts", file=sys.stderr)
@@ -97,21 +93,12 @@ def _work(
     return run_generate(rank_env, config, prompts, first, membership)
 
 
-def _prompts(config: GenerateConfig) -> tuple[list[PromptLine], list[dict[str, Any]]]:
-    try:
-        return config.read_prompts()
-    except ValueError as error:
-        raise OptionError(f"--prompts: {error}") from None
-
-
 def _finished(config: GenerateConfig, fields: Sequence[dict[str, Any]]) -> Finished:
-    """What --output has already, where it is to be gone on with."""
+    """The lines that --output has already, if --resume asks to keep them."""
     if not config.resume or config.output is None:
         return Finished()
-    try:
+    with refusing(f"--output is {str(config.output)!r} and --resume is given; "):
         return Finished.read(config.output, fields)
-    except ValueError as error:
-        raise OptionError(f"--output is {str(config.output)!r} and --resume is given; {error}") from None
 
 
 def _tell(lines: CompletionLines, report: GenerationReport) -> None:

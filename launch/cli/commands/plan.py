@@ -12,7 +12,7 @@ from moe_ep.launch.cli.options import (
     GEOMETRY_NAMES,
     OptionError,
     Parser,
-    add_flags,
+    add_command,
     at_least,
     check_apart,
     from_args,
@@ -22,6 +22,7 @@ from moe_ep.launch.cli.options import (
     one_of,
     option,
     output_file,
+    refusing,
     whole_numbers,
 )
 from moe_ep.launch.cli.outputs import tell
@@ -58,16 +59,11 @@ class PlanConfig:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    parser = subparsers.add_parser(
-        "plan",
-        help="predict a model's MoE layers on more GPUs than you have",
-        description=(
-            "Predicts memory, time by stage, tokens/s and the bottleneck of a model's MoE layers from bytes and "
-            "operations over measured rates; uniform routing, stages one after the other."
-        ),
-    )
-    add_flags(parser, PlanConfig, config_file=True)
-    parser.set_defaults(main=main)
+    add_command(
+        subparsers, "plan", main, PlanConfig, "predict a model's MoE layers on more GPUs than you have",
+        "Predicts memory, time by stage, tokens/s and the bottleneck of a model's MoE layers from bytes and operations "
+        "over measured rates. Routing is uniform, and stages run one after the other.",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -158,15 +154,11 @@ def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machi
     from moe_ep.bench.cost_model import calibrated
     from moe_ep.bench.scaling_tables import about_runs, read_scaling
 
-    try:
+    with refusing(f"--measured is {path}: "):
         rows, runs = read_scaling(path)
-    except ValueError as error:
-        raise OptionError(f"--measured is {path}: {error}") from None
     found = [row for row in rows if row["geometry"] == geometry.name]
-    try:
+    with refusing(f"--measured is {path}; of {geometry.name} "):
         machine = calibrated(machine, geometry, found)
-    except ValueError as error:
-        raise OptionError(f"--measured is {path}; of {geometry.name} {error}") from None
     if told := about_runs(runs):
         print(told, file=sys.stderr)
     return machine, _compared(geometry, machine, found), "GPU" if any(row.get("cuda") for row in found) else "CPU"

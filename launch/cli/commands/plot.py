@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args, input_file, new_folder, option, parsed
+from moe_ep.launch.cli.options import Parser, add_command, from_args, input_file, new_folder, option, parsed, refusing
 from moe_ep.launch.cli.outputs import show
 
 
@@ -19,17 +19,12 @@ class PlotConfig:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    parser = subparsers.add_parser(
-        "plot",
-        help="draw the results of `bench scaling`",
-        description=(
-            "Draws scaling, stages, latency and load from the JSON lines of `moe-ep bench scaling`, and writes the "
-            "rows as markdown tables."
-        ),
-    )
+    parser = add_command(
+        subparsers, "plot", main, PlotConfig, "draw the results of `bench scaling`",
+        "Draws scaling, stages, latency and load from the JSON lines of `moe-ep bench scaling`, and writes the rows as "
+        "markdown tables.",
+    )  # fmt: skip
     parser.add_argument("file", metavar="FILE", help="JSON lines that the benchmark wrote with --json")
-    add_flags(parser, PlotConfig, config_file=True)
-    parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -39,10 +34,8 @@ def main(args: argparse.Namespace) -> int:
     from moe_ep.bench.scaling_tables import about_runs, as_markdown, read_scaling
     from moe_ep.files import write_text
 
-    try:
+    with refusing(f"FILE is {args.file!r}; "):
         rows, runs = read_scaling(path)
-    except ValueError as error:
-        raise OptionError(f"FILE is {args.file!r}; {error}") from None
     if told := about_runs(runs):
         print(told, file=sys.stderr)
     config.out.mkdir(exist_ok=True)

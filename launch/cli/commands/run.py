@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_ep.errors import missing_extra
 from moe_ep.launch.cli.gang_options import start_gang
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, check_apart, check_backends, from_args
+from moe_ep.launch.cli.options import OptionError, Parser, add_command, check_apart, check_backends, from_args
 from moe_ep.launch.cli.report import RankReport, RunReport
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs.gang import set_up_logging
@@ -21,16 +21,11 @@ _MOST_TRACED_STEPS = 128
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    parser = subparsers.add_parser(
-        "run",
-        help="run, time and verify a checkpoint's MoE layers over workers",
-        description=(
-            "Divides the experts of a checkpoint over a gang of workers, drives batches of tokens through every MoE "
-            "layer, and prints placement, load, times and the error against a plain reference."
-        ),
-    )
-    add_flags(parser, RunConfig, config_file=True)
-    parser.set_defaults(main=main)
+    add_command(
+        subparsers, "run", main, RunConfig, "run, time and verify a checkpoint's MoE layers over workers",
+        "Shards the experts of a checkpoint over a gang of workers, drives batches of tokens through every MoE layer, "
+        "and prints placement, load, times and the error against a plain reference.",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,13 +13,14 @@ from moe_ep.launch.cli.options import (
     GEOMETRY_NAMES,
     OptionError,
     Parser,
-    add_flags,
+    add_command,
     at_least,
     from_args,
     geometry_name,
     one_of,
     option,
     output_file,
+    refusing,
     whole_numbers,
 )
 from moe_ep.launch.cli.outputs import show
@@ -53,16 +55,11 @@ class TuneConfig:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    parser = subparsers.add_parser(
-        "tune",
-        help="measure which expert kernel is faster, for a layer's shape",
-        description=(
-            "Times the two kernels of the packed experts on this GPU, and records up to how many rows of an expert the "
-            "decode kernel is faster. Layers of this shape read the record when they start."
-        ),
-    )
-    add_flags(parser, TuneConfig, config_file=True)
-    parser.set_defaults(main=main)
+    add_command(
+        subparsers, "tune", main, TuneConfig, "measure which expert kernel is faster, for a layer's shape",
+        "Times the two kernels of the packed experts on this GPU, and records up to how many rows of an expert the "
+        "decode kernel is faster. Layers of this shape read the record when they start.",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -85,17 +82,12 @@ def main(args: argparse.Namespace) -> int:
 
     path = config.output or tuning.user_table()
     if path.exists():
-        try:
+        with refusing(""):
             tuning.read_table(path)
-        except ValueError as error:
-            raise OptionError(str(error)) from None
     device = torch.device("cuda", torch.cuda.current_device())
-    display = ProgressDisplay()
-    try:
-        kind = weight_type(getattr(scalar_types, problem.weights).id)
+    kind = weight_type(getattr(scalar_types, problem.weights).id)
+    with contextlib.closing(ProgressDisplay()) as display:
         measured = measure(problem, kind, activation, device, lambda *steps: display((problem.key, *steps)))
-    finally:
-        display.close()
     rows = best(measured)
     name = torch.cuda.get_device_name(device)
     before = tuning.max_small_m(name, problem)
