@@ -1,4 +1,4 @@
-"""Options that all commands with a gang share, and the gang that they ask for: its workers, its model, its numbers."""
+"""The options that all commands with a gang share: its workers, its model, its number types, whether it is elastic."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moe_ep.launch.cli.options import (
     BACKEND_NAMES,
     OptionError,
     at_least,
+    check_needs,
     checkpoint_folder,
     endpoint,
-    flag,
     one_of,
     one_of_these,
     option,
@@ -39,7 +39,7 @@ DEFAULT_WORKERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GangConfig:
-    """Which workers a command runs on; the flags that all commands with a gang share."""
+    """The workers that a command runs on."""
 
     options_title: ClassVar[str] = "workers"
 
@@ -70,14 +70,14 @@ Check = Callable[[int | None, str | None], None]
 
 
 def start_gang(config: G, check: Check = lambda world_size, device: None) -> tuple[G, Gang]:
-    """The configuration with its launcher named, and the gang it asks for; workers start with the gang's first run.
+    """Returns the configuration with its launcher filled in, and the gang. Workers start with the gang's first run.
 
     Args:
-        check: raises OptionError for options that so many workers on a device ("cpu", "cuda") cannot serve. It is asked
-            before anything starts, with None for what only a cluster can tell, and again when the gang is there.
+        check: raises OptionError for options that this number of workers on a device ("cpu", "cuda") cannot serve. It
+            is called before anything starts, with None for what only a cluster knows, and again with the gang's values.
 
     Raises:
-        OptionError: flags that contradict each other.
+        OptionError: flags contradict each other.
         GangError: the machines cannot hold the gang.
     """
     config = replace(config, launcher=_launcher(config))
@@ -93,7 +93,7 @@ def start_gang(config: G, check: Check = lambda world_size, device: None) -> tup
 
 
 def _foreseen(config: GangConfig) -> tuple[int | None, str | None]:
-    """(workers, device) of the gang that is asked for."""
+    """(workers, device) of the gang, as far as they are known before it starts."""
     ray = sys.modules.get("ray")
     joins = joined_address(config.address) or (ray is not None and ray.is_initialized())
     if config.launcher == "ray" and joins:
@@ -106,14 +106,14 @@ def _foreseen(config: GangConfig) -> tuple[int | None, str | None]:
 
 
 def _here(config: GangConfig) -> tuple[int, str]:
-    """(workers, device) that this machine gives where nothing else is asked for."""
+    """The default (workers, device) on this machine."""
     num_gpus = num_local_gpus()
     device = config.device if config.device != "auto" else "cuda" if num_gpus else "cpu"
     return num_gpus if device == "cuda" and num_gpus else DEFAULT_WORKERS, device
 
 
 def _check_together(config: GangConfig) -> None:
-    """Flags that contradict each other, found before anything starts."""
+    """Raises OptionError for flags that contradict each other."""
     if config.address and config.launcher != "ray":
         raise OptionError(f"--address is {config.address!r} with --launcher {config.launcher}; only ray takes it")
     if config.rdzv_endpoint and config.launcher != "torchrun":
@@ -129,7 +129,7 @@ def _check_together(config: GangConfig) -> None:
 
 
 def _launcher(config: GangConfig) -> str:
-    """The launcher that was named, or else the one whose variables this process has."""
+    """The launcher of --launcher, or else the one that started this process."""
     if config.launcher is not None:
         return config.launcher
     source = resolve_rank_env().source
@@ -137,7 +137,7 @@ def _launcher(config: GangConfig) -> str:
 
 
 def _started_as(config: GangConfig) -> RankEnv | None:
-    """The rank that this process is already, by the variables of the launcher and of no other; None for a driver."""
+    """This process's rank, if the launcher started it as a worker; None for a driver."""
     if config.launcher == "torchrun" and is_torchrun_rank():
         return resolve_rank_env()
     if config.launcher == "slurm":
@@ -215,7 +215,7 @@ def layer_input_dtype(name: str | None) -> torch.dtype | str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(GangConfig):
-    """The model of a gang's workers, its number types, and how tokens travel."""
+    """The model of a gang's workers, its number types, and its dispatch backend."""
 
     options_title: ClassVar[str] = "model"
 
@@ -241,7 +241,7 @@ class ModelConfig(GangConfig):
     )
 
     def check_quantize(self) -> None:
-        """Raises OptionError where --quantize is asked for a checkpoint that is quantized already."""
+        """Raises OptionError if --quantize is given for a checkpoint that is already quantized."""
         if self.quantize == "none":
             return
         if self.model is None:
@@ -254,7 +254,7 @@ class ModelConfig(GangConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticOptions(ModelConfig):
-    """Whether a gang's workers may come and go."""
+    """Whether a gang goes on when workers fail, leave or join."""
 
     options_title: ClassVar[str] = "workers that come and go"
 
@@ -273,16 +273,8 @@ class ElasticOptions(ModelConfig):
     )
 
     def check_elastic(self) -> None:
-        """Raises OptionError for an option that means nothing without --elastic, or numbers that do not fit."""
-        for name, default in (
-            ("min_ranks", None),
-            ("max_ranks", None),
-            ("spare_slots", None),
-            ("when_uncovered", "wait"),
-        ):
-            value = getattr(self, name)
-            if value != default and not self.elastic:
-                raise OptionError(f"{flag(name)} is {str(value)!r} without --elastic; add --elastic or leave it out")
+        """Raises OptionError for an option that has no effect without --elastic, or numbers that do not fit."""
+        check_needs(self, "elastic", ("min_ranks", "max_ranks", "spare_slots", "when_uncovered"))
         if self.when_uncovered == "skip":
             raise OptionError("--when-uncovered is 'skip', which is not there yet; leave it out")
         if self.min_ranks and self.ep_size and self.min_ranks > self.ep_size:
@@ -295,8 +287,20 @@ class ElasticOptions(ModelConfig):
                 "moe-ep with --launcher torchrun, whose agent does not"
             )
 
+    def run_in(
+        self, gang: Gang, work: Callable[..., Any], *args: Any, on_item: Callable[[Any], None]
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        """Runs `work(rank_env, self, *args)` in the gang's workers; returns the results and the recoveries."""
+        if self.model is None:
+            from moe_ep.checkpoint.demo import demo_checkpoint
+
+            demo_checkpoint()  # Made here to show its progress. Workers on other nodes make their own.
+        if self.elastic:
+            return gang.run_elastic(work, self, *args, config=self.elastic_config(), on_item=on_item)
+        return gang.run(work, self, *args, on_item=on_item), []
+
     def elastic_config(self) -> ElasticConfig:
-        """The same for a gang."""
+        """These options as the layers take them."""
         from moe_ep.layer.elastic import ElasticConfig
 
         return ElasticConfig(
@@ -309,15 +313,15 @@ class ElasticOptions(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ControlConfig:
-    """Which gang a command asks for something."""
+    """The running gang that a command talks to."""
 
-    address: str | None = option(None, endpoint, "where the gang listens, as its line `control:` says", "HOST:PORT")
+    address: str | None = option(None, endpoint, "address that the gang printed as `control:`", "HOST:PORT")
     token: str | None = option(
-        None, str, "the gang's token (default: that of the file beside the cache, on the gang's machine)", "TEXT"
+        None, str, "the gang's token (default: the one stored in MOE_EP_CACHE_DIR on the gang's machine)", "TEXT"
     )
 
     def checked_address(self) -> str:
-        """The address; OptionError where it is missing."""
+        """The address; OptionError if it is missing."""
         if self.address is None:
             raise OptionError("--address is missing; give the HOST:PORT of the gang's line `control:`")
         return self.address

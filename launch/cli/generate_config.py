@@ -1,4 +1,4 @@
-"""What `moe-ep generate` can be told, and the prompts it reads."""
+"""The options of `moe-ep generate`, and the prompts that it reads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moe_ep.launch.cli.gang_options import ElasticOptions
 from moe_ep.launch.cli.options import OptionError, at_least, input_file, number, one_of, option, output_file
 
 _STDIN = Path("-")
-# Settings of a chat request that every prompt of a command has alike, with the option for each. Their values where they
-# change nothing are taken.
+# Settings of a chat request that hold for all prompts of a command: the option for each, and the values without effect,
+# which are accepted in a prompt's line.
 _SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "temperature": ("--temperature", ()),
     "top_p": ("--top-p", (1,)),
@@ -41,12 +41,12 @@ _SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class PromptLine:
-    """A prompt, or what keeps it from being one.
+    """One prompt, or the error in its line.
 
     Attributes:
         index: its number among all prompts.
         where: where it was read, for messages.
-        prompt: None where `error` says what is wrong with it.
+        prompt: None if the line is wrong; `error` says why.
     """
 
     index: int
@@ -62,7 +62,7 @@ def _prompts_file(raw: str) -> Path:
 
 
 def _some_text(raw: str) -> str:
-    # Bytes that are no UTF-8 come as halves of surrogate pairs.
+    # Python decodes bytes that are not UTF-8 to lone surrogates.
     if not raw or any("\ud800" <= letter <= "\udfff" for letter in raw):
         raise ValueError("it must be some text, in UTF-8")
     return raw
@@ -129,7 +129,7 @@ class GenerateConfig(ElasticOptions):
     )
 
     def check(self) -> None:
-        """Raises OptionError for options that do not fit together."""
+        """Raises OptionError for options that contradict each other."""
         if (self.prompts is None) == (self.prompt is None):
             problem = "is missing" if self.prompt is None else "and --prompt are both given"
             raise OptionError(f"--prompts {problem}; give a file with a prompt a line, or --prompt TEXT")
@@ -158,10 +158,10 @@ class GenerateConfig(ElasticOptions):
                 raise OptionError(f"{flag} is {value} and --temperature is 0, where nothing is drawn; raise it")
 
     def read_prompts(self) -> tuple[list[PromptLine], list[dict[str, Any]]]:
-        """The prompts, and the fields of each one's line, which come back in the output.
+        """Reads the prompts, and the fields of their lines, which the output repeats.
 
         Raises:
-            ValueError: there are none, or none that could be one; the message says what is wrong with the first.
+            ValueError: there is no valid prompt; the message says what is wrong with the first line.
         """
         found: list[tuple[str, dict[str, Any] | ValueError]]
         if self.prompts is None:
@@ -184,7 +184,7 @@ class GenerateConfig(ElasticOptions):
         return lines, fields
 
     def prompt_of(self, line: dict[str, Any]) -> str | Conversation:
-        """What the model is given for an object; ValueError where it holds no prompt, or settings without effect."""
+        """Converts a line's object to a prompt; ValueError if it holds none, or settings that cannot be applied."""
         if "prompt" in line:
             if not isinstance(line["prompt"], str) or not line["prompt"]:
                 raise ValueError(f"prompt is {_shown(line['prompt'])}; it must be a text")
@@ -211,14 +211,14 @@ class GenerateConfig(ElasticOptions):
 
 
 def _lines_of(name: str, data: bytes, *, are_json: bool | None) -> list[tuple[str, dict[str, Any] | ValueError]]:
-    """The lines that are not blank, each with where it stands: an object, or what is wrong with it.
+    """Parses the lines that are not blank; each comes with its position, and is an object or an error.
 
     Args:
-        are_json: whether lines are JSON, not texts; None where the first one tells.
+        are_json: whether lines are JSON or texts; None decides by the first line.
     """
     if name.endswith(".json"):
         raise ValueError(f"{name}: expected a prompt a line, found one JSON value; write each on a line of a .jsonl")
-    # Not splitlines: what it also takes for ends of lines may stand within a prompt.
+    # Not splitlines, which also splits at characters that a prompt may contain.
     raw = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     numbered = [(f"line {at}", line) for at, line in enumerate(raw, start=1) if line.strip()]
     if not numbered:
@@ -237,7 +237,7 @@ def _object_of(raw: bytes, *, is_json: bool) -> dict[str, Any] | ValueError:
         return {"prompt": text.removesuffix("\r")}
     try:
         value = parse_json(text)
-        json.dumps(value, allow_nan=False)  # it comes back in the output
+        json.dumps(value, allow_nan=False)  # the output repeats it
     except ValueError:
         return ValueError(f"expected JSON with finite numbers, found {_shown(text)}")
     if isinstance(value, str):

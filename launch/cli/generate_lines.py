@@ -1,4 +1,4 @@
-"""The JSON lines of a generation, written in the order of the prompts while it goes on."""
+"""Writes the JSON lines of a generation in the order of the prompts, while it runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _OUTPUT_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class Finished:
-    """What an output has already.
+    """The lines that an output file already has, from an interrupted run.
 
     Attributes:
-        lines: of prompts, from the first one on.
+        lines: number of prompts, from the first one on.
         size: bytes of these lines.
-        failures: those of them that have no completion.
+        failures: lines without a completion.
     """
 
     lines: int = 0
@@ -38,10 +38,10 @@ class Finished:
 
     @classmethod
     def read(cls, output: Path, prompts: Sequence[dict[str, Any]]) -> Finished:
-        """The whole lines of prompts in an output, without its summary.
+        """Counts the complete lines of prompts in an output file, without its summary.
 
         Raises:
-            ValueError: a line is not that of its prompt.
+            ValueError: a line does not belong to its prompt.
         """
         lines = size = failures = 0
         for raw in output.read_bytes().splitlines(keepends=True) if output.is_file() else ():
@@ -68,15 +68,15 @@ def _is_line_of(found: Any, index: int, prompts: Sequence[dict[str, Any]]) -> bo
 class CompletionLines:
     """Writes a line for each prompt as soon as those before it are written, and a summary at the end.
 
-    What is interrupted leaves whole lines. A terminal, where the progress bar is, gets all of them when that is gone.
+    An interrupted run leaves complete lines. A terminal gets all lines at the end, when the progress bar is gone.
 
     Args:
-        prompts: what each line of the prompts' file said; it comes back.
+        prompts: the fields of each prompt's line, which the output repeats.
         output: the file, or None for stdout.
-        finished: lines of the file that stay; the others are replaced.
+        finished: lines of the file to keep; the others are replaced.
 
     Attributes:
-        num_written: lines that are in the file.
+        num_written: lines in the file.
     """
 
     def __init__(self, prompts: Sequence[dict[str, Any]], output: Path | None, finished: Finished = Finished()) -> None:
@@ -84,7 +84,7 @@ class CompletionLines:
         self._prompts, self._output, self._finished = prompts, output, finished
         self._waiting: dict[int, dict[str, Any]] = {}
         self._file: FileIO | None = None
-        # An output that lacks letters gets JSON's escapes of them.
+        # Escape letters that the encoding of stdout lacks.
         self._in_ascii = output is None and codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
         self._held: list[str] | None = [] if output is None and sys.stdout.isatty() else None
 
@@ -96,23 +96,22 @@ class CompletionLines:
         while (found := self._waiting.pop(self._num_told, None)) is not None:
             line = self._prompts[self._num_told] | {"kind": "completion"} | found
             self._num_told += 1
-            # Half of a surrogate pair, which UTF-8 has no bytes for, becomes an escape of JSON again.
+            # UTF-8 cannot encode a lone surrogate; it becomes a JSON escape again.
             text = json.dumps(line, ensure_ascii=self._in_ascii)
             self._write(text.encode(errors="backslashreplace").decode())
 
     def end(self, summary: dict[str, Any]) -> None:
-        """The last line."""
+        """Writes the summary as the last line, and closes."""
         self._write(json.dumps(summary, allow_nan=False))
         self.close()
 
     def close(self) -> None:
-        """Leaves the file with the lines that are in it, or shows those that were held back; a second time does no
-        harm."""
+        """Closes the file, or shows the lines that were held back. A second call does nothing."""
         if self._held:
             show("\n".join(self._held))
             self._held.clear()
         if self._file is not None:
-            # What failed to be written has been said.
+            # A failed write has already been reported.
             with contextlib.suppress(OSError):
                 self._file.close()
 
@@ -126,7 +125,7 @@ class CompletionLines:
 
     def _to_file(self, output: Path, line: str) -> None:
         if self._file is None:
-            # Open till the end: the reader of a pipe would take a close for it.
+            # Stays open to the end: the reader of a pipe takes a close for the end.
             self._file = output.open("r+b" if self._finished.lines else "wb", buffering=0)
             if self._finished.lines:
                 self._file.truncate(self._finished.size)
@@ -139,11 +138,11 @@ class CompletionLines:
 class CompletionRelay:
     """Sends the completions of all ranks to rank 0, which hands them to the driver.
 
-    Other ranks put theirs into the job's store before they count them as finished in a step, so all that a step counts
-    are in the store.
+    A rank puts a completion into the job's store before it counts it as finished in a step, so the store holds all that
+    a step counts.
 
     Args:
-        refused: the lines of prompts that the model does not take, of all ranks.
+        refused: lines of the prompts that the model refuses, of all ranks.
     """
 
     def __init__(self, rank: int, num_prompts: int, refused: Sequence[dict[str, Any]] = ()) -> None:
@@ -158,7 +157,7 @@ class CompletionRelay:
         self._collected: dict[int, int] = {}
 
     def leave(self, completion: dict[str, Any]) -> None:
-        """One of this rank's own."""
+        """Passes on a completion of this rank."""
         if self._rank == 0:
             progress.hand_over(completion)
         else:
@@ -166,7 +165,7 @@ class CompletionRelay:
             self._num_left += 1
 
     def collect(self, finished: Sequence[int]) -> None:
-        """What other ranks have left, given how many sequences each has finished."""
+        """Passes on the completions of other ranks, given how many sequences each rank has finished."""
         if self._rank != 0:
             return
         for rank, count in enumerate(finished[1:], start=1):
@@ -183,10 +182,10 @@ class CompletionRelay:
 
 
 class DirectRelay:
-    """Hands every rank's completions to the driver itself, which gets the items of all ranks where they come and go.
+    """Hands completions to the driver from every rank of an elastic gang.
 
     Args:
-        refused: the lines of prompts that the model does not take.
+        refused: lines of the prompts that the model refuses.
     """
 
     def __init__(self, num_prompts: int, refused: Sequence[dict[str, Any]]) -> None:
@@ -195,9 +194,9 @@ class DirectRelay:
             progress.hand_over(told)
 
     def leave(self, completion: dict[str, Any]) -> None:
-        """One of this rank's own."""
+        """Passes on a completion of this rank."""
         progress.hand_over(completion)
 
     def collect(self, finished: Sequence[int]) -> None:
-        """Shows how far the ranks are, given how many sequences each has finished."""
+        """Shows progress, given how many sequences each rank has finished."""
         progress.report("sequences", sum(finished), self._num_prompts)

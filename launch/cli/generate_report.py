@@ -22,16 +22,16 @@ class RankGeneration:
     Attributes:
         completions: index, text, num_prompt_tokens, num_tokens, finish and rank of each of its prompts, and the error
             of those that failed.
-        refused: index, finish, error and rank of those that the model does not take.
-        not_applied: settings of the model's generation_config.json that change which token is the likeliest, and are
-            left out.
+        refused: index, finish, error and rank of the prompts that the model refuses.
+        not_applied: settings of the model's generation_config.json that change which token is the likeliest, and that
+            are ignored.
         step_s: seconds of its steps by kind: prefill, decode (both eager), prefill_replayed, replayed (decode; both in
             CUDA graphs), serve.
         passes: whether prefill and decode run in CUDA graphs, or why not.
         elapsed_s: from the first step to the last, the same steps on every rank.
-        rank_loads: rows that it sent to each rank, by layer, over all steps, or those since the ranks last changed.
-        memory_bytes: on a GPU the most that was allocated, else the most the process ever held.
-        routing: what is recorded of its prompts' routing; None where nothing is.
+        rank_loads: rows that it sent to each rank, by layer, over all steps since the ranks last changed.
+        memory_bytes: peak memory of the GPU, or of the process on CPUs.
+        routing: the recorded routing of its prompts; None if it is not recorded.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class RankGeneration:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it continued its prompts by."""
+        """Tokens that it generated."""
         return sum(completion["num_tokens"] for completion in self.completions)
 
 
@@ -66,8 +66,8 @@ class GenerationReport:
     """The report over all ranks.
 
     Args:
-        recoveries: what each loss of a rank took (`Gang.run_elastic`).
-        handed_over: completions that came while the ranks worked, those of ranks that are lost among them.
+        recoveries: an account of each lost rank (`Gang.run_elastic`).
+        handed_over: completions that arrived during the run, including those of lost ranks.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GenerationReport:
         self.failed = [told for told in everything if told["finish"] == "failed"]
 
     def routing(self) -> RoutingFile:
-        """What was recorded on all ranks."""
+        """The recorded routing of all ranks."""
         files = [rank.routing for rank in self.ranks if rank.routing is not None]
         ids, weights = (
             {index: each for part in parts for index, each in part.items()}
@@ -97,7 +97,7 @@ class GenerationReport:
         return replace(files[0], ids=dict(sorted(ids.items())), weights=dict(sorted(weights.items())))
 
     def step_ms(self, kind: str) -> dict[str, float] | None:
-        """Median and p99 over ranks and steps; None where there were none."""
+        """Median and p99 over ranks and steps; None without such steps."""
         times = [1e3 * seconds for rank in self.ranks for seconds in rank.step_s[kind]]
         if not times:
             return None
@@ -141,22 +141,20 @@ class GenerationReport:
     def _balancedness(self) -> float:
         """Mean over maximum (`moe_ep.eplb.balancedness`) of the rows that all ranks sent to each rank, over all layers.
 
-        Without torch, whose import takes longer than all else that a driver does.
+        Computed without torch, whose import would dominate the driver's time.
         """
-        by_layer = [[sum(of_rank) for of_rank in zip(*rows, strict=True)] for rows in self._loads_by_layer()]
+        rows_by_layer = zip(*(rank.rank_loads for rank in self.ranks), strict=True)
+        by_layer = [[sum(of_rank) for of_rank in zip(*rows, strict=True)] for rows in rows_by_layer]
         busiest = sum(max(loads) for loads in by_layer)
         return sum(sum(loads) / len(loads) for loads in by_layer) / busiest if busiest else 1.0
 
-    def _loads_by_layer(self) -> Iterator[tuple[list[int], ...]]:
-        return zip(*(rank.rank_loads for rank in self.ranks), strict=True)
-
     @property
     def _num_tokens(self) -> int:
-        """Those of ranks that are lost among them."""
+        """Generated tokens, including those of lost ranks."""
         return sum(rank.num_tokens for rank in self.ranks) + sum(told["num_tokens"] for told in self.of_lost)
 
     def lines(self) -> Iterator[str]:
-        """What goes to the terminal."""
+        """The report for the terminal."""
         summary = self.summary()
         prefill, decode = summary["backend"]["prefill"], summary["backend"]["decode"]
         yield f"model   {summary['model']}"

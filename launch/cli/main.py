@@ -1,7 +1,7 @@
 """The command line, `moe-ep COMMAND`.
 
-Exit codes: 0 done, 1 failed (one message says why), 2 a wrong option or options that do not go together, 130 ctrl-C,
-141 nobody reads the output any more, 129 the terminal was closed, 143 SIGTERM.
+Exit codes: 0 done, 1 failed (one message says why), 2 a wrong option or options that contradict each other, 130
+ctrl-C, 141 the reader of the output has ended, 129 the terminal was closed, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _check_environment()
             code = args.main(args)
-            show(end="")  # what is buffered
+            show(end="")  # flush what is buffered
             return code
         except KeyboardInterrupt:
             number = interrupts.received() or signal.SIGINT
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             error, code = str(refusal), 2
         except (MoeEpError, ImportError, OSError) as failure:
             if isinstance(failure, BrokenPipeError) and _has_lost_its_reader(sys.stdout.fileno()):
-                # As of `| head`; what is buffered still must not fail at the exit once more.
+                # As with `| head`. What is still buffered must not fail again at exit.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 128 + signal.SIGPIPE
             error, code = str(failure), 1
@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_outputs() -> None:
-    """Gives a process that was started without stdout or stderr, as by `>&-`, ones that nobody reads; letters that an
-    output's encoding lacks, as in the name of a file, are written as escapes."""
+    """Opens /dev/null as stdout or stderr of a process that was started without them (`>&-`), and has characters that
+    an output's encoding lacks written as escapes."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -102,7 +102,7 @@ def _has_lost_its_reader(pipe: int) -> bool:
 
 
 def _check_environment() -> None:
-    """Says of a variable, or of the folder this runs in, what would be said of an option, before anything starts."""
+    """Raises OptionError for a wrong environment variable, or if the current folder is gone."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -1,5 +1,4 @@
-"""Command-line flags from a frozen dataclass, and the values that they take: one field, one flag; its metadata says how
-it reads.
+"""Derives command-line flags from a frozen dataclass: one field is one flag, and its metadata says how it is parsed.
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -8,7 +7,7 @@ class Config:
 add_flags(parser, Config)
 config = from_args(Config, parser.parse_args())                 # OptionError names flag, value and rule
 
-What parses a value raises ValueError with the rule, as `option` wants it.
+A parser of a value raises ValueError with the rule that the value breaks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -37,7 +36,7 @@ _LARGEST = 2**31 - 1
 
 
 class OptionError(ValueError):
-    """An option has a value that it cannot have; the message is one sentence."""
+    """An option has a value that is not allowed; the message is one sentence."""
 
 
 @contextlib.contextmanager
@@ -52,9 +51,8 @@ def refusing(what: str) -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with the command line in one line, and exits with code 2; its result's `prog` is the command,
-    with its subcommand where it has some. Flags are written out: a shortened one would mean another when flags are
-    added."""
+    """Reports a wrong command line in one line and exits with code 2. The result's `prog` is the command with its
+    subcommand. Abbreviated flags are not accepted, because their meaning could change when flags are added."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
@@ -62,7 +60,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            # Here, where the subcommand is known: the parser above would say it of the whole program.
+            # Reported here, where the subcommand is known; the parent parser would name the whole program.
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
             hint = did_you_mean(unknown[0].partition("=")[0], flags)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -81,19 +79,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """A question after a word that is not known; empty where none is like it."""
+    """Suggests the known word that is closest to an unknown one; empty if none is close."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def option(default: Any, parse: Parse | None, text: str, metavar: str = "") -> Any:
-    """A field that is a flag. `parse` turns text into its value or raises ValueError with the rule ("it must be ...");
-    None makes a yes/no flag. `text` is for help, which adds the default where there is one."""
+    """A dataclass field that becomes a flag.
+
+    Args:
+        parse: turns text into the value, or raises ValueError with the rule ("it must be ..."); None for a yes/no flag.
+        text: shown by --help, which adds the default.
+    """
     return field(default=default, metadata={"parse": parse, "text": text, "metavar": metavar})
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, *, config_file: bool = False) -> None:
-    """A flag for every field, the command's own first; those of a base with an `options_title` under that title.
+    """Adds a flag for every field, grouped by the `options_title` of the class that declares it.
 
     Args:
         config_file: adds --config, a file that gives some of them.
@@ -135,7 +137,7 @@ def _add_flag(group: argparse._ActionsContainer, item: Field[Any]) -> None:
 
 
 def _shown_default(default: Any) -> str:
-    """What help says a flag is without being given; nothing where the text has to explain it."""
+    """The default as --help shows it; empty if the text has to explain it."""
     if default is None or default is False or default in ((), ""):
         return ""
     if isinstance(default, tuple):
@@ -144,10 +146,10 @@ def _shown_default(default: Any) -> str:
 
 
 def from_args(config: type[C], args: argparse.Namespace) -> C:
-    """The configuration that the flags give, and --config for those that are not given.
+    """Makes the configuration from the flags, and from --config for flags that are not given.
 
     Raises:
-        OptionError: a value that its flag cannot have, or a file that does not hold options of this command.
+        OptionError: a value that its flag does not allow, or a file that does not hold options of this command.
     """
     file = getattr(args, "config", None)
     given = {} if file is None else _read_config(file, config)
@@ -163,7 +165,7 @@ def from_args(config: type[C], args: argparse.Namespace) -> C:
 
 
 def _read_config(file: str, config: type) -> dict[str, Any]:
-    """The options of a file by the names of their fields."""
+    """Reads a file of options into a dict by field name."""
     known = {item.name for item in fields(config)}
     try:
         text = Path(file).read_text(encoding="utf-8")
@@ -180,7 +182,7 @@ def _read_config(file: str, config: type) -> dict[str, Any]:
 
 
 def _as_typed(name: str, value: Any, *, is_switch: bool) -> Any:
-    """A value of a file as the command line would have it."""
+    """Converts a value from a file to what the command line would give."""
     if isinstance(value, bool) and is_switch:
         return value
     if isinstance(value, list) and all(isinstance(part, str | int | float) for part in value) and not is_switch:
@@ -192,7 +194,7 @@ def _as_typed(name: str, value: Any, *, is_switch: bool) -> Any:
 
 
 def parsed(name: str, raw: str, parse: Parse) -> Any:
-    """What `parse` makes of the value of a flag or an argument; OptionError for one that it cannot have."""
+    """Parses the value of a flag or an argument; OptionError if it is not allowed."""
     try:
         with refusing(f"{name} is {raw!r}; "):
             return parse(raw)
@@ -201,7 +203,7 @@ def parsed(name: str, raw: str, parse: Parse) -> Any:
 
 
 def _metavar(annotation: Any) -> str:
-    """What stands for a value in help: a number, a name, or several of them."""
+    """The placeholder of a value in --help."""
     text = str(annotation)
     one = "N" if "int" in text else "X" if "float" in text else "NAME"
     return f"{one},{one}" if text.startswith("tuple") else one
@@ -211,8 +213,17 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def check_needs(config: Any, switch: str, names: Iterable[str]) -> None:
+    """Raises OptionError if one of these options is given without the switch that it belongs to."""
+    defaults = {item.name: item.default for item in fields(config)}
+    for name in () if getattr(config, switch) else names:
+        if (value := getattr(config, name)) != defaults[name]:
+            needed = flag(switch)
+            raise OptionError(f"{flag(name)} is {str(value)!r} without {needed}; add {needed} or leave it out")
+
+
 def whole(digits: str) -> int:
-    """A number of digits that 32 bits hold, as counts and seeds are; ValueError with the rule for a larger one."""
+    """Converts digits to an integer; ValueError if it does not fit into 31 bits, as counts and seeds must."""
     value = int(digits.lstrip("0")[: len(str(_LARGEST)) + 1] or 0)
     if value > _LARGEST:
         raise ValueError(f"it must be at most {_LARGEST}")
@@ -231,7 +242,7 @@ def at_least(minimum: int) -> Parse:
 
 
 def number(rule: str, holds: Callable[[float], bool]) -> Parse:
-    """A finite number for which `holds`; `rule` says it after "it must be"."""
+    """A finite number that satisfies `holds`; `rule` completes "it must be"."""
 
     def parse(raw: str) -> float:
         try:
@@ -251,7 +262,7 @@ def one_of(*allowed: str) -> Parse:
 
 
 def one_of_these(allowed: Callable[[], Sequence[str]]) -> Parse:
-    """One word of a set that is asked for when the value is there."""
+    """One word of a set that may still grow after the flag is declared."""
 
     def parse(raw: str) -> str:
         if raw not in allowed():
@@ -261,7 +272,7 @@ def one_of_these(allowed: Callable[[], Sequence[str]]) -> Parse:
     return parse
 
 
-# For help, which does not wait for torch: the names of moe_ep.bench.geometries.PRESETS.
+# The names of moe_ep.bench.geometries.PRESETS, repeated so that --help need not import torch.
 GEOMETRY_NAMES = (
     "deepseek-v3, deepseek-v4-flash, kimi-k2, kimi-k3, qwen3-235b, qwen3-30b, mixtral-8x7b, gpt-oss-120b, small"
 )
@@ -270,8 +281,7 @@ BACKEND_NAMES = ", ".join(["auto", *ALL2ALL_BACKENDS])
 
 
 def check_backends(names: Sequence[str], num_ranks: int | None, device: str | None) -> None:
-    """Raises OptionError for dispatch backends that so many ranks on a device cannot use; None is for what is not known
-    yet."""
+    """Raises OptionError for dispatch backends that this many ranks on a device cannot use; None means unknown."""
     for name in names:
         if device == "cpu" and name.startswith("nvshmem"):
             raise OptionError(f"--backend is {name!r} and the workers run on CPUs; NVSHMEM needs GPUs, choose another")
@@ -300,12 +310,12 @@ def checkpoint_folder(raw: str) -> Path:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint, as far as options go into it: without torch, which `moe_ep.checkpoint` needs."""
+    """Reads a checkpoint's config.json without importing torch, which `moe_ep.checkpoint` needs."""
     return parse_json(read_bounded(folder / "config.json", MAX_CONFIG_BYTES))
 
 
 def input_file(raw: str, rule: str) -> Path:
-    """A plain file that is there, which each process of a gang may read for itself; ValueError with the rule."""
+    """An existing regular file, which every process of a gang can read; ValueError with the rule otherwise."""
     path = user_path(raw)
     if not path.is_file():
         found = "this is no plain file" if path.exists() else "there is no such file"
@@ -316,11 +326,11 @@ def input_file(raw: str, rule: str) -> Path:
 def output_file(raw: str) -> Path:
     """A file to write, as an absolute path."""
     path = user_path(raw).absolute()
-    # A link to nothing makes what it leads to; one that leads in a circle stays a link.
+    # Writing to a dangling link creates its target. A circular link has none.
     made = Path(os.path.realpath(path)) if path.is_symlink() and not path.exists() else path
     if not raw or path.is_dir() or not made.parent.is_dir() or (made.is_symlink() and not made.exists()):
         raise ValueError("it must be a file to write, in a folder that exists")
-    # A file is replaced by a new one of its folder; a link, a pipe or a device is written to.
+    # A regular file is replaced by a new one in its folder; a link, a pipe or a device is written in place.
     needs_folder = not path.exists() or (path.is_file() and not path.is_symlink())
     if (needs_folder and not os.access(made.parent, os.W_OK)) or (path.exists() and not os.access(path, os.W_OK)):
         raise ValueError("it must be a file that may be written, and this user may not")
@@ -328,10 +338,10 @@ def output_file(raw: str) -> Path:
 
 
 def check_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, str | Path | None]) -> None:
-    """Raises OptionError where a command would replace a file that it reads, or one of its own outputs by another.
+    """Raises OptionError if a command would overwrite a file that it reads, or write two outputs to one file.
 
     Args:
-        outputs, inputs: what is written and read, by flag; None, and what is no plain file, is left out.
+        outputs, inputs: paths by flag; None and paths that are not regular files are ignored.
     """
     seen: dict[str, str] = {}
     for flag, path in (*inputs.items(), *outputs.items()):
@@ -346,7 +356,7 @@ def check_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, str | P
 
 
 def new_folder(raw: str) -> Path:
-    """A folder to write into, made where it is missing, as an absolute path."""
+    """A folder to write into, which is created if it is missing, as an absolute path."""
     path = user_path(raw).absolute()
     is_dangling = path.is_symlink() and not path.exists()
     if not raw or path.is_file() or is_dangling or not path.parent.is_dir():
@@ -357,7 +367,7 @@ def new_folder(raw: str) -> Path:
 
 
 def host(raw: str) -> str:
-    """An address of this machine; empty would mean all of them."""
+    """An address of this machine. An empty one is refused, because it would mean all of them."""
     if not raw or any(letter.isspace() for letter in raw):
         raise ValueError("it must be an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all")
     return raw

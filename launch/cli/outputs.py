@@ -1,4 +1,4 @@
-"""What a command found: shown to people, and added to a file as JSON lines."""
+"""Output of commands: text for the terminal, and JSON lines for a file."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from pathlib import Path
 
 from moe_ep.files import naming, write_whole
 
-# Said by every --json.
+# Part of the help of every --json.
 ADDS_LINES = "; they are added to the file, so that no measurement is lost"
 
 
 def tell(text: str, path: Path | None, json_lines: Callable[[], Iterable[str]]) -> None:
-    """Prints `text`, then adds the lines to the file at `path`, if there is one: whether anybody reads what is printed
-    or not, as behind `head`; and people have the text even where the file cannot be written.
+    """Prints `text`, then appends the JSON lines to the file at `path`, if there is one.
+
+    Each is written even if the other fails, as when the output goes to `head` or the disk is full.
 
     Args:
-        json_lines: with their ends of lines; asked for when the text is out.
+        json_lines: called after the text is printed; each line ends with a newline.
     """
     try:
         show(text)
@@ -28,6 +29,6 @@ def tell(text: str, path: Path | None, json_lines: Callable[[], Iterable[str]]) 
 
 
 def show(text: str = "", end: str = "\n") -> None:
-    """Prints what is to be seen now; an OSError says that it is stdout's."""
+    """Prints and flushes; an OSError names stdout."""
     with naming("stdout"):
         print(text, end=end, flush=True)

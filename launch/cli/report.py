@@ -1,4 +1,4 @@
-"""What a run found, of all ranks together: on the terminal, and as JSON lines."""
+"""The report of a run over all ranks: a text for the terminal, and JSON lines."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ if TYPE_CHECKING:
     from moe_ep.eplb.placement_file import PlacementFile
 
 STAGES = ("route", "dispatch", "experts", "combine")
-# More ranks than this are shown by their least, mean and most.
+# With more ranks than this, only minimum, mean and maximum are shown.
 _MOST_COLUMNS = 16
-# A mean rate that is further than this from the median step's is shown beside it.
+# The mean rate is shown too if it differs from the median step's by more than this.
 _NOTICEABLE = 0.03
 
 
 @dataclass
 class RankReport:
-    """One rank's account, of plain values.
+    """One rank's report, as plain values.
 
     Attributes:
-        experts: for each layer, ids of the routed experts that this rank holds, at the end of a run that has one.
-        rows: what experts compute with and why, each answer of the layers once.
-        graphs: whether the measured steps are replays of a CUDA graph; why_eager says why not where that was not asked.
-        balancedness: of all steps and layers together.
-        eplb: what balancing did, None without it.
-        placement: where it left the experts, of rank 0 where it is to be saved.
-        choices: of each step ids int16 `[T, layers, top_k]` of this rank's tokens and the router's weights f32 or None,
-            where they are recorded.
-        errors: layer -> largest relative error over all ranks' tokens, for the layers this rank verified.
-        errors_of_quantizing: the same against the weights on disk, where --quantize has changed them.
+        experts: for each layer, ids of the routed experts that this rank holds.
+        rows: the row dtypes that experts compute with and why, each distinct answer of the layers once.
+        graphs: whether the measured steps are replays of a CUDA graph; if not, why_eager gives the reason.
+        eplb: totals of load balancing; None without it.
+        placement: the final placement of the experts, on rank 0 if it is to be saved.
+        choices: of each step ids int16 `[T, layers, top_k]` of this rank's tokens, and the router's weights f32 or None,
+            if they are recorded.
+        errors: layer -> largest relative error over all ranks' tokens, for the layers that this rank verified.
+        errors_of_quantizing: the same against the weights on disk, if --quantize has changed them.
     """
 
     rank: int
@@ -69,7 +68,7 @@ class RankReport:
 
     @property
     def experts_of_all_layers(self) -> list[int] | None:
-        """What it holds in every layer; None where layers differ, as EPLB has it."""
+        """The experts that it holds in every layer; None if layers differ, as with EPLB."""
         first, *others = self.experts
         return first if all(layer == first for layer in others) else None
 
@@ -79,10 +78,10 @@ class StepReport:
     """One measured step of all ranks.
 
     Attributes:
-        phase: "" without EPLB, else whether it came before, while or after experts moved.
+        phase: "" without EPLB, else "before", "moving" or "after".
         step_ms: of each rank, milliseconds from the barrier before the step to the end of its last layer.
         stage_ms: `[rank][layer]`, milliseconds of each stage.
-        loads: `[layer][rank]`, the expert assignments that landed on the rank.
+        loads: `[layer][rank]`, expert assignments to the rank.
         balancedness: of each layer.
     """
 
@@ -95,16 +94,16 @@ class StepReport:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` (0 to 1) of them do not exceed; 0 of none."""
+    """The smallest value that at least `share` (0 to 1) of the values do not exceed; 0 without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 class Times:
-    """Times of any number of steps in bounded memory: exact up to a limit, and beyond it in classes of 0.1 %.
+    """Times of any number of steps in bounded memory: exact up to a limit, then in buckets of 0.1 %.
 
     Args:
-        exact: how many are kept as they are.
+        exact: number of times that are kept exactly.
     """
 
     _WIDTH = math.log(1.001)
@@ -125,7 +124,7 @@ class Times:
         self._values.clear()
 
     def percentile(self, share: float) -> float:
-        """As `percentile` of all of them."""
+        """As `percentile`, over all times."""
         if not self._classes:
             return percentile(self._values, share)
         left = math.ceil(share * self.count)
@@ -140,7 +139,7 @@ class Times:
 
 
 class _Load:
-    """The load of many steps: tokens of each layer and rank, and how balanced they were."""
+    """Accumulates the load and the times of many steps."""
 
     def __init__(self) -> None:
         self.steps, self.step_ms = 0, Times()
@@ -155,11 +154,11 @@ class _Load:
 
     @property
     def balancedness(self) -> float:
-        """The mean tokens of a rank over the most, both summed over steps and layers."""
+        """Mean over maximum load of a rank, both summed over steps and layers."""
         return self._mean / self._most if self._most else 1.0
 
     def tokens_per_s(self, num_tokens: int) -> dict[str, float]:
-        """Of the median step, and of all steps together."""
+        """Tokens/s of the median step, and of all steps together."""
         median, total = self.step_ms.percentile(0.5), self.step_ms.total
         return {
             "tokens_per_s": 1e3 * num_tokens / median if median else 0.0,
@@ -168,11 +167,11 @@ class _Load:
 
 
 class RunReport:
-    """The accounts of all ranks as one, of as many steps as have been measured.
+    """The report over all ranks, of the steps measured so far.
 
-    A stage takes as long as its slowest rank: its time in one step and layer is the maximum over ranks, and the median
-    and p99 are over steps and layers of that. Memory does not grow with the steps; their lines for --json are kept in a
-    temporary file, for what is said of the first step's layers is known at the end.
+    The time of a stage in one step and layer is the maximum over ranks; median and p99 are over steps and layers of
+    that. Memory does not grow with the number of steps: the lines for --json are kept in a temporary file, because the
+    errors of the first step's layers are known only at the end.
     """
 
     def __init__(self, config: RunConfig, command: str) -> None:
@@ -183,7 +182,7 @@ class RunReport:
         self._last_step = -1
         self._load, self._phases = _Load(), dict[str, _Load]()
         self._stage_ms = {stage: Times() for stage in STAGES}
-        # Of the present ranks, and of so many steps.
+        # Sums over the last `_num_loads` steps, those of the present ranks.
         self._layer_loads: list[list[int]] = []
         self._num_loads = 0
         self._lines: IO[str] | None = None
@@ -202,30 +201,26 @@ class RunReport:
 
     @property
     def error_of_quantizing(self) -> float | None:
-        """The largest error against the weights before --quantize; None without it, or where nothing was verified."""
+        """The largest error against the weights before --quantize; None if there is none."""
         return max((error for rank in self.ranks for error in rank.errors_of_quantizing.values()), default=None)
 
     @property
     def verified(self) -> bool:
-        """Whether every layer was compared and none is further off than its dtype explains."""
+        """Whether every layer was compared and is within the tolerance of its dtype."""
         errors, tolerance = self.errors, self.ranks[0].tolerance
         return set(errors) == set(self.layers) and all(error <= tolerance for error in errors.values())
 
     def take(self, item: list[dict[str, Any]] | StepReport) -> None:
-        """What rank 0 hands over: the accounts of all ranks before the first step, and then each step."""
-        if isinstance(item, StepReport):
+        """Takes the reports of all ranks, which come before the first step, or a step. If several ranks hand over the
+        same step, as in an elastic gang, the first counts."""
+        if not isinstance(item, StepReport):
+            self.ranks = [RankReport(**rank) for rank in item]
+        elif item.step > self._last_step:
             self._last_step = item.step
             self._add(item)
-        else:
-            self.ranks = [RankReport(**rank) for rank in item]
-
-    def take_once(self, item: list[dict[str, Any]] | StepReport) -> None:
-        """The same where all ranks hand over every step, as those do that come and go."""
-        if not isinstance(item, StepReport) or item.step > self._last_step:
-            self.take(item)
 
     def complete(self, ranks: Sequence[RankReport]) -> None:
-        """The run is over; the ranks' accounts as they are at the end."""
+        """Takes the final reports of the ranks."""
         self.ranks, self.is_complete = list(ranks), True
         if self._layer_loads and len(self._layer_loads[0]) != len(self.ranks):  # lost after the last step
             self._layer_loads, self._num_loads = [[0] * len(self.ranks) for _ in self._layer_loads], 1
@@ -257,13 +252,13 @@ class RunReport:
 
     def _keep(self, line: dict[str, Any]) -> None:
         if self._lines is None:
-            # It lives as long as the report.
+            # It stays open as long as the report lives.
             self._lines = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
         with naming("the folder for temporary files"):
             self._lines.write(json.dumps(line, allow_nan=False) + "\n")
 
     def mean_loads(self) -> list[list[float]]:
-        """Expert assignments that land on each rank in a step, `[L][R]`."""
+        """Mean expert assignments to each rank in a step, `[L][R]`."""
         return [[load / self._num_loads for load in layer] for layer in self._layer_loads]
 
     def summary(self) -> dict[str, Any]:
@@ -332,7 +327,7 @@ class RunReport:
         }
 
     def json_lines(self) -> Iterator[str]:
-        """One line for each step and layer, then the summary, with their ends of lines."""
+        """One line for each step and layer, then the summary; each ends with a newline."""
         if self._lines is not None:
             errors = self.errors
             self._lines.seek(0)
@@ -345,7 +340,7 @@ class RunReport:
         yield json.dumps(self.summary(), allow_nan=False) + "\n"
 
     def tell(self) -> None:
-        """Prints the account, and adds it to --json: each also where the other cannot be written."""
+        """Prints the report and appends it to --json."""
         tell("\n".join(terminal_lines(self)), self.config.json, self.json_lines)
 
     def verification_line(self) -> str:
@@ -362,7 +357,7 @@ class RunReport:
 
 
 def terminal_lines(report: RunReport) -> Iterator[str]:
-    """What the user reads: what ran where, how the load fell, how long it took, and whether it is right."""
+    """The report for the terminal: model and gang, placement, load, times, balancing, verification."""
     summary = report.summary()
     yield from _head(report, summary)
     yield ""

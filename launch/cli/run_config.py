@@ -13,6 +13,7 @@ from moe_ep.launch.cli.gang_options import ElasticOptions
 from moe_ep.launch.cli.options import (
     OptionError,
     at_least,
+    check_needs,
     flag,
     host,
     input_file,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _routing(raw: str) -> str:
-    """As it was given; the file of a recorded one as an absolute path."""
+    """The routing as given, with the path of a recorded one made absolute."""
     if raw == "uniform" or re.fullmatch(r"zipf:\d+(\.\d+)?", raw):
         return raw
     if raw.startswith("recorded:"):
@@ -45,14 +46,14 @@ def _file(raw: str) -> Path:
     return input_file(raw, "it must name a file").absolute()
 
 
-# Options of routing, which mean something without --eplb too.
-_WITHOUT_EPLB = ("eplb", "routing", "record_routing", "record_routed_weights")
+# Options that have an effect without --eplb too.
+_WITHOUT_EPLB = {"eplb", "routing", "record_routing", "record_routed_weights"}
 _share = number("a number from 0 to 1", lambda share: 0 <= share <= 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EplbOptions:
-    """Load balancing of `moe-ep run`, and the routing that it is shown with."""
+    """Load balancing of `moe-ep run`, and the routing that drives it."""
 
     options_title: ClassVar[str] = "routing and load balancing"
 
@@ -93,21 +94,17 @@ class EplbOptions:
     record_routed_weights: bool = option(False, None, "write the router's weights too; with --record-routing")
 
     def check_eplb(self) -> None:
-        """Raises OptionError for an option that means nothing without another one."""
+        """Raises OptionError for an option that has no effect without another one."""
         if self.record_routed_weights and (self.record_routing is None or self.record_routing.suffix == ".npz"):
             raise OptionError(
                 f"--record-routed-weights is given with --record-routing {self.record_routing}; name a file that is no "
                 f".npz"
             )
-        if self.eplb:
-            return
-        for item in fields(EplbOptions):
-            value = getattr(self, item.name)
-            if item.name not in _WITHOUT_EPLB and value != item.default:
-                raise OptionError(f"{flag(item.name)} is {str(value)!r} without --eplb; add --eplb or leave it out")
+        needing = {item.name for item in fields(EplbOptions)} - _WITHOUT_EPLB
+        check_needs(self, "eplb", sorted(needing))
 
     def placement(self) -> PlacementFile | None:
-        """What --load-placement names; ConfigError where that is no placement."""
+        """Reads the file of --load-placement; ConfigError if it is not a placement."""
         if self.load_placement is None:
             return None
         from moe_ep.eplb.placement_file import PlacementFile
@@ -191,7 +188,7 @@ class RunConfig(ElasticOptions, EplbOptions):
 
 
 def read_texts(path: Path) -> list[str]:
-    """The strings of a JSON file, the lists of its top level taking turns, or a plain file as one string."""
+    """Reads the strings of a JSON file, interleaving the lists at its top level, or a plain file as one string."""
     content = path.read_text(encoding="utf-8")
     try:
         document = parse_json(content)

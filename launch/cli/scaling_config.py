@@ -1,4 +1,4 @@
-"""What `moe-ep bench scaling` can be told."""
+"""The options of `moe-ep bench scaling`."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
-"""What every worker of `moe-ep run` does: loads its experts, runs the steps, and accounts for them."""
+"""The worker of `moe-ep run`: loads its experts, runs and measures the steps, and verifies the layers."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from moe_ep.bench.results import peak_memory
-from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, load_moe_layer, model_spec
+from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed.exchange import gather_tensors, gather_texts, gather_values
@@ -55,93 +53,215 @@ def run_worker(
     on_step: Callable[[StepReport], None] = progress.hand_over,
     membership: Membership | None = None,
 ) -> RankReport:
-    """The main job on one rank, in its process group.
+    """Runs, measures and verifies this rank's part of a run, in its process group.
 
     Args:
-        on_step: is given the account of each measured step, of all ranks; by default it goes to the driver.
-        membership: of ranks that come and go; they go on with their own tokens where others are lost.
+        on_step: called with the account of each measured step, of all ranks; by default it goes to the driver.
+        membership: of ranks that join and leave. The others go on with their own tokens when a rank is lost.
 
     Raises:
-        CheckpointError: the checkpoint does not hold what it says.
+        CheckpointError: the checkpoint does not match its own config.
         ValueError: settings that do not fit the model.
     """
-    device = torch.device(rank_env.device)
-    dtype = torch_dtype(config.dtype, device)
-    with CheckpointReader(_model(config), config.allow_nonfinite) as reader, torch.inference_mode():
-        spec = model_spec(reader.config, reader)
-        started = time.perf_counter()
-        stack = _load(config, rank_env, reader, spec, dtype, device, membership)
-        load_s = time.perf_counter() - started
-        elastic = None if membership is None else _follow(membership, reader, spec, stack)
-        report = _new_report(config, rank_env, reader, spec, stack, dtype, load_s)
-        report.experts = _experts_held(stack)
-        source = TokenSource(config, reader, spec, rank_env.rank, rank_env.world_size)
-        routing = RoutingSource(config, spec, report.model["name"], rank_env.world_size)
+    directory = config.model if config.model is not None else demo_checkpoint()
+    with CheckpointReader(directory, config.allow_nonfinite) as reader, torch.inference_mode():
+        run = Run(rank_env, config, reader, membership)
+        report, stack = run.report, run.stack
+        source = TokenSource(config, reader, run.spec, rank_env.rank, rank_env.world_size)
         with observing(
             rank_env, metrics_port=config.metrics_port, metrics_host=config.metrics_host, trace=config.trace
         ) as monitor:
             listener = ignore if monitor is None else monitor.on_eplb_event
             balancing = Balancing(config, rank_env, stack, reader, listener) if config.eplb else None
             steps = MeasuredSteps(
-                stack,
-                source,
-                routing,
-                balancing,
-                report,
-                rank_env,
-                dtype=dtype,
-                on_step=on_step,
+                stack, source, run.routing, balancing, report, rank_env, dtype=run.dtype, on_step=on_step,
                 keep_choices=config.record_routing is not None,
                 keep_weights=config.record_routed_weights,
-            )
+            )  # fmt: skip
             with closing(steps):
-                if membership is None or elastic is None:
-                    drive(config, steps, balancing, monitor, device, report)
+                if membership is None:
+                    drive(run, steps, balancing, monitor)
                 else:
-                    verify_all = partial(_verify_own, config, stack, steps, routing, report, reader, spec)
-                    _drive_with(membership, elastic, config, steps, monitor, report, verify_all)
+                    _drive_elastic(run, membership, steps, monitor)
             if balancing is not None:
                 report.eplb = balancing.close()
                 if config.save_placement is not None and rank_env.rank == 0:
                     report.placement = balancing.placement()
         report.experts = _experts_held(stack)
-        report.memory_bytes = peak_memory(device)
+        report.memory_bytes = peak_memory(run.device)
         progress.report("steps", config.steps, config.steps)
         if membership is None:
-            _verify_own(config, stack, steps, routing, report, reader, spec)
+            run.verify(steps)
     return report
 
 
-def _follow(membership: Membership, reader: CheckpointReader, spec: MoEModelSpec, stack: MoEStack) -> ElasticExperts:
-    """Has the stack follow the ranks, and meets them for the first time."""
+class Run:
+    """One rank's layers, its report, and the reference that verifies them."""
 
-    def read(number: int, layer: FusedMoE, experts: Collection[int]) -> int:
-        before = reader.bytes_read
-        load_moe_layer(reader, spec, stack.layers()[number].layer_index, layer, experts)
-        return reader.bytes_read - before
+    def __init__(
+        self, rank_env: RankEnv, config: RunConfig, reader: CheckpointReader, membership: Membership | None
+    ) -> None:
+        self.rank_env, self.config, self.reader = rank_env, config, reader
+        self.device = torch.device(rank_env.device)
+        self.dtype = torch_dtype(config.dtype, self.device)
+        self.spec = model_spec(reader.config, reader)
+        started = time.perf_counter()
+        self.stack = self._load(membership)
+        load_s = time.perf_counter() - started
+        self.elastic = None if membership is None else self._follow(membership)
+        self.report = self._new_report(load_s)
+        self.routing = RoutingSource(config, self.spec, self.report.model["name"], rank_env.world_size)
 
-    elastic = ElasticExperts(membership, [block.moe for block in stack.layers()], read)
-    membership.settle()
-    return elastic
+    def _load(self, membership: Membership | None) -> MoEStack:
+        config, world_size = self.config, self.rank_env.world_size
+        most_tokens = max(config.num_tokens(rank) for rank in range(world_size))
+        slots = None if membership is None else ElasticSlots(membership, config.elastic_config())
+        parallel = FusedMoEParallelConfig.make(
+            ep_size=world_size, rank=self.rank_env.rank, world_size=world_size, all2all_backend=config.backend
+        )
+        return MoEStack(
+            self.reader,
+            self.spec,
+            parallel if slots is None else slots.parallel_config(config.backend),
+            slots=slots,
+            dtype=self.dtype,
+            device=self.device,
+            quantize=config.quantize,
+            input_dtype=layer_input_dtype(config.input_dtype),
+            batch_balance=config.batch_balance,
+            # "auto" chooses by the capacity. A backend of fixed capacity takes larger batches in several passes.
+            num_redundant_experts=config.redundant_experts(self.spec.num_experts, world_size),
+            max_num_tokens=most_tokens if config.backend == "auto" else min(most_tokens, DECODE_MAX_NUM_TOKENS),
+            on_layer=lambda done, total: progress.report("loading layers", done, total),
+        )
+
+    def _follow(self, membership: Membership) -> ElasticExperts:
+        """Makes the stack follow changes of the ranks, and settles the first set of ranks."""
+
+        def read(number: int, layer: FusedMoE, experts: Collection[int]) -> int:
+            before = self.reader.bytes_read
+            load_moe_layer(self.reader, self.spec, self.stack.layers()[number].layer_index, layer, experts)
+            return self.reader.bytes_read - before
+
+        elastic = ElasticExperts(membership, [block.moe for block in self.stack.layers()], read)
+        membership.settle()
+        return elastic
+
+    def _new_report(self, load_s: float) -> RankReport:
+        spec, reader, layer = self.spec, self.reader, self.stack.layers()[0].moe
+        quantization = reader.config.get("quantization_config") or {}
+        return RankReport(
+            rank=self.rank_env.rank,
+            node=platform.node(),
+            device=self.rank_env.device,
+            device_name=device_name(self.device),
+            num_tokens=self.config.num_tokens(self.rank_env.rank),
+            backend=backend_name(layer.prepare_finalize),
+            experts_name=experts_name(layer.modular_kernel.fused_experts),
+            load_s=load_s,
+            bytes_read=reader.bytes_read,
+            versions=versions(),
+            model={
+                "path": str(reader.directory),
+                "name": model_name(spec.family, model_checksum(reader)),
+                "family": spec.family,
+                "moe_layers": list(spec.router_layers),
+                "num_experts": spec.num_experts,
+                "num_identities": spec.routing.zero_expert_num,
+                "top_k": spec.top_k,
+                "hidden_size": spec.hidden_size,
+                "intermediate_size": spec.moe_intermediate_size,
+                "quantization": quantization.get("quant_method", self.config.quantize),
+            },
+            dtype=str(self.dtype).removeprefix("torch."),
+            tolerance=max(verify.tolerance(self.dtype, block.moe.rounds_rows_to) for block in self.stack.layers()),
+            rows=list(dict.fromkeys(str(block.moe.input_rows) for block in self.stack.layers())),
+            experts=_experts_held(self.stack),
+        )
+
+    def all_reports(self) -> list[dict[str, Any]]:
+        """The reports of all ranks as plain values, in rank order; a collective step."""
+        return gather_values("reports", asdict(self.report))
+
+    def warm_up(self, steps: MeasuredSteps) -> None:
+        """Passes that are not measured."""
+        for step in range(-_WARM_UP_STEPS[self.device.type], 0):
+            steps.warm_up(max(step + self.config.steps, 0))
+
+    def capture(self, steps: MeasuredSteps) -> None:
+        """Captures the measured steps in a CUDA graph if that is asked for or possible; a trace shows eager steps."""
+        steps.capture(False if self.config.trace is not None else self.config.graphs)
+
+    def verify(self, steps: MeasuredSteps) -> None:
+        """Runs the first step once more and compares each layer's output with the reference on the very same inputs.
+
+        Layers are dealt out to the ranks, so that each expert is read once; the rank of a layer checks the tokens of
+        all ranks.
+        """
+        if not self.config.verify:
+            return
+        report = self.report
+        report.errors.clear()
+        x, logits = steps.inputs(0)
+        passes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        own, size = dist.get_rank(), dist.get_world_size()
+        self.stack(x, lambda layer, hidden_states, output: passes.append((hidden_states, output.clone())), logits)
+        mine: list[tuple[int, MoEBlock, list[Any]]] = []
+        for position, (block, observed) in enumerate(zip(self.stack.layers(), passes, strict=True)):
+            gathered = [_rows_of_all_ranks(tensor) for tensor in observed]
+            if own == position % size:
+                mine.append((position, block, list(zip(*gathered, strict=True))))
+        for count, (position, block, gathered) in enumerate(mine):
+            progress.report("verifying layers", count, len(mine))
+            online = getattr(block.moe.quant_method, "as_quantized", None)
+            # Against the values that weights were quantized to and, if --quantize did that, against those on disk.
+            for errors, as_quantized in ((report.errors, online), (report.errors_of_quantizing, None))[
+                : 2 if online else 1
+            ]:
+                # Each rank's tokens by themselves: router logits then have the very bits they had there.
+                outputs = [
+                    verify.reference_moe(
+                        self.reader, self.spec, block.layer_index, hidden_states.to(x.device), as_quantized,
+                        None if logits is None else self.routing.layer_logits(position, 0, rank).to(x.device),
+                    )
+                    for rank, (hidden_states, _) in enumerate(gathered)
+                ]  # fmt: skip
+                computed = torch.cat([output for _, output in gathered])
+                errors[block.layer_index] = verify.max_relative_error(computed, torch.cat(outputs).cpu())
+        progress.report("verifying layers", len(mine), len(mine))
 
 
-def _drive_with(
-    membership: Membership,
-    elastic: ElasticExperts,
-    config: RunConfig,
-    steps: MeasuredSteps,
-    monitor: LayerMonitor | None,
-    report: RankReport,
-    verify_all: Callable[[], None],
-) -> None:
-    """The steps and their verification where ranks come and go: what a change interrupts is made again."""
-    device, next_step = membership.device, 0
+def drive(run: Run, steps: MeasuredSteps, balancing: Balancing | None, monitor: LayerMonitor | None) -> None:
+    """Warms up and runs all measured steps. The monitor sees only the measured ones."""
+    num_steps = run.config.steps
+    run.warm_up(steps)
+    if monitor is not None:
+        monitor.start()
+    run.capture(steps)
+    # The driver shows it of a run that is interrupted.
+    progress.hand_over(run.all_reports())
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.device)
+    phases = repeat("", num_steps) if balancing is None else balancing.phases()
+    for step, phase in enumerate(phases):
+        progress.report("steps", min(step, num_steps), num_steps)
+        steps.run(step, phase)
+        if monitor is not None:
+            monitor.end_step(replayed=run.report.graphs)
+
+
+def _drive_elastic(run: Run, membership: Membership, steps: MeasuredSteps, monitor: LayerMonitor | None) -> None:
+    """Runs and verifies the steps of ranks that join and leave. A step that a change interrupts is repeated."""
+    num_steps, next_step = run.config.steps, 0
+    elastic = run.elastic
+    if elastic is None:
+        raise RuntimeError("the layers do not follow the ranks; load them with a membership")
 
     def meet(membership: Membership) -> None:
         nonlocal next_step
         steps.close()
         steps.forget_load()
-        # A rank may have ended the step that others did not.
+        # A rank may have ended a step that others did not.
         next_step = max(gather_values("step", next_step)) if membership.ep_size > 1 else next_step
 
     membership.follow(meet)
@@ -151,28 +271,27 @@ def _drive_with(
         try:
             with record_function("moe_ep_recovery") if error is not None else nullcontext():
                 membership.settle(error)
-            for step in range(-_WARM_UP_STEPS[device.type], 0):
-                steps.warm_up(max(step + config.steps, 0))
+            run.warm_up(steps)
             steps.forget_load()
             if monitor is not None and error is None:
                 monitor.start()
-            steps.capture(False if config.trace is not None else config.graphs)
-            accounts = _of_all_ranks(report)
+            run.capture(steps)
+            reports = run.all_reports()
             if membership.ep_rank == 0:
-                progress.hand_over(accounts)
+                progress.hand_over(reports)
             took = elastic.recovery.to_dict() | {"serving_at": time.time()}
             membership.log.report(membership.epoch, membership.rank, took)
             if monitor is not None:
                 lost, before = before - set(membership.ranks), set(membership.ranks)
                 monitor.on_ranks(membership.ep_size, len(lost), time.time() - membership.epoch.decided_at)
-            while next_step < config.steps:
+            while next_step < num_steps:
                 membership.check()
-                progress.report("steps", next_step, config.steps)
+                progress.report("steps", next_step, num_steps)
                 steps.run(next_step, "")
                 next_step += 1
                 if monitor is not None:
-                    monitor.end_step(replayed=report.graphs)
-            verify_all()
+                    monitor.end_step(replayed=run.report.graphs)
+            run.verify(steps)
             gather_texts("the end")
             membership.finish()
         except FinishedError:
@@ -183,144 +302,9 @@ def _drive_with(
             return
 
 
-def _verify_own(
-    config: RunConfig,
-    stack: MoEStack,
-    steps: MeasuredSteps,
-    routing: RoutingSource,
-    report: RankReport,
-    reader: CheckpointReader,
-    spec: MoEModelSpec,
-) -> None:
-    if config.verify:
-        report.errors.clear()
-        _verify(stack, *steps.inputs(0), routing, report, reader, spec)
-
-
-def drive(
-    config: RunConfig,
-    steps: MeasuredSteps,
-    balancing: Balancing | None,
-    monitor: LayerMonitor | None,
-    device: torch.device,
-    report: RankReport,
-) -> None:
-    """The warm-up and all measured steps, which alone the monitor is told of."""
-    for step in range(-_WARM_UP_STEPS[device.type], 0):
-        steps.warm_up(max(step + config.steps, 0))
-    if monitor is not None:
-        monitor.start()
-    steps.capture(False if config.trace is not None else config.graphs)
-    # For what is shown of a run that does not get to its end.
-    progress.hand_over(_of_all_ranks(report))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    phases = repeat("", config.steps) if balancing is None else balancing.phases()
-    for step, phase in enumerate(phases):
-        progress.report("steps", min(step, config.steps), config.steps)
-        steps.run(step, phase)
-        if monitor is not None:
-            monitor.end_step(replayed=report.graphs)
-
-
-def _model(config: RunConfig) -> Path:
-    """The checkpoint; the demo one is made here where this node does not have it yet."""
-    return config.model if config.model is not None else demo_checkpoint()
-
-
-def _load(
-    config: RunConfig,
-    rank_env: RankEnv,
-    reader: CheckpointReader,
-    spec: MoEModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    membership: Membership | None,
-) -> MoEStack:
-    most_tokens = max(config.num_tokens(rank) for rank in range(rank_env.world_size))
-    slots = None if membership is None else ElasticSlots(membership, config.elastic_config())
-    parallel = FusedMoEParallelConfig.make(
-        ep_size=rank_env.world_size,
-        rank=rank_env.rank,
-        world_size=rank_env.world_size,
-        all2all_backend=config.backend,
-    )
-    return MoEStack(
-        reader,
-        spec,
-        parallel if slots is None else slots.parallel_config(config.backend),
-        slots=slots,
-        dtype=dtype,
-        device=device,
-        quantize=config.quantize,
-        input_dtype=layer_input_dtype(config.input_dtype),
-        batch_balance=config.batch_balance,
-        # "auto" chooses by the capacity; a backend with a fixed one takes larger batches in several passes.
-        num_redundant_experts=config.redundant_experts(spec.num_experts, rank_env.world_size),
-        max_num_tokens=most_tokens if config.backend == "auto" else min(most_tokens, DECODE_MAX_NUM_TOKENS),
-        on_layer=lambda done, total: progress.report("loading layers", done, total),
-    )
-
-
-def _verify(
-    stack: MoEStack,
-    x: torch.Tensor,
-    logits: list[torch.Tensor] | None,
-    routing: RoutingSource,
-    report: RankReport,
-    reader: CheckpointReader,
-    spec: MoEModelSpec,
-) -> None:
-    """Runs the first step once more and compares each layer's output with the reference on the very same inputs.
-
-    Layers are dealt out to the ranks, so that each expert is read once; the rank of a layer checks everybody's tokens.
-    """
-    passes: list[tuple[torch.Tensor, torch.Tensor]] = []
-    own, size = dist.get_rank(), dist.get_world_size()
-    stack(x, lambda layer, hidden_states, output: passes.append((hidden_states, output.clone())), logits)
-    mine: list[tuple[int, MoEBlock, list[Any]]] = []
-    for position, (block, observed) in enumerate(zip(stack.layers(), passes, strict=True)):
-        gathered = [_rows_of_all_ranks(tensor) for tensor in observed]
-        if own == position % size:
-            mine.append((position, block, list(zip(*gathered, strict=True))))
-    for count, (position, block, gathered) in enumerate(mine):
-        progress.report("verifying layers", count, len(mine))
-        layer = block.layer_index
-        online = getattr(block.moe.quant_method, "as_quantized", None)
-        # By what matrices were quantized to, and, where --quantize did that, by those on disk.
-        for errors, as_quantized in ((report.errors, online), (report.errors_of_quantizing, None))[: 1 + bool(online)]:
-            # Each rank's tokens by themselves: router logits then have the very bits they had there.
-            outputs = [
-                verify.reference_moe(
-                    reader,
-                    spec,
-                    layer,
-                    hidden_states.to(x.device),
-                    as_quantized,
-                    None if logits is None else routing.layer_logits(position, 0, rank).to(x.device),
-                )
-                for rank, (hidden_states, _) in enumerate(gathered)
-            ]
-            computed = torch.cat([output for _, output in gathered])
-            errors[layer] = verify.max_relative_error(computed, torch.cat(outputs).cpu())
-    progress.report("verifying layers", len(mine), len(mine))
-
-
-def _of_all_ranks(report: RankReport) -> list[dict[str, Any]]:
-    """The accounts of all ranks before the first step, of plain values, in rank order."""
-    text = bytearray(json.dumps(asdict(report)).encode())
-    sizes = gather_tensors(torch.tensor([len(text)]))
-    longest = int(max(sizes))
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
-    gathered = gather_tensors(padded)
-    texts = (bytes(found[: int(size)].tolist()) for found, size in zip(gathered, sizes, strict=True))
-    return [json.loads(found) for found in texts]
-
-
 def _rows_of_all_ranks(rows: torch.Tensor) -> list[torch.Tensor]:
     """The rows of every rank on the host, by rank; their number may differ."""
-    counts = [int(text) for text in gather_texts("rows", str(len(rows)))]
+    counts = gather_values("rows", len(rows))
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     return [part[:count].cpu() for part, count in zip(gather_tensors(padded), counts, strict=True)]
@@ -329,47 +313,6 @@ def _rows_of_all_ranks(rows: torch.Tensor) -> list[torch.Tensor]:
 def _experts_held(stack: MoEStack) -> list[list[int]]:
     """For each layer, the routed experts that this rank holds now."""
     return [sorted({expert for expert in block.moe.slots.local_experts if expert >= 0}) for block in stack.layers()]
-
-
-def _new_report(
-    config: RunConfig,
-    rank_env: RankEnv,
-    reader: CheckpointReader,
-    spec: MoEModelSpec,
-    stack: MoEStack,
-    dtype: torch.dtype,
-    load_s: float,
-) -> RankReport:
-    layer = stack.layers()[0].moe
-    device = torch.device(rank_env.device)
-    quantization = reader.config.get("quantization_config") or {}
-    return RankReport(
-        rank=rank_env.rank,
-        node=platform.node(),
-        device=rank_env.device,
-        device_name=device_name(device),
-        num_tokens=config.num_tokens(rank_env.rank),
-        backend=backend_name(layer.prepare_finalize),
-        experts_name=experts_name(layer.modular_kernel.fused_experts),
-        load_s=load_s,
-        bytes_read=reader.bytes_read,
-        versions=versions(),
-        model={
-            "path": str(reader.directory),
-            "name": model_name(spec.family, model_checksum(reader)),
-            "family": spec.family,
-            "moe_layers": list(spec.router_layers),
-            "num_experts": spec.num_experts,
-            "num_identities": spec.routing.zero_expert_num,
-            "top_k": spec.top_k,
-            "hidden_size": spec.hidden_size,
-            "intermediate_size": spec.moe_intermediate_size,
-            "quantization": quantization.get("quant_method", config.quantize),
-        },
-        dtype=str(dtype).removeprefix("torch."),
-        tolerance=max(verify.tolerance(dtype, block.moe.rounds_rows_to) for block in stack.layers()),
-        rows=list(dict.fromkeys(str(block.moe.input_rows) for block in stack.layers())),
-    )
 
 
 @contextmanager

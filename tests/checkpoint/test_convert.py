@@ -122,7 +122,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "experts in int4" in (said := capsys.readouterr().out) and "fused" not in said
     write_case("bf16 gpt-oss", tmp_path / "fused", with_values=False)
     assert main(["convert", str(tmp_path / "fused"), str(tmp_path / "apart"), "--quantize", "fp8"]) == 0
-    assert "The experts were fused and are one by one now" in capsys.readouterr().out
+    assert "fused experts were split" in capsys.readouterr().out
     before = {file: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     assert main(arguments) == 2
     assert "out: it exists already and is not written over" in capsys.readouterr().err

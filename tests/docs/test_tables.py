@@ -26,11 +26,11 @@ def rows_of(text: str) -> list[str]:
 
 
 def test_number_types() -> None:
-    """The page shows five of the eight row counts of two models, and how Humming compares."""
+    """The page shows five of the eight row counts of one model, and how Humming compares."""
     rows = made("gemm_tables.py", str(BENCHMARKS / "gemm_types_h200.jsonl"))
     section = (BENCHMARKS / "experts.md").read_text().partition("## Number types")[2].partition("\n## ")[0]
     shown = rows_of(section)
-    assert len(shown) == 2 * (2 + 5) + 3
+    assert len(shown) == (2 + 5) + 3
     assert [row for row in shown if row not in rows] == []
 
 
@@ -47,7 +47,7 @@ def test_rows_of_eight_bits() -> None:
         (row["shape"], row["weights"], str(row["rows"])): row
         for row in read_lines(BENCHMARKS / "eight_bit_rows_h200.jsonl")
     }
-    assert len(shown) == 16
+    assert len(shown) == 8
     for cells in shown:
         for cell, field in zip(cells, fields, strict=True):
             value = recorded[cells[0], cells[1], cells[2]][field]
@@ -65,12 +65,12 @@ def test_beside_transformers_own_experts() -> None:
 
 
 def test_gemm() -> None:
-    """Five row counts of each model, the uneven rows of three models, and how others compare."""
+    """Five row counts of three models, the uneven rows of two, and how others compare."""
     rows = made("gemm_tables.py", str(BENCHMARKS / "gemm_h200.jsonl"))
     text = (BENCHMARKS / "experts.md").read_text()
     of_models = rows_of(text.partition("## DeepSeek-V3")[2].partition("## Which kernel")[0])
     shown = rows_of(text.partition("## Summary")[2].partition("\n## ")[0]) + of_models
-    assert len(shown) > 50
+    assert len(shown) > 30
     assert [row for row in shown if row not in rows] == []
 
 
@@ -80,7 +80,7 @@ def test_dispatch() -> None:
     recorded = [row for file in files for row in made("bench_dispatch.py", "--markdown", str(BENCHMARKS / file))]
     text = (BENCHMARKS / "dispatch.md").read_text().partition("## 4 GPUs, uniform")[2].partition("## What bounds it")[0]
     page = rows_of(text)
-    assert len(page) > 50
+    assert len(page) > 40
     assert [row for row in page if row not in recorded] == []
 
 
@@ -90,7 +90,7 @@ def test_scaling() -> None:
     recorded = [row for file in files for row in rows_of(scaling(file))]
     text = (BENCHMARKS / "scaling.md").read_text().partition("## Predicted")[0]
     shown = [row for row in rows_of(text) if row.count("|") > 6]
-    assert len(shown) > 80
+    assert len(shown) > 40
     assert [row for row in shown if row not in recorded] == []
 
 

@@ -209,7 +209,7 @@ def test_a_signal_ends_everything(launcher: str, number: signal.Signals, code: i
     # The signal may come before the first measured step or after: then what was measured is shown.
     measured = errors.removesuffix(words)
     if measured:
-        assert re.fullmatch(r"ended after \d+ measured steps?; this is what they gave\n", measured), errors
+        assert re.fullmatch(r"ended after \d+ measured steps?; .*\n", measured), errors
         assert output.endswith("verification: not reached\n"), output
     else:
         assert (output, errors) == ("", words)

@@ -1,4 +1,4 @@
-"""moe-ep bench scaling: how a MoE layer scales over ranks on these machines, and what bounds it."""
+"""moe-ep bench scaling: measures how a MoE layer scales over ranks on these machines, and what bounds it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         results = gang.run(_work, config, args.shown, started, before, on_item=on_item)
     except BaseException:
         if config.json is not None and gang.is_driver and config.json.is_file() and config.json.stat().st_size:
-            print(f"{config.json} has what was measured; --resume measures the rest", file=sys.stderr)
+            print(f"{config.json} has the rows so far; --resume measures the rest", file=sys.stderr)
         raise
     finally:
         gang.close()
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
 def _work(
     rank_env: RankEnv, config: ScalingConfig, command: str, started: float, before: list[dict[str, Any]]
 ) -> list[dict[str, Any]] | None:
-    """The worker's part; what it needs is imported there, so that the driver starts without torch."""
+    """The worker's part. It imports what it needs, so that the driver starts without torch."""
     from moe_ep.launch.workers.scaling_worker import run_scaling
 
     return run_scaling(rank_env, config, command, started, before)
@@ -78,7 +78,7 @@ _LISTS = (
 
 
 def _check_together(config: ScalingConfig) -> None:
-    """Options that contradict each other, found before anything starts."""
+    """Raises OptionError for options that contradict each other."""
     if config.geometry and config.model is not None:
         raise OptionError(f"--model is {config.model} and --geometry {','.join(config.geometry)}; pass one of them")
     if not config.decode_tokens and not config.prefill_tokens:
@@ -94,7 +94,7 @@ def _check_together(config: ScalingConfig) -> None:
             f"tokens that are measured"
         )
     for flag, values in {name: getattr(config, name) for name in _LISTS}.items():
-        # Rows name a file without its folder.
+        # A row names a file without its folder.
         names = [Path(value).name if flag == "routing" else str(value) for value in values]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise OptionError(f"--{flag.replace('_', '-')} has {twice} twice; rows would not be told apart")
@@ -103,7 +103,7 @@ def _check_together(config: ScalingConfig) -> None:
 
 
 def _check_recorded(config: ScalingConfig) -> None:
-    """A recorded routing that is the only one must be every geometry's."""
+    """Raises OptionError if the only routing is a recorded one that does not fit every geometry."""
     from moe_ep.bench.geometries import preset
     from moe_ep.bench.workload import recorded_ids
 
@@ -113,13 +113,13 @@ def _check_recorded(config: ScalingConfig) -> None:
 
 
 def _check_fits(config: ScalingConfig, world_size: int | None, device: str | None) -> None:
-    """Options that such a gang cannot serve, as far as it is known."""
+    """Raises OptionError for options that such a gang cannot serve."""
     sizes = (1,) if world_size is None else _ep_sizes(config, world_size)
     check_backends(config.backend, max(sizes), device)
 
 
 def _rows_before(config: ScalingConfig) -> list[dict[str, Any]]:
-    """What an earlier run wrote, where this one is to go on from there."""
+    """The rows of an earlier run, if this one resumes it."""
     if not config.resume or config.json is None or not config.json.exists():
         return []
     with refusing("--resume cannot go on from --json: "):
@@ -143,6 +143,6 @@ def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All of them, from 1 to the number itself; quick for one that no machine can serve, which is refused later."""
+    """All divisors, ascending; fast even for huge numbers, which are refused later."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}))

@@ -1,4 +1,4 @@
-"""moe-ep completion: completion of commands and options for a shell."""
+"""moe-ep completion: prints a shell script that completes commands and options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""moe-ep convert: a checkpoint again, with its experts quantized."""
+"""moe-ep convert: writes a checkpoint with quantized experts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     show(f"{target}: experts in {args.quantize}, {after} of weights in place of {before}")
     if fused:
         show(
-            "The experts were fused and are one by one now, for compressed-tensors and moe_ep; transformers 5 reads "
-            "those of such families fused only, and would draw them at random."
+            "The fused experts were split into one tensor each, which compressed-tensors and moe_ep read. transformers "
+            "5 reads experts of such families only fused, and would initialize them at random."
         )
     return 0

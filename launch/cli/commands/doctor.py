@@ -1,4 +1,4 @@
-"""moe-ep doctor: what this machine has, which backends and experts run on it, and how to fix the others."""
+"""moe-ep doctor: shows what this machine has, which backends and experts run on it, and how to fix the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_ep.launch.cli.options import Parser, add_command
 from moe_ep.launch.cli.outputs import show
 from moe_ep.launch.gangs.gang import num_cpus
 
-# Name shown, and the distributions that may bring it.
+# Shown name -> the distributions that may provide it.
 _PACKAGES = {
     "torch": ("torch",),
     "ray": ("ray",),
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Everything the command prints, as plain values."""
+    """All findings as plain values."""
     from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 
     return {
@@ -73,11 +73,11 @@ def examine() -> dict[str, Any]:
 
 
 def why_unusable(registry: Any, name: str) -> str | None:
-    """Why the choice cannot run here, with the way out, in one line; None where it can."""
+    """Why a registry entry cannot run here, with the way out, in one line; None if it can."""
     try:
         reason = registry.load(name).unusable_reason()
     except Exception as error:
-        # Whatever keeps a module from being imported keeps its class from being used, and is the reason.
+        # An error on import makes the class unusable, and is the reason.
         reason = f"{type(error).__name__}: {error}"
     return None if reason is None else " ".join(str(reason).split())
 
@@ -92,7 +92,7 @@ def _version(distributions: tuple[str, ...]) -> str | None:
 
 
 def _why_unwritable(folder: Path) -> str | None:
-    """Why nothing can be kept there, with the way out; it need not exist yet."""
+    """Why a folder, which may not exist yet, cannot be written to, with the way out; None if it can."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return None
@@ -100,7 +100,7 @@ def _why_unwritable(folder: Path) -> str | None:
 
 
 def _gpus() -> dict[str, Any]:
-    """GPUs, driver and which pairs reach each other's memory; touches CUDA in this process."""
+    """Finds GPUs, the driver, and which pairs reach each other's memory. Initializes CUDA in this process."""
     found: dict[str, Any] = {"driver": None, "cuda": None, "nccl_loaded": None, "gpus": [], "p2p": [], "gpu_note": None}
     try:
         import torch

@@ -1,4 +1,4 @@
-"""moe-ep eplb: tries and plans balancing on routing traces, without a GPU."""
+"""moe-ep eplb: simulates and plans load balancing on routing traces, without a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _share = number("a number above 0 and below 1, such as 0.5", lambda share: 0 < s
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The ranks that a plan is for, and what it evens out."""
+    """The ranks that a plan is for, and its objective."""
 
     ep_size: int = option(8, at_least(1), "ranks")
     redundant: int = option(0, at_least(0), "redundant experts, over all ranks")
@@ -54,7 +54,7 @@ class MachineConfig:
     )
 
     def scene(self) -> Scene:
-        """Raises ValueError for numbers that do not go together."""
+        """The simulation's scene; ValueError for numbers that do not fit together."""
         from moe_ep.eplb.simulate import Scene
 
         return Scene(
@@ -68,7 +68,7 @@ class MachineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SceneConfig(MachineConfig):
-    """A machine, which part of a trace is planned on, and how files of plain choices are read."""
+    """A machine, the part of a trace that is planned on, and how files of plain choices are read."""
 
     planned_on: float = option(0.5, _share, "share of the steps to plan on; the others are measured")
     step_tokens: int = option(
@@ -81,16 +81,16 @@ class SceneConfig(MachineConfig):
 
 
 def trace_file(raw: str) -> Path:
-    """The file that TRACE names; OptionError where there is none."""
+    """The file of TRACE; OptionError if there is none."""
     rule = "it must be an .npz file of recorded choices, or a file of recorded routing"
     return parsed("TRACE", raw, lambda raw: input_file(raw, rule))
 
 
 def read_trace(raw: str, config: SceneConfig) -> RoutingTrace:
-    """A recorded trace, or a file of plain choices cut into steps.
+    """Reads a recorded trace, or a file of plain choices, which is split into steps.
 
     Raises:
-        OptionError: no such file, or choices that the options do not fit.
+        OptionError: there is no such file, or the options do not fit it.
         ValueError: it is neither.
     """
     from moe_ep.eplb.trace import RoutingTrace, from_choices, is_trace, plain_choices, read_arrays
@@ -133,7 +133,7 @@ def _names(raw: str) -> tuple[str, ...]:
 
 
 _PICTURES = (".png", ".pdf", ".svg")
-# How the table shows what is not a whole number.
+# Formats of the table's columns that are not whole numbers.
 _FORMS = {
     "balancedness": ".3f",
     "max / mean tokens": ".2f",
@@ -251,7 +251,7 @@ def main_simulate(args: argparse.Namespace) -> int:
                 raise OptionError(
                     f"--array is {config.array!r}; --routing {config.routing} reads no file, leave it out"
                 )
-            config.scene().num_slots(config.experts)  # refuses before the choices are drawn
+            config.scene().num_slots(config.experts)  # raises before the choices are drawn
             if config.top_k > config.experts:
                 raise OptionError(f"--top-k is {config.top_k}; it must be at most the {config.experts} of --experts")
             trace = zipf_trace(
@@ -286,7 +286,7 @@ def main_simulate(args: argparse.Namespace) -> int:
 
 
 def _costs(config: SimulateConfig, trace: RoutingTrace) -> tuple[float | None, Callable[[Outcome], float] | None]:
-    """(bytes of an expert, what a layer takes on average by the cost model), None for what is not known."""
+    """(bytes of an expert, mean time of a layer by the cost model); None for what is unknown."""
     if not config.geometry:
         return config.expert_bytes, None
     from statistics import fmean

@@ -1,4 +1,4 @@
-"""moe-ep generate: text in, text out, over a gang of workers that share a model's experts."""
+"""moe-ep generate: generates text with a model whose experts are sharded over a gang of workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def main(args: argparse.Namespace) -> int:
         return 1 if finished.failures else 0
     config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
     lines = CompletionLines(fields, config.output, finished)
-    recoveries: list[dict[str, Any]] = []
     completions: dict[int, dict[str, Any]] = {}
 
     def take(completion: dict[str, Any]) -> None:
@@ -51,23 +50,13 @@ def main(args: argparse.Namespace) -> int:
         lines.take(completion)
 
     try:
-        if config.model is None:
-            from moe_ep.checkpoint.demo import demo_checkpoint
-
-            # Here for its progress bar; workers of other nodes make their own.
-            demo_checkpoint()
-        if config.elastic:
-            results, recoveries = gang.run_elastic(
-                _work, config, prompts, finished.lines, config=config.elastic_config(), on_item=take
-            )
-        else:
-            results = gang.run(_work, config, prompts, finished.lines, on_item=lines.take)
+        results, recoveries = config.run_in(gang, _work, prompts, finished.lines, on_item=take)
     except BaseException:
         lines.close()
         if lines.num_written:
             print(
-                f"{config.output} has the first {lines.num_written} of {len(prompts)} prompts; the same command with "
-                f"--resume goes on there",
+                f"{config.output} has the first {lines.num_written} of {len(prompts)} prompts; run the same command "
+                f"with --resume to do the rest",
                 file=sys.stderr,
             )
         raise
@@ -85,8 +74,8 @@ def main(args: argparse.Namespace) -> int:
 def _work(
     rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine], first: int, membership: Any = None
 ) -> RankGeneration:
-    """The worker's part; what it needs is imported there, so that the driver starts without torch."""
-    # Read when the hub's library is imported. transformers asks it for kernels of some families.
+    """The worker's part. It imports what it needs, so that the driver starts without torch."""
+    # The hub's library reads it on import; transformers would ask the hub for kernels of some families.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from moe_ep.launch.workers.generate_worker import run_generate
 

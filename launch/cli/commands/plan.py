@@ -1,4 +1,4 @@
-"""moe-ep plan: what a MoE layer should take on more GPUs than are here, from measured rates."""
+"""moe-ep plan: predicts the time of a MoE layer on more GPUs than are here, from measured rates."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _COLUMNS = {
 
 
 def _assumed(config: PlanConfig, geometry: Geometry, machine: Machine, device: str) -> str:
-    """What the prediction rests on, in lines for people; --json has every number of it."""
+    """Describes the assumptions of the prediction; --json has every number."""
     memory = f"{machine.memory_bytes / 1e9:.0f} GB, " if device == "GPU" else ""
     return (
         f"{geometry.name}, {config.wire} rows, T tokens per rank, uniform routing; tokens/s through all "
@@ -132,25 +132,20 @@ def _row(
     step = predict(
         geometry, ep_size, tokens, machine, wire_bytes=1 if config.wire == "fp8" else 2, two_level=config.two_level
     )
-    return {
+    about = asdict(step) | {
         "GPUs": ep_size,
         "T": tokens,
         "us": step.step_us,
-        "dispatch_us": step.dispatch_us,
-        "experts_us": step.experts_us,
-        "combine_us": step.combine_us,
-        "bottleneck": step.bottleneck,
-        "active_experts": step.active_experts,
         "GiB_of_weights": step.weights_bytes / 2**30,
         "fits": step.weights_bytes < machine.memory_bytes if device == "GPU" else None,
-        "tokens_per_s": step.tokens_per_s,
         "tokens_per_s_per_GPU": step.tokens_per_s / ep_size,
     }
+    return {key: about[key] for key in _COLUMNS}
 
 
 def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machine, str, str]:
-    """The machine by the measured rows, those rows beside their prediction, and "GPU" or "CPU"; of CPUs the rows do not
-    say how much memory they have."""
+    """Returns the machine fitted to the measured rows, a table of those beside their predictions, and "GPU" or "CPU".
+    Rows of CPUs do not say how much memory there is."""
     from moe_ep.bench.cost_model import calibrated
     from moe_ep.bench.scaling_tables import about_runs, read_scaling
 
@@ -165,7 +160,7 @@ def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machi
 
 
 def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any]]) -> str:
-    """Prediction beside measurement, for every measured row of uniform routing."""
+    """A table of prediction and measurement, for every measured row of uniform routing."""
     from moe_ep.bench.cost_model import predict, uniform_rows
     from moe_ep.bench.results import table
 

@@ -1,4 +1,4 @@
-"""moe-ep plot: pictures and tables of a scaling benchmark's results."""
+"""moe-ep plot: draws the results of a scaling benchmark, and writes them as tables."""
 
 from __future__ import annotations
 

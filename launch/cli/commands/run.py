@@ -1,4 +1,4 @@
-"""moe-ep run: the MoE layers of a checkpoint, divided over a gang of workers, driven, measured and verified."""
+"""moe-ep run: shards the MoE layers of a checkpoint over a gang of workers, runs, measures and verifies them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs.gang import set_up_logging
 from moe_ep.launch.gangs.rank_env import RankEnv
 
-# Of a model on CPUs, a step takes megabytes of trace, and several times as much memory when it is written.
+# A step on CPUs makes megabytes of trace, and several times as much memory while it is written.
 _MOST_TRACED_STEPS = 128
 
 
@@ -37,28 +37,19 @@ def main(args: argparse.Namespace) -> int:
     config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
     report = RunReport(config, args.shown)
     try:
-        if config.model is None:
-            from moe_ep.checkpoint.demo import demo_checkpoint
-
-            # Here for its progress bar; workers of other nodes make their own.
-            demo_checkpoint()
-        if config.elastic:
-            elastic = config.elastic_config()
-            results, report.recoveries = gang.run_elastic(_work, config, config=elastic, on_item=report.take_once)
-        else:
-            results = gang.run(_work, config, on_item=report.take)
+        results, report.recoveries = config.run_in(gang, _work, on_item=report.take)
     except BaseException:
         gang.close()
         if report.num_steps:
             report.tell()
-            print(f"ended after {report.num_steps} measured steps; this is what they gave", file=sys.stderr)
+            print(f"ended after {report.num_steps} measured steps; the report covers these", file=sys.stderr)
         raise
     finally:
         gang.close()
     if not gang.is_driver:
         return 0
     report.complete(results)
-    with contextlib.ExitStack() as files:  # each is written also where another fails
+    with contextlib.ExitStack() as files:  # each is written even if another fails
         if config.save_placement is not None and results[0].placement is not None:
             files.callback(results[0].placement.save, config.save_placement)
         if config.record_routing is not None:
@@ -73,14 +64,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _work(rank_env: RankEnv, config: RunConfig, membership: Any = None) -> RankReport:
-    """The worker's part; what it needs is imported there, so that the driver starts without torch."""
+    """The worker's part. It imports what it needs, so that the driver starts without torch."""
     from moe_ep.launch.workers.worker import run_worker
 
     return run_worker(rank_env, config, membership=membership)
 
 
 def _check_fits(config: RunConfig, world_size: int | None, device: str | None) -> None:
-    """Options that such a gang cannot serve, as far as it is known."""
+    """Raises OptionError for options that such a gang cannot serve."""
     if config.graphs and device == "cpu":
         raise OptionError("--graphs was given and the workers run on CPUs; CUDA graphs need GPUs, leave it out")
     check_backends([config.backend], world_size, device)
@@ -99,10 +90,10 @@ def _check_fits(config: RunConfig, world_size: int | None, device: str | None) -
 
 
 def _check_together(config: RunConfig) -> None:
-    """Options that contradict each other, found before anything starts."""
+    """Raises OptionError for options that contradict each other."""
     if config.graphs and config.trace is not None:
         raise OptionError(
-            "--trace shows what the host does between layers, and with --graphs it does nothing; drop one"
+            "--trace shows what the host does between layers, and with --graphs it does nothing; leave one out"
         )
     if config.trace is not None and config.steps > _MOST_TRACED_STEPS:
         raise OptionError(
@@ -122,4 +113,4 @@ def _check_together(config: RunConfig) -> None:
     results = {"--json": config.json, "--record-routing": config.record_routing}
     recorded = (config.routing or "").removeprefix("recorded:")
     check_apart(results | {"--save-placement": config.save_placement}, {"--text": config.text, "--routing": recorded})
-    check_apart(results, {"--load-placement": config.load_placement})  # a placement may take the place of an older one
+    check_apart(results, {"--load-placement": config.load_placement})  # --save-placement may replace it

@@ -1,4 +1,4 @@
-"""moe-ep tune: measures what the packed experts' kernels choose by shape, and keeps it for this kind of GPU."""
+"""moe-ep tune: measures which kernel of the packed experts is faster for a shape, and records it for this GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moe_ep.activation import MoEActivation
     from moe_ep.kernels.marlin.tuning import Problem
 
-# Number types and the columns that share a scale where --group-size says nothing.
+# Number types, and the default of --group-size.
 _GROUP_SIZES = {"uint4": 128, "uint4b8": 128, "uint8b128": 128, "float8_e4m3fn": 128, "float4_e2m1f": 32}
 
 
