@@ -1,6 +1,6 @@
-"""How a running gang is told to take in a worker, or to let one go: one line of JSON each way over a loopback socket.
+"""Requests to a running gang to add or remove a worker: one line of JSON each way over a loopback socket.
 
-The gang's launcher listens, and leaves the token that a request needs in a file of this user's alone.
+The gang's launcher listens, and writes the token that a request needs to a file that only this user can read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from moe_ep import env
 from moe_ep.errors import ConfigError, GangError
 from moe_ep.launch.gangs.rank_env import LOOPBACK
 
-# A request is a short line, and comes at once.
+# Limits of a request, which is a short line.
 _MOST_BYTES, _REQUEST_S = 4096, 5.0
-# Whoever asks waits so long for what the gang makes of it: a worker that joins loads the model first.
+# Limit of the wait for the answer: a worker that joins loads the model first.
 ANSWER_S = 600.0
 
 
@@ -32,11 +32,11 @@ def _token_file(port: int) -> Path:
 
 
 class Request:
-    """What somebody asks of the gang; `answer` ends it.
+    """One request to the gang; `answer` ends it.
 
     Attributes:
         kind: "join" or "leave".
-        rank: that is to leave.
+        rank: the rank that is to leave.
     """
 
     def __init__(self, kind: str, rank: int) -> None:
@@ -45,7 +45,7 @@ class Request:
         self._answer: dict[str, str] = {"error": "the gang ended before it was done"}
 
     def answer(self, text: str = "", error: str = "") -> None:
-        """Says what came of it, or why nothing did."""
+        """Sends the result, or why the request failed."""
         self._answer = {"error": error} if error else {"done": text}
         self._answered.set()
 
@@ -74,7 +74,7 @@ class ControlServer:
         threading.Thread(target=self._listen, name="moe_ep-control", daemon=True).start()
 
     def requests(self) -> Iterator[Request]:
-        """Those that have come since the call before."""
+        """The requests since the last call."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._requests.get_nowait()
@@ -85,7 +85,7 @@ class ControlServer:
     def __exit__(self, *error: object) -> None:
         self._file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # a thread that waits in accept would take one more
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()
 
     def _listen(self) -> None:
@@ -114,14 +114,14 @@ class ControlServer:
 
 
 def ask(address: str, token: str | None, kind: str, rank: int = -1) -> str:
-    """Asks the gang at an address and returns what it says when that is done.
+    """Sends a request to the gang at an address, and returns its answer when it is done.
 
     Args:
-        token: None for that of the file, on the gang's machine.
+        token: None reads the file on the gang's machine.
 
     Raises:
         ConfigError: no gang listens there, or there is no token for it.
-        GangError: the gang does not do it.
+        GangError: the gang refuses or fails.
     """
     host, _, port = address.rpartition(":")
     file = _token_file(int(port))
@@ -145,11 +145,11 @@ def ask(address: str, token: str | None, kind: str, rank: int = -1) -> str:
 
 
 def _line_of(connection: socket.socket) -> bytes:
-    """The first line that comes; ValueError for a longer one."""
+    """Reads one line; ValueError if it is too long."""
     line = b""
     while not line.endswith(b"\n"):
         part = connection.recv(_MOST_BYTES)
         line += part
         if not part or len(line) > _MOST_BYTES:
-            raise ValueError("it is no line of JSON")
+            raise ValueError("it is not a line of JSON")
     return line

@@ -1,5 +1,8 @@
-"""What ends a command early: ctrl-C, a job manager's SIGTERM, and the SIGHUP of a terminal that is closed, all of which
-unwind alike, so that gangs and placement groups are taken down; and work that does not end, with its process."""
+"""Ends commands early, on a signal or at a time limit.
+
+Ctrl-C, a job manager's SIGTERM and the SIGHUP of a closed terminal unwind alike, so that gangs and placement groups are
+taken down. Work that hangs in a library is ended with its process.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,9 @@ from multiprocessing.connection import wait
 from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The innermost calls of a process that is ended tell where it was.
+# Number of innermost calls that are shown of a process that hangs.
 _SHOWN_CALLS = 10
-
-# How soon a signal that came during an import is tried again.
+# A signal that came during an import is sent again after this.
 _IMPORT_POLL_S = 0.02
 
 _received: int | None = None
@@ -28,8 +30,10 @@ _hearing: FrameType | None = None
 
 @contextlib.contextmanager
 def raised_as_interrupt() -> Iterator[None]:
-    """Each of the signals raises KeyboardInterrupt inside the block, after an import that it comes in, and `received`
-    says which it was; under nohup, SIGHUP does nothing."""
+    """Has each of the signals raise KeyboardInterrupt inside the block; `received` returns which it was.
+
+    A signal during an import is raised after it. Under nohup, SIGHUP is ignored.
+    """
     global _received, _raised, _hearing
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     heard = [number for number in _ENDING if not (is_nohup and number == signal.SIGHUP)]
@@ -45,14 +49,15 @@ def raised_as_interrupt() -> Iterator[None]:
 
 
 def received() -> int | None:
-    """The signal that came, if one did."""
+    """The signal that was received, or None."""
     return _received
 
 
 def check() -> None:
-    """KeyboardInterrupt if a signal came and work goes on: Python drops what is raised in a callback, as around a fork.
+    """Raises KeyboardInterrupt if a signal was received. Python drops exceptions that are raised in callbacks, such as
+    around a fork.
 
-    For loops that wait for workers, and not for what cleans up after them.
+    To be called in loops that wait for workers, but not while cleaning up after them.
     """
     global _raised
     if _received is not None:
@@ -62,12 +67,12 @@ def check() -> None:
 
 @contextlib.contextmanager
 def ending_within(seconds: float) -> Iterator[None]:
-    """A signal inside the block ends the process if the block is not left so soon after it.
+    """Ends the process if a signal arrives inside the block and the block is not left within this time.
 
-    Python raises nothing while its main thread is inside a library, as in one that waits for a GPU or for a peer that
-    the same signal has ended already. The line it was at is written to stderr then.
+    Python raises nothing while its main thread is inside a library, for example one that waits for a GPU, or for a peer
+    that the same signal has already ended. The current line is written to stderr.
     """
-    if threading.current_thread() is not threading.main_thread():  # no signal comes here
+    if threading.current_thread() is not threading.main_thread():  # signals do not reach other threads
         yield
         return
     reader, writer = os.pipe()
@@ -77,7 +82,7 @@ def ending_within(seconds: float) -> Iterator[None]:
     def watch() -> None:
         number = -1
         while number not in (0, *_ENDING):
-            number = int.from_bytes(os.read(reader, 1))  # 0 at the pipe's end, where the block is left
+            number = int.from_bytes(os.read(reader, 1))  # 0 at the end of the pipe: the block was left
         until = time.monotonic() + seconds
         is_inside = number > 0
         while is_inside:
@@ -97,12 +102,12 @@ def ending_within(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_after(seconds: float, doing: str, way_out: str | None = None) -> Iterator[None]:
-    """Ends the process if the block is not left within so many seconds, and says so on stderr.
+    """Ends the process if the block is not left within this time, with a message on stderr.
 
-    For what no exception ends: a wait inside a library for a GPU or for a peer.
+    For waits that no exception ends, such as a library's wait for a GPU or for a peer.
 
     Args:
-        doing: what the block does, to be named.
+        doing: what the block does; the message begins with it.
         way_out: what a user can do then; None to say where the block was instead.
     """
 
@@ -121,7 +126,7 @@ def ending_after(seconds: float, doing: str, way_out: str | None = None) -> Iter
 
 @contextlib.contextmanager
 def unheard_by_children() -> Iterator[None]:
-    """Processes started inside the block never hear ctrl-C, which reaches the whole foreground group."""
+    """Has processes that are started inside the block ignore ctrl-C, which reaches the whole foreground group."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -130,13 +135,13 @@ def unheard_by_children() -> Iterator[None]:
 
 
 def _stack_of(thread: int | None) -> list[str]:
-    """Where a thread is, its innermost call last."""
+    """The stack of a thread, innermost call last."""
     frame = sys._current_frames().get(thread or 0)
     return ["nowhere\n"] if frame is None else traceback.format_stack(frame)
 
 
 def _end(message: str, code: int) -> None:
-    """Ends the process at once: nothing is unwound that may hang in turn."""
+    """Ends the process at once. Nothing is unwound, because that may hang too."""
     with contextlib.suppress(Exception):
         os.write(sys.stderr.fileno(), f"moe_ep, process {os.getpid()}: {message}".encode())
     os._exit(code)
@@ -146,7 +151,7 @@ def _note(number: int, frame: FrameType | None) -> None:
     global _received, _raised
     _received = number
     if _is_importing(frame):
-        # What is raised while torch or numpy load is dropped there, or leaves them half loaded.
+        # An exception while torch or numpy load is dropped, or leaves them half loaded.
         again = threading.Timer(_IMPORT_POLL_S, _send_again, (number,))
         again.daemon = True
         again.start()
@@ -157,13 +162,13 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def _send_again(number: int) -> None:
     thread = threading.main_thread().ident
-    # Not where a check has raised it meanwhile: it would interrupt what cleans up.
+    # If `check` has raised it meanwhile, a second one would interrupt the clean-up.
     if _received is not None and not _raised and thread is not None:
         signal.pthread_kill(thread, number)
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported there, within the block where signals are heard."""
+    """Whether the frame is inside an import, within the block that handles signals."""
     while frame is not None and frame is not _hearing:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True

@@ -1,7 +1,7 @@
-"""What the workers of an elastic gang leave for its driver in the store of the gang, which outlives them.
+"""Values that the workers of an elastic gang leave for the driver in the gang's store, which outlives them.
 
-A worker that is killed right after `put` has left its value: the kernel delivers what was sent. Values are plain data
-(`moe_ep.distributed.plain_data`), since whoever reaches the store can write there.
+A value survives even if the worker is killed right after `put`: the kernel delivers what was sent. Values are plain
+data (`moe_ep.distributed.plain_data`), because any process that reaches the store can write to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PREFIX = "moe_ep/mailbox"
 
 
 def put(store: dist.Store, key: str, value: Any) -> None:
-    """Leaves a value of any size; a key is used once."""
+    """Stores a value of any size; each key is used once."""
     from moe_ep.distributed.plain_data import encode
     from moe_ep.distributed.store import set_text
 
@@ -24,12 +24,12 @@ def put(store: dist.Store, key: str, value: Any) -> None:
 
 
 def is_there(store: dist.Store, key: str) -> bool:
-    """Whether a value was left."""
+    """Whether the key has a value."""
     return bool(store.check([f"{_PREFIX}/{key}"]))
 
 
 def take(store: dist.Store, key: str) -> Any:
-    """A value that was left, and waits for it; it is gone from the store afterwards."""
+    """Waits for a value, removes it from the store and returns it."""
     from moe_ep.distributed.plain_data import decode
     from moe_ep.distributed.store import delete_text, get_text
 
@@ -39,7 +39,7 @@ def take(store: dist.Store, key: str) -> Any:
 
 
 class ItemSender:
-    """The items of one rank, in their order."""
+    """Sends the items of one rank, in order."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank, self._count = store, rank, 0
@@ -50,14 +50,14 @@ class ItemSender:
 
 
 class ItemReader:
-    """The items of all ranks."""
+    """Reads the items of all ranks."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self._counts: dict[int, int] = {}
 
     def read(self, ranks: Iterable[int]) -> Iterator[Any]:
-        """Those of these ranks that came since the call before."""
+        """The new items of these ranks since the last call."""
         for rank in ranks:
             while is_there(self._store, key := f"item/{rank}/{self._counts.get(rank, 0)}"):
                 self._counts[rank] = self._counts.get(rank, 0) + 1

@@ -1,4 +1,4 @@
-"""Processes below this one, as Linux tells of them; elsewhere there are none to see."""
+"""Child processes of this one, read from /proc; none are found on systems other than Linux."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# A pid alone may be given to another process; with its start time, in clock ticks since boot, it is one for good.
+# (pid, start time in clock ticks since boot). A pid alone may be reused by another process.
 Process = tuple[int, int]
 
 
 def children(pid: int) -> set[Process]:
-    """The processes that `pid` started and that are still there."""
+    """The living processes that `pid` started."""
     return {process for process, parent in _parents().items() if parent == pid}
 
 
 def process_of(pid: int) -> Process:
-    """The process that has this pid now; ProcessLookupError where there is none."""
+    """The process that has this pid now; ProcessLookupError if there is none."""
     _, fields = _stat(pid)
     if not fields:
         raise ProcessLookupError(f"no process has pid {pid}")
@@ -30,20 +30,20 @@ def process_of(pid: int) -> Process:
 
 
 def end_process(process: Process) -> None:
-    """Kills it, stopped or not, if it is there."""
+    """Kills a process, even a stopped one, if it exists."""
     if not has_ended(process):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process[0], signal.SIGKILL)
 
 
 def named(processes: set[Process], *names: str) -> dict[Process, str]:
-    """Those of the processes whose program has one of the names, which Linux cuts after 15 letters."""
+    """Those of the processes whose program has one of the names, which Linux truncates to 15 letters."""
     found = {process: _stat(process[0])[0] for process in processes}
     return {process: name for process, name in found.items() if name in names}
 
 
 def has_ended(process: Process) -> bool:
-    """Whether it runs no more; a zombie does not."""
+    """Whether a process has ended; a zombie has."""
     pid, started = process
     _, fields = _stat(pid)
     return not fields or fields[0] == "Z" or int(fields[19]) != started
@@ -51,9 +51,9 @@ def has_ended(process: Process) -> bool:
 
 @contextlib.contextmanager
 def end_trees(roots: set[Process], limit_s: float = 2.0) -> Iterator[None]:
-    """Ends, after the block, the processes of these trees that are left: as they were found before it.
+    """Kills, after the block, what is left of these process trees, as they were before it.
 
-    The block may end them in its own way; what it leaves has `limit_s` to go by itself, and is killed then.
+    Processes that the block leaves have `limit_s` to end by themselves.
     """
     doomed = _with_descendants(roots)
     try:
@@ -67,9 +67,9 @@ def end_trees(roots: set[Process], limit_s: float = 2.0) -> Iterator[None]:
 
 
 def start_guard(roots: set[Process]) -> subprocess.Popen[bytes]:
-    """A process that ends these trees as `end_trees` does when this process has died, even of SIGKILL; the caller kills
-    it once they have ended otherwise."""
-    # This file as a program: it needs nothing else of ours.
+    """Starts a process that ends these trees as `end_trees` does once this process has died, even of SIGKILL. The
+    caller kills it after they have ended in another way."""
+    # It runs this file as a program, which imports nothing else of moe_ep.
     return subprocess.Popen(
         [sys.executable, "-IS", __file__, str(os.getpid()), *(f"{pid}/{started}" for pid, started in roots)],
         stdin=subprocess.DEVNULL,
@@ -108,10 +108,10 @@ def _parents() -> dict[Process, int]:
 
 
 def _stat(pid: int) -> tuple[str, list[str]]:
-    """The name of a process's program, and what /proc/PID/stat tells after it, its state first; nothing where it is
+    """The name of a process's program, and the fields of /proc/PID/stat after it, its state first; empty if it is
     gone."""
     try:
-        # The name stands in parentheses and may hold anything.
+        # The name is in parentheses and may contain any character.
         start, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     except OSError:
         return "", []

@@ -1,8 +1,8 @@
-"""What workers tell the driver while they work: progress, what they wait for, and results that must outlive them.
+"""Messages from workers to the driver while they work: progress, what they wait for, and partial results.
 
-Rank 0 calls `report(label, done, total)`, `say(text)` and `hand_over(item)`. The gang decides where that goes: over a
-pipe or an actor to the driver, which shows it with `ProgressDisplay` and passes items on, or straight there where rank
-0 speaks to the user itself.
+Rank 0 calls `report(label, done, total)`, `say(text)` and `hand_over(item)`. The gang decides where they go: over a
+pipe or an actor to the driver, which shows them with `ProgressDisplay` and passes items on, or directly if rank 0 is
+the driver.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# A step of some work (label, done, total), or a sentence.
+# (label, done, total) of some work, or a sentence.
 Progress = tuple[str, int, int] | str
-# Work that ends sooner than this is not worth a bar.
+# Work that ends sooner than this gets no bar.
 _QUIET_S = 2.0
 _CLEAR_LINE = "\r\x1b[2K"
 
@@ -24,13 +24,13 @@ _receiver: Callable[[Any], None] | None = None
 
 
 def report(label: str, done: int, total: int) -> None:
-    """Says that `done` of `total` steps of `label` are over; costs nothing where nobody listens."""
+    """Reports that `done` of `total` steps of `label` are done; costs nothing without a sink."""
     if _sink is not None:
         _sink((label, done, total))
 
 
 def say(text: str) -> None:
-    """Shows a sentence on a line of its own on the driver's stderr, or on this process's where it has no driver."""
+    """Shows a sentence on its own line of the driver's stderr, or of this process's if it has no driver."""
     if _sink is not None:
         _sink(text)
     else:
@@ -38,30 +38,30 @@ def say(text: str) -> None:
 
 
 def say_plain(text: str) -> None:
-    """Writes a line to this process's stderr as it is."""
+    """Writes a line to this process's stderr unchanged."""
     _write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{text}\n")
 
 
 def set_sink(sink: Callable[[Progress], None] | None) -> None:
-    """Sets where this process's reports go."""
+    """Sets the receiver of this process's reports."""
     global _sink
     _sink = sink
 
 
 def hand_over(item: Any) -> None:
-    """Passes a picklable item to the driver at once (see `Gang.run`); only rank 0's items arrive."""
+    """Passes a picklable item to the driver at once (see `Gang.run`). Only rank 0's items arrive."""
     if _receiver is not None:
         _receiver(item)
 
 
 def set_receiver(receiver: Callable[[Any], None] | None) -> None:
-    """Sets where this process's items go."""
+    """Sets the receiver of this process's items."""
     global _receiver
     _receiver = receiver
 
 
 class ProgressDisplay:
-    """One line on stderr, erased when the work is over: a sentence, then a bar for each label; none without a
+    """One line on the terminal, erased at the end: a sentence, then a bar for each label. Nothing if stderr is no
     terminal."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class ProgressDisplay:
         self._bar: Any = None
 
     def say(self, text: str) -> None:
-        """Shows what is waited for until a bar or another sentence takes its place."""
+        """Shows a sentence until a bar or another sentence replaces it."""
         if self._on:
             self.close()
             _write(f"{_CLEAR_LINE}{text} ...")
@@ -117,12 +117,12 @@ class ProgressDisplay:
 
 
 def _write(text: str) -> None:
-    """Writes to stderr; a terminal that is gone ends no work."""
+    """Writes to stderr; errors of a closed terminal are ignored."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def workers(count: int) -> str:
-    """How many, in words."""
+    """The number of workers in words."""
     return f"{count} worker{'' if count == 1 else 's'}"

@@ -14,24 +14,24 @@ LOOPBACK = "127.0.0.1"
 # A gang sets these for its own workers; they are not for users.
 _GANG_PREFIX = "MOE_EP_GANG_"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Slurm sets variables of two kinds: of the job, which batch scripts and shells of an allocation have too, and of the
-# step, SLURM_STEP_*. Only the latter describe the processes that were started together with this one.
+# Slurm sets variables of the job, which batch scripts and shells of an allocation see too, and of the step,
+# SLURM_STEP_*. Only the latter describe the processes that were started together with this one.
 _STEP_NODELIST, _STEP_NUM_TASKS = "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"
 _STEP_TASKS_PER_NODE, _STEP_ID = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_ID"
 _SLURM_STEP = (_STEP_NODELIST, _STEP_NUM_TASKS, _STEP_TASKS_PER_NODE, _STEP_ID)
-# Ids from here up are a batch script's step, an interactive shell's (salloc with use_interactive_step) and such.
+# Ids from here up are special steps, such as a batch script or an interactive shell (use_interactive_step of salloc).
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# What mpirun and mpiexec say of the number of processes that they started.
+# The number of processes that mpirun or mpiexec started.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnv:
-    """One rank's place among all, and the address at which they meet.
+    """One rank's place in its gang, and the address of the rendezvous store.
 
     Attributes:
-        node_rank: this rank's node, nodes being counted in the order of their first rank.
-        master_addr, master_port: where the rendezvous store listens; the port is 0 where the process is alone.
+        node_rank: this rank's node; nodes are counted in the order of their first rank.
+        master_addr, master_port: where the rendezvous store listens; the port is 0 if the process is alone.
         source: who set it: torchrun, slurm, ray, local or single.
         device: the torch device of this rank, "cpu" or "cuda:3".
     """
@@ -61,8 +61,8 @@ class RankEnv:
             )
 
     def export(self) -> None:
-        """Makes this process's environment say the same, so that `resolve_rank_env` finds it again: as torchrun does
-        where that is the source."""
+        """Writes it to this process's environment, in torchrun's variables if that is the source, so that
+        `resolve_rank_env` returns it again."""
         for name in (*_TORCHRUN, "GROUP_RANK", *_SLURM_STEP):
             os.environ.pop(name, None)
         values = {field.name: str(getattr(self, field.name)) for field in fields(self)}
@@ -73,7 +73,7 @@ class RankEnv:
 
 
 def resolve_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
-    """The place of this process.
+    """Finds the place of this process.
 
     Raises:
         ConfigError: the variables of a launcher are incomplete, not numbers, or contradict each other.
@@ -97,7 +97,7 @@ def is_torchrun_rank(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def slurm_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
-    """The place among the tasks of a step that srun started; None outside of such a step.
+    """Finds this process's place among the tasks of srun's step; None outside of a step.
 
     Raises:
         ConfigError: Slurm's variables are incomplete, not numbers, or contradict each other.
@@ -122,7 +122,7 @@ def _from_torchrun(variables: Mapping[str, str]) -> RankEnv:
 
 
 def _is_in_slurm_step(variables: Mapping[str, str]) -> bool:
-    """Whether srun started this process: neither a batch script nor the shell of an allocation has that."""
+    """Whether srun started this process, which is not so for a batch script or the shell of an allocation."""
     in_step = _STEP_NODELIST in variables or _STEP_NUM_TASKS in variables
     return in_step and _number(variables, _STEP_ID, 0) < _FIRST_SPECIAL_STEP
 
@@ -131,7 +131,7 @@ def _from_slurm(variables: Mapping[str, str]) -> RankEnv:
     if _number(variables, _STEP_NUM_TASKS, 0) == 1 and _number(variables, "SLURM_PROCID", 0) == 0:
         return RankEnv(source="slurm")
     per_node = variables.get(_STEP_TASKS_PER_NODE, "")
-    # Job-wide SLURM_NTASKS counts only where the step says nothing.
+    # The job's SLURM_NTASKS is used only if the step has no number.
     size_name = _STEP_NUM_TASKS if variables.get(_STEP_NUM_TASKS) or per_node else "SLURM_NTASKS"
     nodelist = variables.get(_STEP_NODELIST, "")
     is_one_node = bool(nodelist) and first_host(nodelist) == nodelist
@@ -141,7 +141,7 @@ def _from_slurm(variables: Mapping[str, str]) -> RankEnv:
     world_size = _number(variables, size_name, sum(counts) if counts else None)
     rank, node_rank = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_NODEID", 0)
     master = first_host(nodelist)
-    # Ranks and nodes are counted over all components of such a step; its other variables know one component.
+    # In a step over several components, ranks and nodes count all of them, and the other variables only one.
     if rank >= world_size or (node_rank > 0 and variables.get("SLURMD_NODENAME") == master):
         raise ConfigError(
             f"SLURM_PROCID is {rank} and SLURM_NODEID {node_rank} on {master}, in a step of {world_size} tasks: steps "
@@ -155,7 +155,7 @@ def _from_slurm(variables: Mapping[str, str]) -> RankEnv:
         )
     local_world_size = counts[node_rank] if counts else world_size
     given = variables.get("MASTER_ADDR")
-    # A port of its own for each step of each job, below the range the kernel hands out.
+    # Each step of each job gets its own port, below the kernel's ephemeral range.
     port = 10000 + (_number(variables, "SLURM_JOB_ID", 0) * 31 + _number(variables, _STEP_ID, 0)) % 20000
     return RankEnv(
         rank=rank,
@@ -170,7 +170,7 @@ def _from_slurm(variables: Mapping[str, str]) -> RankEnv:
 
 
 def _check_mpi(variables: Mapping[str, str], world_size: int) -> None:
-    """Refuses a process that mpirun started: each of them would be alone, and do the work of all."""
+    """Raises ConfigError in a process of mpirun: each would be alone, and do the work of all."""
     for name in _MPI_SIZES:
         size = _number(variables, name, 1)
         if size not in (1, world_size):

@@ -1,4 +1,4 @@
-"""How ranks find each other: the store they meet at, and the process group they make of it."""
+"""Rendezvous: the store at which ranks meet, and the process group that they form."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _RETRY_S = 0.1
 _POLL_S = 0.005
 # Asks Linux for the IPv4 address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
-# An address of the documentation (RFC 5737): asking how it is routed sends nothing.
+# An address reserved for documentation (RFC 5737). Asking for its route sends nothing.
 _ELSEWHERE = "192.0.2.1"
 
 
 def listen_store(address: str, timeout_s: float | None = None) -> dist.TCPStore:
-    """A rendezvous store on a free port of one address of this machine, and on no other; `.port` is the port."""
+    """Serves a rendezvous store on a free port of this address only; `.port` is the port."""
     return _serve_store(socket.create_server((address, 0), family=_family(address)), address, timeout_s)
 
 
@@ -53,20 +53,20 @@ def init_process_group(
 ) -> dist.Store:
     """Joins the default process group: gloo for CPU tensors, and NCCL too where the device is a GPU.
 
-    A second call for the same rank does nothing. The ranks of each attempt meet under a prefix of the store that no
-    attempt before had, so that nothing is seen of what an attempt before a restart by torchrun has left there.
+    A second call for the same rank does nothing. The ranks of each attempt meet under a new prefix of the store, so
+    that they do not see what an attempt before a restart by torchrun has left there.
 
     Args:
         device: "cpu" or "cuda:<index>"; None takes rank_env.device.
         timeout_s: deadline of start-up and of every collective; None takes MOE_EP_DISPATCH_TIMEOUT_S.
-        store: where the ranks meet, if this process holds it; None opens the one rank_env names.
+        store: the rendezvous store, if this process serves it; None connects to the one of rank_env.
 
     Returns:
         The store of this attempt.
 
     Raises:
-        RuntimeError: the process is in a group of another size or rank already.
-        GangError: other ranks cannot be reached, or do not come within the deadline.
+        RuntimeError: the process is already in a group of another size or rank.
+        GangError: other ranks cannot be reached, or do not arrive before the deadline.
     """
     import torch
     import torch.distributed as dist
@@ -105,25 +105,25 @@ def init_process_group(
 
 
 def use_interface_of(rank_env: RankEnv) -> None:
-    """Has gloo and NCCL connect over the interface that leads to the store."""
+    """Makes gloo and NCCL use the network interface that leads to the store."""
     place = (rank_env.master_addr, rank_env.master_port)
     with socket.create_connection(place, timeout=_CONNECT_LIMIT_S) as connection:
         _use_interface_of(connection.getsockname()[0])
 
 
 def open_clients_store(address: str, port: int, timeout_s: float | None) -> dist.TCPStore:
-    """A connection to a store that another process serves there."""
+    """Connects to a store that another process serves."""
     import torch.distributed as dist
 
     return dist.TCPStore(address, port, is_master=False, timeout=_timeout(timeout_s), wait_for_workers=False)
 
 
 def destroy_process_group() -> None:
-    """Leaves the default process group; does nothing where there is none."""
+    """Leaves the default process group, if there is one."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        # Symmetric memory, where a layer took some, is given back by all ranks together while they can still meet.
+        # Freeing symmetric memory is a collective step, so it happens while the ranks can still meet.
         arena = sys.modules.get("moe_ep.dispatch.nvshmem.arena")
         if arena is not None:
             arena.SymmetricArena.close()
@@ -131,10 +131,10 @@ def destroy_process_group() -> None:
 
 
 def open_store(rank_env: RankEnv, timeout: timedelta) -> dist.Store:
-    """The store that rank_env names: rank 0 of ranks that torchrun or srun started listens there, unless torchrun does.
+    """Opens the store of rank_env. Under torchrun or srun, rank 0 serves it, unless torchrun's agent does.
 
     Raises:
-        GangError: nobody listens there within the timeout, or something that is no store.
+        GangError: nothing listens there within the timeout, or something that is not a store.
     """
     import torch.distributed as dist
 
@@ -167,10 +167,9 @@ def open_store(rank_env: RankEnv, timeout: timedelta) -> dist.Store:
 
 
 def addresses_of(host: str) -> list[str]:
-    """The IP addresses of a host, those that other machines may reach first.
+    """The IP addresses of a host; those that other machines can reach come first.
 
-    Debian gives a machine's own name an address of the loopback network; the address by which it reaches others stands
-    in for that.
+    Debian maps a machine's own name to a loopback address. The address by which it reaches others replaces that.
     """
     found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
     reachable = [address for address in found if not _is_loopback(address)]
@@ -185,10 +184,10 @@ def addresses_of(host: str) -> list[str]:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A socket that listens on the one interface of this machine that the host's name or address stands for.
+    """Listens on the one interface of this machine that has the host's address.
 
     Raises:
-        OSError: it is no address of this machine, or the port is taken.
+        OSError: the address is not of this machine, or the port is taken.
     """
     address = addresses_of(host)[0]
     return socket.create_server((address, port), family=_family(address), backlog=socket.SOMAXCONN)
@@ -199,21 +198,21 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _use_interface_of(address: str) -> None:
-    """Has gloo and NCCL listen at the interface with this address alone, by which this machine and the rendezvous see
-    each other, rather than at the one that the machine's name stands for."""
+    """Makes gloo and NCCL listen only on the interface with this address, by which this machine reaches the rendezvous,
+    and not on the one of the machine's name."""
     found = [name for _, name in socket.if_nameindex() if address in _addresses_at(name)]
     if found:
         _use_interface(found[0])
 
 
 def _use_interface(name: str) -> None:
-    """For gloo and NCCL, unless the user has said where they are to listen."""
+    """Sets the interface of gloo and NCCL, unless the user has."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # of NCCL, a name without = is the beginning of some
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without =, NCCL takes it for a prefix
 
 
 def _addresses_at(interface: str) -> list[str]:
-    """The addresses of an interface: IPv6, and the first IPv4 one."""
+    """The IPv6 addresses and the first IPv4 address of an interface."""
     found = []
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
         rows = [line.split() for line in file]
@@ -229,7 +228,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _await_listener(host: str, port: int, wait: Wait) -> str:
-    """The address at which somebody listens there; c10d, which can wait too, would fill pages until then."""
+    """Waits until something listens there and returns its address. c10d could wait too, but logs pages meanwhile."""
     while True:
         try:
             address = addresses_of(host)[0]
@@ -239,28 +238,27 @@ def _await_listener(host: str, port: int, wait: Wait) -> str:
             return address
         except OSError as error:
             why = (
-                f"nobody listens at {host}:{port} ({error}), where rank 0 should; see whether it runs there, and "
-                f"whether MASTER_ADDR and MASTER_PORT, where they are set, are right"
+                f"nothing listens at {host}:{port} ({error}), where rank 0 should; check that it runs there, and that "
+                f"MASTER_ADDR and MASTER_PORT, if they are set, are right"
             )
         wait.pause(_RETRY_S, lambda why=why: why)  # type: ignore[misc]
 
 
 def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name for this attempt that its ranks share and no attempt before had; returns when all ranks are there.
+    """Agrees on a new name for this attempt, and returns it when all ranks are there.
 
-    torchrun keeps one store over restarts, and its restart counts differ between the node where a worker died and
-    the others, so neither will do. Each rank says hello with a word of its own; rank 0 answers to that very word
-    with the attempt's name and goes on until everybody has acknowledged that name, so a hello left over from
-    an attempt before is answered in vain and does no harm.
+    torchrun keeps one store over restarts, and its restart counts differ between the node where a worker died and the
+    others. So each rank writes a hello with a random word, and rank 0 answers to that word with the attempt's name,
+    until all ranks have acknowledged the name. An answer to a hello of an earlier attempt is read by no one.
 
     Raises:
-        GangError: ranks did not come within the timeout; the message names them.
+        GangError: ranks did not arrive within the timeout; the message names them.
     """
     word, limit_s = secrets.token_hex(8), timeout.total_seconds()
     if rank != 0:
         store.set(f"hello/{rank}", word)
         answer = f"welcome/{rank}/{word}"
-        # Rank 0 says who is missing.
+        # Rank 0 reports who is missing.
         wait = Wait(f"rank 0 of {world_size}", limit_s, quiet_s=float("inf"))
         while not store.check([answer]):
             wait.pause(_POLL_S, lambda: f"rank 0 of {world_size} did not answer within {limit_s:g} s")
@@ -280,8 +278,8 @@ def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
             wait.pause(
                 _POLL_S,
                 lambda: (
-                    f"{rank_list(sorted(missing))} of {world_size} did not come within {limit_s:g} s; see why on "
-                    f"their nodes, or give them more time by {env.DISPATCH_TIMEOUT_S.name}"
+                    f"{rank_list(sorted(missing))} of {world_size} did not arrive within {limit_s:g} s; see why on "
+                    f"their nodes, or allow more time with {env.DISPATCH_TIMEOUT_S.name}"
                 ),
             )
     return name

@@ -1,4 +1,7 @@
-"""Waits for other processes before a gang exists: each says what it waits for, ends at a limit and hears ctrl-C."""
+"""Waits for other processes before a gang exists.
+
+Each wait reports what it waits for, has a limit and reacts to ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,23 @@ from moe_ep.errors import GangError
 from moe_ep.launch.gangs import interrupts, progress
 
 T = TypeVar("T")
-# Shorter waits are not worth a line.
+# Shorter waits are not reported.
 QUIET_S = 3.0
 _POLL_S = 0.05
 
 
 def limit_of(timeout_s: float | None) -> float:
-    """The limit of a wait in seconds: `timeout_s`, or MOE_EP_DISPATCH_TIMEOUT_S where that is None."""
+    """The limit of a wait in seconds: `timeout_s`, or MOE_EP_DISPATCH_TIMEOUT_S if that is None."""
     return env.DISPATCH_TIMEOUT_S.get() if timeout_s is None else timeout_s
 
 
 class Wait:
-    """One wait, of a loop that looks again and again whether it is over.
+    """One wait of a polling loop.
 
     Args:
-        what: what is waited for, or a function that says it anew when it is shown; after the word "for".
+        what: what is waited for, or a function that returns it; completes "waiting for".
         limit_s: seconds until the wait ends with an error.
-        quiet_s: seconds until it is said.
+        quiet_s: seconds until the wait is reported.
     """
 
     def __init__(self, what: str | Callable[[], str], limit_s: float, quiet_s: float = QUIET_S) -> None:
@@ -43,14 +46,14 @@ class Wait:
         return self._started + self.limit_s - time.monotonic()
 
     def look(self, why: Callable[[], str] | None = None) -> None:
-        """To be called between two looks.
+        """Checks the limit and signals; to be called in every turn of the loop.
 
         Args:
-            why: the message at the limit, instead of the one that says what was waited for.
+            why: returns the message at the limit; None names what was waited for.
 
         Raises:
-            GangError: the limit is over.
-            KeyboardInterrupt: a signal came that Python has dropped.
+            GangError: the limit is reached.
+            KeyboardInterrupt: a signal was received that Python has dropped.
         """
         interrupts.check()
         if self.left_s <= 0:
@@ -60,7 +63,7 @@ class Wait:
             progress.say(f"waiting for {self._text()}, for at most {self.limit_s:g} s")
 
     def pause(self, seconds: float = _POLL_S, why: Callable[[], str] | None = None) -> None:
-        """Looks, and sleeps until the next look."""
+        """As `look`, and sleeps until the next turn."""
         self.look(why)
         time.sleep(max(0.0, min(seconds, self.left_s)))
 
@@ -69,14 +72,14 @@ class Wait:
 
     def _over(self) -> str:
         return (
-            f"waited {self.limit_s:g} s for {self._text()}, in vain; see what keeps it, or give it more time by "
+            f"waited {self.limit_s:g} s in vain for {self._text()}; find out what keeps it, or allow more time with "
             f"{env.DISPATCH_TIMEOUT_S.name}"
         )
 
 
 @contextlib.contextmanager
 def said(what: str, quiet_s: float = QUIET_S) -> Iterator[None]:
-    """Says what the block waits for, if it takes longer; for a library's wait, which has a limit of its own."""
+    """Reports what the block waits for if it takes longer; for a library's wait, which has its own limit."""
     timer = threading.Timer(quiet_s, progress.say, (f"waiting for {what}",))
     timer.daemon = True
     timer.start()
@@ -87,9 +90,9 @@ def said(what: str, quiet_s: float = QUIET_S) -> Iterator[None]:
 
 
 def call(function: Callable[[], T], wait: Wait, why: Callable[[], str] | None = None) -> T:
-    """The result of a function that no signal interrupts, as one of a C++ library: it runs in a thread of its own.
+    """Runs a function that no signal interrupts, such as one of a C++ library, in a thread, and returns its result.
 
-    At the wait's limit, and at a signal, the thread is left behind.
+    At the wait's limit, or after a signal, the thread is abandoned.
     """
     result: list[Any] = []
     error: list[BaseException] = []

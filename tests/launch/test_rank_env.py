@@ -255,7 +255,7 @@ def test_ranks_of_a_restart_agree_on_a_name_of_their_own() -> None:
 
 
 def test_rank_0_names_the_ranks_that_do_not_come() -> None:
-    with pytest.raises(GangError, match=r"ranks 1, 2 of 3 did not come within 0.2 s"):
+    with pytest.raises(GangError, match=r"ranks 1, 2 of 3 did not arrive within 0.2 s"):
         agree_on_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.2))
     with pytest.raises(GangError, match=r"rank 0 of 3 did not answer within 0.2 s"):
         agree_on_attempt(dist.HashStore(), 2, 3, timedelta(seconds=0.2))
