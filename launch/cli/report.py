@@ -36,10 +36,10 @@ class RankReport:
         graphs: whether the measured steps are replays of a CUDA graph; if not, why_eager gives the reason.
         eplb: totals of load balancing; None without it.
         placement: the final placement of the experts, on rank 0 if it is to be saved.
-        choices: of each step ids int16 `[T, layers, top_k]` of this rank's tokens, and the router's weights f32 or None,
-            if they are recorded.
-        errors: layer -> largest relative error over all ranks' tokens, for the layers that this rank verified.
-        errors_of_quantizing: the same against the weights on disk, if --quantize has changed them.
+        choices: of each step ids int16 `[T, layers, top_k]` of this rank's tokens, and the router's weights f32 or
+            None, if they are recorded. errors: layer -> largest relative error over all ranks' tokens, for the layers
+            that this rank verified. errors_of_quantizing: the same against the weights on disk, if --quantize has
+            changed them.
     """
 
     rank: int

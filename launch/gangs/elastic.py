@@ -1,8 +1,8 @@
-"""A gang whose ranks come and go, seen from its launcher: who is in it, how it ends, and what each loss took.
+"""The launcher's side of an elastic gang: its members, how it ends, and an account of each loss.
 
-The launcher serves the store, so that any rank may die. It removes a rank as soon as it sees its process end
-(`moe_ep.distributed.membership` says who else may), ends the processes of ranks that others have removed, and tells
-what happens on stderr. The gang ends when every rank that is left has answered.
+The launcher serves the store, so that any rank may die. It removes a rank as soon as its process ends
+(`moe_ep.distributed.membership` says who else may), ends the processes of ranks that others have removed, and reports
+changes on stderr. The gang ends when every remaining rank has answered.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ if TYPE_CHECKING:
     from moe_ep.distributed.membership import Epoch
     from moe_ep.layer.elastic import ElasticConfig
 
-# How often a launcher looks at the store.
+# How often a launcher reads the store.
 POLL_S = 0.05
-# Ranks have so long to prepare for another one's leaving.
+# Limit for the other ranks to prepare for a rank's leaving.
 _PREPARE_S = 60.0
 _LEFT = "was told to leave"
-# Where lost ranks are replaced, so many times for each rank of the start: what kills all that come is not the machine.
+# Lost ranks are replaced at most this many times for each initial rank: if all replacements die, the cause is not the
+# machine.
 _REPLACEMENTS_PER_RANK = 3
 
 
 def say_started(rank: int, pid: int, host: str) -> None:
-    """Names the process of a rank that starts or joins, on stderr."""
+    """Reports the process of a rank that starts or joins, on stderr."""
     progress.say_plain(f"rank {rank}: pid {pid} on {host}")
 
 
 class ElasticOutcomes:
-    """The members of a gang and their outcomes, as they become known.
+    """The members of a gang and their outcomes.
 
     Args:
-        store: of the gang, which this process serves.
-        ranks: that the gang begins with.
-        end_process: ends the process of a rank, if it is there.
-        on_item: gets the items of all ranks, those of lost ones too.
+        store: the gang's store, which this process serves.
+        ranks: the initial ranks.
+        end_process: ends the process of a rank, if it exists.
+        on_item: gets the items of all ranks, including lost ones.
 
     Attributes:
-        recoveries: what each loss took, in the order of the losses; seconds since the rank last showed that it lives.
+        recoveries: an account of each loss, in order; seconds count from the rank's last sign of life.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class ElasticOutcomes:
         self._values: dict[int, Any] = {}
         self._failures: list[WorkerFailure] = []
         self.recoveries: list[dict[str, Any]] = []
-        # Losses after which the others have not served yet, each with its time.
+        # Losses after which the others do not serve yet, each with the time of the last sign of life.
         self._open: list[tuple[dict[str, Any], float]] = []
         self._start_rank: Callable[[int], None] | None = None
         self._replacements, self._next_rank = 0, 0
         self._control: ControlServer | None = None
-        # Requests by the rank that joins (None: it replaces a lost one) or leaves, and the rank that the others prepare
-        # for, with a time limit.
+        # Requests by the rank that joins (None if it replaces a lost one) or leaves, and the leaving rank that the
+        # others prepare for, with a time limit.
         self._joining: dict[int, Request | None] = {}
         self._leave_requests: dict[int, Request] = {}
         self._leaving: tuple[int, float] | None = None
@@ -81,21 +82,21 @@ class ElasticOutcomes:
     def take_requests(
         self, control: ControlServer, start_rank: Callable[[int], None], *, replaces: bool = False
     ) -> None:
-        """Lets workers join and leave as they are asked to at an address.
+        """Accepts requests to join and leave.
 
         Args:
             start_rank: starts the process of a new rank.
-            replaces: whether a new rank is started for each that is lost, unasked.
+            replaces: whether a new rank is started for each lost one.
         """
         self._control, self._start_rank = control, start_rank
         self._replacements = _REPLACEMENTS_PER_RANK * len(self._log.first.ranks) if replaces else 0
         progress.say_plain(f"control: {control.address}")
 
     def add(self, rank: int, outcome: Outcome) -> None:
-        """Records a rank's outcome, and removes the rank where it failed.
+        """Records a rank's outcome, and removes the rank if it failed.
 
         Raises:
-            ConfigError, GangError: a failure that the gang cannot go on after.
+            ConfigError, GangError: a failure after which the gang cannot go on.
         """
         if outcome.failure is not None and (request := self._joining.pop(rank, None)) is not None:
             request.answer(error=f"rank {rank} could not join: {outcome.failure.cause}")
@@ -110,10 +111,10 @@ class ElasticOutcomes:
         self._log.propose(remove={rank: outcome.failure.cause})
 
     def look(self) -> None:
-        """Learns of changes and tells of them, and passes items on; to be called every `POLL_S`.
+        """Reads changes from the store, reports them, and passes items on; to be called every `POLL_S`.
 
         Raises:
-            GangError: fewer ranks are left than the gang goes on with.
+            GangError: too few ranks remain.
         """
         for item in self._items.read(sorted(self._log.all_ranks())):
             self._on_item(item)
@@ -129,7 +130,7 @@ class ElasticOutcomes:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The present ones."""
+        """The present ranks."""
         return self._epoch.ranks
 
     @property
@@ -137,17 +138,17 @@ class ElasticOutcomes:
         return set(self._log.latest().ranks) <= self._values.keys()
 
     def results(self) -> list[Any]:
-        """The values of the ranks that are left, in rank order."""
+        """The values of the remaining ranks, in rank order."""
         self.look()
         self._close(time.time(), 0, 0, 0.0)
         return [self._values[rank] for rank in self._epoch.ranks]
 
     def _take_in(self) -> None:
-        """Starts what is asked for."""
+        """Handles new requests."""
         for request in self._control.requests() if self._control is not None else ():
             if request.kind == "leave":
                 if request.rank not in self._epoch.ranks:
-                    request.answer(error=f"rank {request.rank} is none of the gang's, {rank_list(self._epoch.ranks)}")
+                    request.answer(error=f"the gang has no rank {request.rank}; it has {rank_list(self._epoch.ranks)}")
                     continue
                 self._leave_requests[request.rank] = request
                 self._log.ask_to_leave(request.rank)
@@ -163,7 +164,7 @@ class ElasticOutcomes:
         return self._config.max_ranks or len(self._log.first.ranks)
 
     def _join(self, request: Request | None) -> bool:
-        """Starts a new rank, unless there are as many as there may be."""
+        """Starts a new rank, unless the gang has its maximum."""
         if self._start_rank is None or len(self._epoch.ranks) + len(self._joining) >= self._most:
             return False
         rank = self._next_rank = max(self._next_rank, *self._log.all_ranks()) + 1
@@ -172,7 +173,7 @@ class ElasticOutcomes:
         return True
 
     def _let_leave(self) -> None:
-        """Takes ranks out one at a time, each when the others have read its experts."""
+        """Removes leaving ranks one at a time, each when the others have read its experts."""
         if self._leaving is None:
             for rank in self._log.asked_to_leave()[:1]:
                 left = len(self._epoch.ranks) - 1
@@ -196,7 +197,7 @@ class ElasticOutcomes:
             self._log.propose(remove={rank: _LEFT})
 
     def _keep(self, rank: int, why: str) -> None:
-        """Says that a rank does not leave."""
+        """Refuses a rank's request to leave."""
         self._log.withdraw(rank)
         progress.say(f"rank {rank} does not leave: {why}")
         if (request := self._leave_requests.pop(rank, None)) is not None:
@@ -232,7 +233,7 @@ class ElasticOutcomes:
         self._close(max(report["serving_at"] for report in reports), experts, size, covered)
 
     def _close(self, serving_at: float, experts: int, size: int, covered_at: float) -> None:
-        """Completes what is known of the losses that the ranks serve again after."""
+        """Completes the account of the losses after which the ranks serve again."""
         for loss, seen in self._open:
             loss["serving_s"] = max(serving_at - seen, 0.0)
             loss["covered_s"] = max(covered_at - seen, 0.0)
@@ -241,5 +242,5 @@ class ElasticOutcomes:
                 f"rank {loss['rank']} is out ({loss['cause']}); {progress.workers(len(self._epoch.ranks))} served "
                 f"again after {loss['serving_s']:.2f} s, with {experts} experts ({size / 2**20:.1f} MiB) read again"
             )
-            experts = size = 0  # of the losses together; the first one tells them
+            experts = size = 0  # the first of several losses counts them for all
         self._open.clear()

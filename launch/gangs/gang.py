@@ -2,8 +2,8 @@
 
     results = LocalGang(4).run(function, arg, ...)      # function(rank_env, arg, ...) in every worker
 
-The first worker that fails ends the whole gang; the error names its rank, its node and the cause, and not the
-errors that its death causes in the others.
+The first worker that fails ends the whole gang. The error names its rank, its node and the cause, not the errors that
+follow from it in other workers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
     from moe_ep.layer.elastic import ElasticConfig
 
-# How long a failure that looks like the echo of another waits for that other to be reported.
+# A failure that looks like the consequence (echo) of another waits this long for the other to be reported.
 ECHO_GRACE_S = 3.0
-# Ranks that have done their work leave their groups and give symmetric memory back; it takes them a second.
+# Limit for leaving the process groups and freeing symmetric memory, which takes a second.
 _LEAVING_S = 30.0
-# Workers on CPUs wait for each other more than they compute, so more of them than cores is no mistake; many more is.
+# Workers on CPUs wait more than they compute, so more of them than cores are allowed, up to this factor.
 WORKERS_PER_CORE = 16
 _SMALLER = "lower --ep-size or add machines"
 _ECHO = re.compile(
@@ -51,10 +51,10 @@ class WorkerFailure:
     Attributes:
         node: address or name of its machine.
         cause: one line.
-        traceback: of the exception, empty where the process died.
+        traceback: of the exception; empty if the process died.
         echo: whether it looks like the consequence of a peer's failure.
-        refusal: whether the worker refused its settings: nothing is broken but what it was told to do.
-        is_final: whether a gang whose ranks come and go cannot go on after it.
+        refusal: whether the worker refused its settings, so that only the command is wrong.
+        is_final: whether an elastic gang cannot go on after it.
     """
 
     rank: int
@@ -72,17 +72,17 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank's function returned, or its failure."""
+    """The value that one rank's function returned, or its failure."""
 
     value: Any = None
     failure: WorkerFailure | None = None
 
 
 class Outcomes:
-    """The outcomes of a gang's ranks as they become known; decides when the gang ends.
+    """Collects the outcomes of a gang's ranks, and decides when the gang ends.
 
-    It ends when every rank has answered, or at the first failure. A failure that looks like the consequence of a peer's
-    waits `ECHO_GRACE_S` for that one.
+    It ends when every rank has answered, or at the first failure. After an echo it waits `ECHO_GRACE_S` for the failure
+    that caused it.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -92,7 +92,7 @@ class Outcomes:
         self._deadline = float("inf")
 
     def add(self, rank: int, outcome: Outcome) -> None:
-        """Records a rank's outcome; one that comes after the first is ignored."""
+        """Records a rank's outcome. A second one of the same rank is ignored."""
         if rank not in self.pending:
             return
         self.pending.discard(rank)
@@ -109,16 +109,16 @@ class Outcomes:
 
     @property
     def left_s(self) -> float:
-        """Seconds until they are final whatever comes; infinite while no rank has failed."""
+        """Seconds until the outcomes are final in any case; infinite while no rank has failed."""
         return max(0.0, self._deadline - time.monotonic())
 
     @property
     def cause(self) -> WorkerFailure | None:
-        """The failure to report: the first that is no echo, or else the first; None where no rank has failed."""
+        """The failure to report; None if no rank has failed."""
         return first_cause(self.failures) if self.failures else None
 
     def results(self) -> list[Any]:
-        """The values in rank order; raises what ends the gang where a rank has failed."""
+        """The values in rank order; raises the gang's error if a rank has failed."""
         if self.failures:
             raise gang_error(first_cause(self.failures))
         return [value for _, value in sorted(self._values.items())]
@@ -139,28 +139,28 @@ class Gang(ABC):
 
     @property
     def is_driver(self) -> bool:
-        """Whether this process is the one that speaks to the user."""
+        """Whether this process is the one that reports to the user."""
         return True
 
     def close(self) -> None:
-        """Frees what the gang holds beyond its workers; `run` does it too, and a second time does no harm."""
+        """Frees what the gang holds besides its workers. `run` does so too; a second call does nothing."""
         return
 
     def run_elastic(
         self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """As `run`, for a gang whose ranks come and go: a worker that dies is left out, and the others go on.
+        """As `run`, but when a worker dies the others go on without it, and workers may leave and join.
 
         Args:
-            fn: is called with `membership=`, this worker's `Membership`, too, and makes the process group by it.
+            fn: also gets `membership=`, this worker's `Membership`, and makes the process group through it.
             on_item: gets the items of all ranks.
 
         Returns:
-            The results of the ranks that are left, in rank order, and what each loss took (`ElasticOutcomes`).
+            The results of the remaining ranks, in rank order, and an account of each loss (`ElasticOutcomes`).
 
         Raises:
-            GangError: fewer ranks are left than config says, or their slots are too few for all experts.
-            ConfigError: this launcher cannot do it, or as `run`.
+            GangError: fewer ranks remain than config allows, or their slots are too few for all experts.
+            ConfigError: this launcher does not support it, or as `run`.
         """
         raise ConfigError(f"--elastic is given and {type(self).__name__} has no ranks that come and go")
 
@@ -168,16 +168,16 @@ class Gang(ABC):
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
         """Runs fn(rank_env, *args) in every worker, with the process group initialised; results in rank order.
 
-        `fn` is a function that workers can import; arguments and results are pickled between the driver and its
-        workers. The workers start with the call and have ended when it returns, however it returns.
+        Workers must be able to import `fn`; arguments and results are pickled between the driver and its workers. The
+        workers start with the call and have ended when it returns or raises.
 
         Args:
-            on_item: called with each item that rank 0 hands over (`progress.hand_over`), on the driver's machine, while
-                the workers go on; pickled too.
+            on_item: called in the driver with each item that rank 0 hands over (`progress.hand_over`), while the
+                workers go on; items are pickled too.
 
         Raises:
             GangError: a worker failed or died.
-            ConfigError: a worker refused the settings it was given, or the machines cannot hold the gang.
+            ConfigError: a worker refused its settings, or the machines cannot hold the gang.
         """
 
 
@@ -190,11 +190,11 @@ def run_rank(
     *,
     exports: bool = True,
 ) -> Outcome:
-    """The worker's side: joins the process group, calls the function, and turns what it raises into a failure.
+    """The worker's side: joins the process group, calls the function, and turns an exception into a failure.
 
     Args:
-        store: the rendezvous store, where this process holds it.
-        exports: whether the environment is made to say which rank this is.
+        store: the rendezvous store, if this process serves it.
+        exports: whether to write the rank to the environment.
     """
     try:
         import torch
@@ -215,10 +215,10 @@ def run_rank(
 def run_member(
     rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any], store: dist.Store, timeout_s: float | None = None
 ) -> Outcome:
-    """As `run_rank`, of a gang whose ranks come and go.
+    """As `run_rank`, for an elastic gang.
 
     Args:
-        store: of the gang, which no rank serves.
+        store: the gang's store, which the launcher serves.
     """
     try:
         import torch
@@ -239,7 +239,7 @@ def run_member(
 
 
 def failure_of(error: BaseException, rank: int, node: str | None = None) -> WorkerFailure:
-    """A worker's exception as a failure; an error of ours says what is wrong by itself and comes without traceback."""
+    """Converts a worker's exception to a failure. Errors of moe_ep explain themselves and get no traceback."""
     own = isinstance(error, MoeEpError) and env.LOG_LEVEL.get() != "DEBUG"
     text = "".join(traceback.format_exception(error))
     return WorkerFailure(
@@ -254,7 +254,7 @@ def failure_of(error: BaseException, rank: int, node: str | None = None) -> Work
 
 
 def death_of(exitcode: int | None, rank: int, node: str | None = None) -> WorkerFailure:
-    """The failure of a worker whose process ended without a word, from its exit code (-signal, as Python has it)."""
+    """The failure of a worker whose process ended without an answer, from its exit code (-signal, as in Python)."""
     if exitcode is not None and exitcode < 0:
         try:
             name = signal.Signals(-exitcode).name
@@ -269,17 +269,17 @@ def death_of(exitcode: int | None, rank: int, node: str | None = None) -> Worker
 
 
 def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
-    """The one to report, of failures in the order they became known: the first that is no echo, else the first."""
+    """The failure to report: the first that is not an echo, or else the first."""
     return next((failure for failure in failures if not failure.echo), failures[0])
 
 
 def gang_error(failure: WorkerFailure) -> MoeEpError:
-    """The error that ends the gang; which rank was first to refuse the settings of all of them says nothing."""
+    """The error that ends the gang. A refusal does not name the rank, because all ranks have the same settings."""
     return ConfigError(failure.cause) if failure.refusal else GangError(str(failure))
 
 
 def not_enough(kind: str, asked: int, there: str, way_out: str = _SMALLER) -> NoRoomError:
-    """The error for a gang that the machines cannot hold."""
+    """The error for a gang that does not fit on the machines."""
     return NoRoomError(f"the gang asks for {asked} {kind} (one a worker) and there are {there}; {way_out}")
 
 
@@ -299,7 +299,7 @@ def num_cpus() -> int:
 
 
 def _num_threads(rank_env: RankEnv) -> int:
-    """This rank's share of the cores, or what OMP_NUM_THREADS says where that is less and the user's word: Ray sets it
+    """This rank's share of the cores, or OMP_NUM_THREADS if that is less. Under Ray it is ignored, because Ray sets it
     for every actor."""
     share = max(1, num_cpus() // rank_env.local_world_size)
     asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -322,7 +322,7 @@ def set_up_logging(rank: int | None = None) -> None:
     """Sends the moe_ep loggers to stderr at MOE_EP_LOG_LEVEL.
 
     Args:
-        rank: named in every line; None for a process that is no worker.
+        rank: named in every line; None for a process that is not a worker.
     """
     logger = logging.getLogger("moe_ep")
     logger.setLevel(env.LOG_LEVEL.get())
@@ -336,7 +336,7 @@ def set_up_logging(rank: int | None = None) -> None:
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes each INFO message once: layers make the same choices, and a model has many."""
+    """Writes each INFO message once, because many layers of a model make the same choice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from moe_ep.layer.elastic import ElasticConfig
 
 POLL_S = 0.5
-# Workers import torch and the program before they answer, which takes some seconds on a busy machine.
+# Workers import torch and the program before they answer, which takes seconds on a busy machine.
 _START_QUIET_S, _LEAST_START_LIMIT_S = 15.0, 120.0
-# The exit code of a worker whose program makes a gang while the worker imports it.
+# Exit code of a worker whose program starts a gang when the worker imports it.
 _UNGUARDED = 117
 _fork_server: set[Process] = set()
 
@@ -58,7 +58,7 @@ class LocalGang(Gang):
 
     Args:
         timeout_s: how long ranks wait for each other; None takes MOE_EP_DISPATCH_TIMEOUT_S.
-        source: the launcher that the ranks name.
+        source: the launcher's name in `RankEnv`.
 
     Raises:
         NoRoomError: fewer GPUs here than ranks, or far fewer cores.
@@ -96,12 +96,10 @@ class LocalGang(Gang):
         workers = LocalWorkers(self._context, ranks, self._timeout_s, fn, args, store.port)
         outcomes = elastic.ElasticOutcomes(store, range(self.world_size), config, workers.kill, on_item)
         with workers, ControlServer() as control:
-            # As torchrun's agent does.
-            replaces = self._source == "torchrun"
             outcomes.take_requests(
                 control,
                 lambda rank: workers.start(joining_rank_env(rank, self.device, source=self._source)),
-                replaces=replaces,
+                replaces=self._source == "torchrun",  # as torchrun's own agent does
             )
             while not outcomes.are_final:
                 for event in workers.events(elastic.POLL_S):
@@ -133,7 +131,7 @@ def local_rank_envs(
 def joining_rank_env(
     rank: int, device: str, *, source: str, node_rank: int = 0, master_addr: str = LOOPBACK
 ) -> RankEnv:
-    """The place of a worker of this machine that joins."""
+    """The place of a worker that joins on this machine."""
     return RankEnv(
         rank=rank,
         world_size=rank + 1,
@@ -148,7 +146,7 @@ def joining_rank_env(
 
 @dataclass(frozen=True)
 class Event:
-    """What a worker tells its driver: kind "port" (of the store that rank 0 holds), "item", or "outcome"."""
+    """A message of a worker to its driver: kind "port" (of the store that rank 0 serves), "item", or "outcome"."""
 
     rank: int
     kind: str
@@ -156,11 +154,11 @@ class Event:
 
 
 class LocalWorkers:
-    """Worker processes of this machine that wait for rank 0's port, run a function and answer; a context manager, at
-    whose end none of them is left.
+    """Worker processes of this machine, which wait for rank 0's port, run a function and answer. A context manager that
+    ends all of them.
 
     Args:
-        port: of a store that this process serves, for ranks that come and go; None where rank 0 serves it.
+        port: of the store, if this process serves it, as in an elastic gang; None if rank 0 does.
 
     Raises:
         ConfigError: the function cannot be imported by another process.
@@ -227,11 +225,11 @@ class LocalWorkers:
                 worker.kill()
 
     def events(self, timeout_s: float, also: Sequence[Any] = ()) -> Iterator[Event]:
-        """Waits for messages and yields them; a worker that died has a failure for its outcome. Progress is shown.
+        """Waits for messages and yields them; the outcome of a worker that died is a failure. Shows progress.
 
         Args:
-            timeout_s: how long to wait for the first.
-            also: sockets whose readability ends the wait, too.
+            timeout_s: how long to wait for the first message.
+            also: sockets that end the wait too when they are readable.
 
         Raises:
             GangError: workers did not start within the limit.
@@ -246,10 +244,10 @@ class LocalWorkers:
                     yield event
 
     def tell(self, port: int) -> None:
-        """Tells all but rank 0 at which port they meet."""
+        """Tells all ranks but rank 0 the port of the store."""
         for connection, (rank, _) in self._processes.items():
             if rank != 0:
-                with contextlib.suppress(OSError):  # of one that died, as the end of its pipe says
+                with contextlib.suppress(OSError):  # a dead worker is found by the end of its pipe
                     connection.send(port)
 
     def _receive(self, connection: Connection) -> Event | None:
@@ -274,7 +272,7 @@ class LocalWorkers:
 
 
 def _check_importable(fn: Callable[..., Any]) -> None:
-    """Refuses to make a gang where its workers cannot import what they are to run."""
+    """Raises ConfigError if workers could not import the function."""
     if getattr(process.current_process(), "_inheriting", False):
         os._exit(_UNGUARDED)  # a worker, which is importing the program
     main = sys.modules["__main__"]
@@ -300,19 +298,20 @@ def _why_not_started(exitcode: int | None) -> str:
 
 
 def warm_fork_server() -> ForkServerContext:
-    """Where local workers are forked from: a process that has imported torch, which it begins to do now.
+    """Starts the server process that local workers are forked from; it begins to import torch at once.
 
-    Neither it nor the workers hear ctrl-C: the driver does, and ends them.
+    The server and the workers ignore ctrl-C, which the driver handles.
 
     Raises:
-        GangError: its socket cannot be made, as where the folder for temporary files has a long path.
+        GangError: its socket cannot be made, for example because the path of the folder for temporary files is too
+            long.
     """
     if getattr(process.current_process(), "_inheriting", False):
         os._exit(_UNGUARDED)
     global _fork_server
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
-    # Started with the server otherwise, where it would undo the next line.
+    # Otherwise the server would start it, and it would undo the next line.
     resource_tracker.ensure_running()
     before = children(os.getpid())
     with interrupts.unheard_by_children():
@@ -329,8 +328,8 @@ def warm_fork_server() -> ForkServerContext:
 
 @contextlib.contextmanager
 def ending_fork_server() -> Iterator[None]:
-    """Kills the fork server where the block fails: while it imports torch it would hold stderr open for seconds, and
-    whoever reads what this command says would wait for that."""
+    """Kills the fork server if the block fails. While it imports torch it would hold stderr open for seconds, and a
+    reader of this command's output would wait for that."""
     try:
         yield
     except BaseException:
@@ -341,7 +340,7 @@ def ending_fork_server() -> Iterator[None]:
 
 
 def _wait_for_fork_server(context: ForkServerContext, start: Wait) -> None:
-    """Returns when it forks at once: a process that is started before waits for it without hearing signals."""
+    """Waits until the server can fork. A process that is started earlier would wait for it without handling signals."""
 
     def fork_one() -> None:
         first = context.Process(target=int)
@@ -353,9 +352,9 @@ def _wait_for_fork_server(context: ForkServerContext, start: Wait) -> None:
 
 
 def end_with(pid: int) -> None:
-    """Has this process end when another one of this machine does, however it ends.
+    """Makes this process end when another process of this machine ends in any way.
 
-    A forked worker needs it: the server that forked it lives as long as any worker, and not as long as the driver.
+    A forked worker needs it, because its parent, the server, lives as long as any worker and not as long as the driver.
     """
 
     def watch() -> None:
@@ -376,9 +375,9 @@ def _serve(
     args: Sequence[Any],
     port: int | None,
 ) -> None:
-    """The worker process: meets its peers at rank 0's store, or the driver's, runs the function and answers."""
+    """The worker process: joins its peers through rank 0's store or the driver's, runs the function and answers."""
     end_with(driver_pid)
-    # The server's environment is that of the driver's first gang.
+    # The server has the environment of the driver's first gang.
     os.environ.clear()
     os.environ.update(environment)
     if rank_env.rank == 0:
@@ -407,6 +406,6 @@ def _serve(
             connection.send(("outcome", Outcome(failure=failure_of(error, rank_env.rank))))
     except (EOFError, BrokenPipeError):
         os._exit(1)  # The driver is gone, or is ending the gang.
-    # Rank 0 holds the store: nobody leaves before the driver has heard from everybody and ends the gang.
+    # Rank 0 serves the store, so all stay until the driver has every answer and ends the gang.
     while True:
         time.sleep(3600)

@@ -104,12 +104,12 @@ class RayGang(Gang):
         if device not in ("auto", "cpu", "cuda"):
             raise ValueError(one_of("device", device, ("auto", "cpu", "cuda")))
         self._timeout_s = timeout_s
-        self._cluster: PrivateCluster | None = None
+        self.cluster: PrivateCluster | None = None
         self._display = progress.ProgressDisplay()
         try:
             self._display.say("waiting for Ray")
             with waiting.said("Ray", _START_QUIET_S):
-                self._cluster = connect(address, world_size or default_world_size, device, timeout_s)
+                self.cluster = connect(address, world_size or default_world_size, device, timeout_s)
             num_gpus = total_of("GPU")
             if device == "auto":
                 device = "cuda" if num_gpus else "cpu"
@@ -124,9 +124,9 @@ class RayGang(Gang):
     def close(self) -> None:
         """Ends the private cluster, if there is one; `run` does it too."""
         self._display.close()
-        if self._cluster is not None:
-            self._cluster.end()
-            self._cluster = None
+        if self.cluster is not None:
+            self.cluster.end()
+            self.cluster = None
 
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
         with self._started() as workers:
@@ -180,8 +180,8 @@ class RayGang(Gang):
 
     def _check(self) -> None:
         interrupts.check()
-        if self._cluster is not None:
-            self._cluster.check()
+        if self.cluster is not None:
+            self.cluster.check()
 
     def _check_room(self) -> None:
         from ray.util import get_current_placement_group
@@ -226,7 +226,7 @@ class RayGang(Gang):
         kind: Any = ray.remote
         remote = kind(concurrency_groups={"watch": 1}, max_restarts=0, max_task_retries=0)(_Worker)
         options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if self._resource == "GPU" else {"num_cpus": 1}
-        if self._cluster is None:
+        if self.cluster is None:
             options["runtime_env"] = {"env_vars": worker_variables()}
         elif slot is None and self._resource == "CPU":
             options["num_cpus"] = 0  # a private cluster has as many as the workers of the start
@@ -355,7 +355,7 @@ class _ElasticActors:
             try:
                 place = ray.get(ref)
             except ray.exceptions.RayError as error:
-                yield rank, Outcome(failure=_failure(error, rank, slot.node_ip if slot else "unknown"))
+                yield rank, Outcome(failure=actor_failure(error, rank, slot.node_ip if slot else "unknown"))
                 continue
             beside = sum(worker.place.node_ip == place.node_ip for worker in self._running.values())
             rank_env = RankEnv(
@@ -478,7 +478,7 @@ def _get(ref: Any, rank: int, node: str, wait: Wait) -> Any:
             wait.look(lambda: f"rank {rank} on node {node} failed: the worker did not start within {wait.limit_s:g} s")
         return ray.get(ref)
     except ray.exceptions.RayError as error:
-        raise gang_error(_failure(error, rank, node)) from None
+        raise gang_error(actor_failure(error, rank, node)) from None
 
 
 def _outcome(ref: Any, rank: int, node: str) -> Outcome:
@@ -487,10 +487,10 @@ def _outcome(ref: Any, rank: int, node: str) -> Outcome:
     try:
         return ray.get(ref)
     except ray.exceptions.RayError as error:
-        return Outcome(failure=_failure(error, rank, node))
+        return Outcome(failure=actor_failure(error, rank, node))
 
 
-def _failure(error: Exception, rank: int, node: str) -> WorkerFailure:
+def actor_failure(error: Exception, rank: int, node: str) -> WorkerFailure:
     """What Ray knows of an actor that did not answer."""
     import ray
 
@@ -670,7 +670,7 @@ def connect(
     # Ray would print its own account of a dead worker on stdout; the gang's error says it.
     ray._private.worker._worker_logs_enabled = talks
     if address:
-        address = _found(address)
+        address = resolve_address(address)
         _check_listening(address, min(_ANSWER_LIMIT_S, waiting.limit_of(timeout_s)))
         try:
             # Ray waits up to a minute for a node of this machine, and hears nothing.
@@ -731,7 +731,7 @@ class PrivateCluster:
             with _loopback_cluster(), _environment(worker_variables()), _own_sigterm_handler():
                 ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
         except BaseException as error:
-            self._processes = children(os.getpid()) - before
+            self.processes = children(os.getpid()) - before
             self.end()
             if isinstance(error, Exception):
                 # Of no class of its own where a server of the cluster was not up in Ray's time, as on a busy machine.
@@ -742,17 +742,17 @@ class PrivateCluster:
             raise
         node: Any = ray._private.worker._global_node
         self._session = Path(node.get_session_dir_path())
-        self._processes = children(os.getpid()) - before
-        self._servers = named(self._processes, *_SERVERS)
-        self._guard = start_guard(self._processes)
+        self.processes = children(os.getpid()) - before
+        self.servers = named(self.processes, *_SERVERS)
+        self._guard = start_guard(self.processes)
 
     def check(self) -> None:
         """Ends the cluster and raises GangError if a server of it has ended: Ray tells of a raylet after 15 s, and of a
         GCS never, but ends this process after a minute of vain calls."""
-        for process, name in self._servers.items():
+        for process, name in self.servers.items():
             if has_ended(process):
                 self._session = None  # its logs stay
-                with end_trees(self._processes, limit_s=0.0):
+                with end_trees(self.processes, limit_s=0.0):
                     pass  # and not the cluster's own way, in which it would be waited for
                 self.end()
                 raise GangError(
@@ -764,7 +764,7 @@ class PrivateCluster:
         """Ends the cluster; nothing of it is left. A second time does no harm."""
         import ray
 
-        with end_trees(self._processes):
+        with end_trees(self.processes):
             ray.shutdown()
         if self._session is not None:
             # Logs, which nobody looks for where nothing of the cluster failed.
@@ -827,7 +827,7 @@ def worker_variables() -> dict[str, str]:
     return variables
 
 
-def _found(address: str) -> str:
+def resolve_address(address: str) -> str:
     """The address itself, or what auto stands for: RAY_ADDRESS, else the cluster that `ray start` started here last, or
     else the one that runs here. Private ones, which listen on loopback and which `ray start` knows nothing of, are
     somebody else's."""
@@ -842,7 +842,7 @@ def _found(address: str) -> str:
     if address != "auto":
         return address
     if (given := joined_address(None)) not in (None, "auto"):
-        return _found(given)
+        return resolve_address(given)
     started = find_bootstrap_address(None)
     if started and not _why_silent(started):
         return started
@@ -864,7 +864,7 @@ def _check_listening(address: str, limit_s: float) -> None:
     wait = Wait(f"an answer from {address}", limit_s)
     silence = f"what listens there said nothing within {limit_s:g} s"
     try:
-        reason = _why_silent(address) or waiting.call(lambda: _why_no_cluster(address, limit_s), wait, lambda: silence)
+        reason = _why_silent(address) or waiting.call(lambda: why_no_cluster(address, limit_s), wait, lambda: silence)
     except GangError as error:
         reason = str(error)
     if reason:
@@ -898,7 +898,7 @@ def _uses_tls() -> bool:
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
-def _why_no_cluster(address: str, limit_s: float = _ANSWER_LIMIT_S) -> str:
+def why_no_cluster(address: str, limit_s: float = _ANSWER_LIMIT_S) -> str:
     """What listens there, if it is no server of gRPC, as a cluster's is; empty where it is one, or cannot be asked."""
     if (place := _host_and_port(address)) is None or _uses_tls():
         return ""
