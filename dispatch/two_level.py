@@ -99,7 +99,7 @@ class _Groups(NamedTuple):
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _Groups]] = WeakKeyDictionary()
 
 
-def _groups_of(group: dist.ProcessGroup) -> _Groups:
+def groups_of(group: dist.ProcessGroup) -> _Groups:
     hosts = hosts_of(group)
     made = _groups.setdefault(group, {})
     if hosts not in made:
@@ -147,24 +147,24 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         levels: tuple[str, str] | None = None,
     ) -> None:
         group = process_group or dist.distributed_c10d._get_default_group()
-        grid, *groups = _groups_of(group)
+        grid, *groups = groups_of(group)
         config = moe_config
         owners = owners_of(config)
         if levels is None:
-            levels = (_choose(config, len(grid.members), group), _choose(config, len(grid.within), group))
+            levels = (choose_levels(config, len(grid.members), group), choose_levels(config, len(grid.within), group))
         # Rows come from every host's rank with this local rank.
         capacities = (config.max_num_tokens, config.max_num_tokens * len(grid.members))
         ranks = ((grid.host, len(grid.members)), (grid.local_rank, len(grid.within)))
         wires = (quant_config, FusedMoEQuantConfig.unquantized())
-        self._across, self._within = (
+        self.across, self.within = (
             _level(name, config, rank, size, capacity, table, wire, its_group)
             for name, (rank, size), capacity, table, wire, its_group in zip(
                 levels, ranks, capacities, grid.owners(owners), wires, groups, strict=True
             )
         )
-        for level in (self._across, self._within):
+        for level in (self.across, self.within):
             level.ranks.is_part_of(group)
-        has_room_for_any = all(level.max_num_tokens_per_rank() is None for level in (self._across, self._within))
+        has_room_for_any = all(level.max_num_tokens_per_rank() is None for level in (self.across, self.within))
         self._capacity = None if has_room_for_any else config.max_num_tokens
         self._num_ranks, self.by_host = config.ep_size, grid.members
         self._is_batch_invariant = config.batch_invariant
@@ -193,25 +193,25 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         return True
 
     def accepts_f32_output(self) -> bool:
-        return self._within.accepts_f32_output()
+        return self.within.accepts_f32_output()
 
     def check(self) -> None:
-        for level in (self._across, self._within):
+        for level in (self.across, self.within):
             level.check()
 
     def report_failure(self, error: Exception) -> None:
-        self._across.report_failure(error)
+        self.across.report_failure(error)
 
     def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
-        with self._across.ranks.detector:
+        with self.across.ranks.detector:
             # Where the level across hosts takes any number, what arrives of more would not fit the one within.
             check_arguments(
                 hidden_states, routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input,
                 routing.num_experts, self._capacity,
             )  # fmt: skip
-        if not self._within.keeps_codes:
+        if not self.within.keeps_codes:
             quant_config = quant_config.with_input_dtype(None)
-        across = self._across.dispatch(hidden_states, replace(routing, expert_map=None), quant_config)
+        across = self.across.dispatch(hidden_states, replace(routing, expert_map=None), quant_config)
         on_host = Routing(
             topk_weights=across.topk_weights,
             topk_ids=across.topk_ids,
@@ -219,9 +219,9 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
             expert_map=routing.expert_map,
         )
         if across.row_scales is not None:
-            within = self._within.pass_on(across, on_host)
+            within = self.within.pass_on(across, on_host)
         else:
-            within = self._within.dispatch(across.rows, on_host, FusedMoEQuantConfig.unquantized())
+            within = self.within.dispatch(across.rows, on_host, FusedMoEQuantConfig.unquantized())
         handle = _Handle(across, within.handle)
         return replace(within, rows_are_weighted=across.rows_are_weighted, handle=handle)
 
@@ -233,22 +233,22 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         reduce_impl: TopKWeightAndReduce,
     ) -> None:
         across, within = dispatched.handle
-        with self._across.ranks.detector:
+        with self.across.ranks.detector:
             handle = across.handle
             check_tensor("output", output, handle.shape, handle.dtype, handle.device)
-            is_wide = all(level.accepts_f32_output() for level in (self._within, self._across))
+            is_wide = all(level.accepts_f32_output() for level in (self.within, self.across))
             dtype = wire_dtype(output.dtype) if is_wide else output.dtype
             here = replace(dispatched, handle=within)
             if self._is_batch_invariant:
                 of_host = output.new_empty((*across.topk_ids.shape, output.size(1)), dtype=dtype)
-                self._within.combine_slots(of_host, expert_output, here)
+                self.within.combine_slots(of_host, expert_output, here)
             else:
                 of_host = output.new_empty((len(across.rows), output.size(1)), dtype=dtype)
-                self._within.combine(of_host, expert_output, here, reduce_impl)
-        self._across.combine(output, of_host, across, TopKWeightAndReduceNoOP())
+                self.within.combine(of_host, expert_output, here, reduce_impl)
+        self.across.combine(output, of_host, across, TopKWeightAndReduceNoOP())
 
 
-def _choose(moe_config: FusedMoEConfig, num_ranks: int, group: dist.ProcessGroup) -> str:
+def choose_levels(moe_config: FusedMoEConfig, num_ranks: int, group: dist.ProcessGroup) -> str:
     """The backend of a level of so many ranks, the same on all ranks of the group."""
     if moe_config.batch_invariant:
         return _ANYWHERE  # results of single slots pass through both levels

@@ -388,7 +388,7 @@ def _fill_rest(list_ptr, used, length, value, program, num_programs, BLOCK: tl.c
 
 
 @TritonKernel
-def _batched_kernel(
+def batched_kernel(
     counts_ptr, sorted_ptr, experts_ptr, used_ptr,
     num_experts, max_rows, length, num_blocks,
     BLOCK_SIZE: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -432,7 +432,7 @@ def triton_batched_align(
     expert_ids = expert_num_tokens.new_empty(num_blocks, dtype=torch.int32)
     used = expert_num_tokens.new_empty(1, dtype=torch.int32)
     early = comes_early(expert_num_tokens.device)
-    _batched_kernel[(num_experts,)](
+    batched_kernel[(num_experts,)](
         expert_num_tokens.contiguous(), sorted_token_ids, expert_ids, used,
         num_experts, max_rows, sorted_token_ids.numel(), num_blocks,
         BLOCK_SIZE=block_size, BINS=next_power_of_2(num_experts), BLOCK=_BLOCK, EARLY=early,

@@ -18,7 +18,7 @@ _PLAN_TOKENS = 1024
 
 
 @TritonKernel
-def _pack_messages_kernel(
+def pack_messages_kernel(
     rows_ptr, ids_ptr, weights_ptr, owners_ptr, send_rows_ptr, send_meta_ptr, headers_ptr, slots_ptr,
     num_tokens, num_experts, num_words, row_stride, send_row_stride, send_rank_stride, meta_row_stride,
     meta_rank_stride, capacity,
@@ -127,7 +127,7 @@ def triton_pack_messages(
     slots = topk_ids.new_empty((num_tokens, num_ranks))
     block, num_warps = row_blocks(capacity, num_words, rows.element_size())
     grid = (capacity + cdiv(num_experts, _PACK_EXPERTS), cdiv(num_words, block))
-    _pack_messages_kernel[grid](
+    pack_messages_kernel[grid](
         rows, topk_ids, topk_weights, owners, message_rows, message_meta, headers, slots,
         num_tokens, num_experts, num_words, rows.stride(0), message_rows.stride(1), message_rows.stride(0),
         message_meta.stride(1), message_meta.stride(0), capacity,
@@ -139,7 +139,7 @@ def triton_pack_messages(
 
 
 @TritonKernel
-def _open_messages_kernel(
+def open_messages_kernel(
     rows_ptr, scales_ptr, meta_ptr, headers_ptr, map_ptr, batch_ptr, slots_ptr, weights_ptr, totals_ptr,
     num_experts, num_columns, max_rows, row_stride, rank_stride, meta_row_stride, meta_rank_stride, capacity,
     NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, HAS_MAP: tl.constexpr,
@@ -245,7 +245,7 @@ def triton_open_messages(
         message_rows, target = as_words(message_rows.view(batch.dtype), batch)
     num_columns = target.size(2)
     block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
-    _open_messages_kernel[(num_rows + num_local_experts, cdiv(num_columns, block))](
+    open_messages_kernel[(num_rows + num_local_experts, cdiv(num_columns, block))](
         message_rows, scales, message_meta, headers,
         None if expert_map is None else expert_map.to(torch.int32).contiguous(), target, slots, weights, totals,
         headers.size(1), num_columns, max_rows, message_rows.stride(1), message_rows.stride(0), message_meta.stride(1),
@@ -259,7 +259,7 @@ def triton_open_messages(
 
 
 @TritonKernel
-def _send_plan_kernel(
+def send_plan_kernel(
     ids_ptr, owners_ptr, slots_ptr, counts_ptr,
     num_tokens, num_experts, capacity,
     NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
@@ -318,7 +318,7 @@ def triton_send_plan(
     num_tokens, topk = topk_ids.shape
     slots = topk_ids.new_empty((num_tokens, num_ranks))
     counts = topk_ids.new_empty(num_ranks)
-    _send_plan_kernel[(num_ranks,)](
+    send_plan_kernel[(num_ranks,)](
         topk_ids, owners, slots, counts,
         num_tokens, owners.numel(), capacity or 0,
         NUM_RANKS=num_ranks, TOPK=topk, EXACT=capacity is None, BLOCK=min(_PLAN_TOKENS, next_power_of_2(num_tokens)),

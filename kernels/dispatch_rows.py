@@ -145,7 +145,7 @@ def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @TritonKernel
-def _pack_rows_kernel(
+def pack_rows_kernel(
     rows_ptr, ids_ptr, weights_ptr, owners_ptr, slots_ptr, send_rows_ptr, send_meta_ptr,
     num_columns, num_experts, row_stride, send_stride,
     NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, BLOCK: tl.constexpr,
@@ -182,7 +182,7 @@ def _pack_rows_kernel(
 
 
 @TritonKernel
-def _weighted_rows_kernel(
+def weighted_rows_kernel(
     source_ptr, slots_ptr, weights_ptr, target_ptr,
     num_columns, source_stride, target_stride,
     TOPK: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ALWAYS: tl.constexpr, BLOCK: tl.constexpr,
@@ -219,7 +219,7 @@ def triton_pack_rows(rows, topk_ids, topk_weights, owners, slots, send_rows, sen
     num_tokens, num_columns = rows.shape
     topk = topk_ids.size(1)
     block, num_warps = row_blocks(num_tokens, num_columns, rows.element_size())
-    _pack_rows_kernel[(num_tokens, cdiv(num_columns, block))](
+    pack_rows_kernel[(num_tokens, cdiv(num_columns, block))](
         rows, topk_ids, topk_weights, owners, slots, send_rows, send_meta,
         num_columns, owners.numel(), rows.stride(0), send_rows.stride(0),
         NUM_RANKS=slots.size(1), TOPK=topk, BLOCK_TOPK=next_power_of_2(topk), BLOCK=block,
@@ -244,7 +244,7 @@ def _launch_weighted_rows(
     """Products and sums are rounded one by one, not fused, so the bits are those of the plain form."""
     num_rows, num_columns = target.shape
     block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
-    _weighted_rows_kernel[(num_rows, cdiv(num_columns, block))](
+    weighted_rows_kernel[(num_rows, cdiv(num_columns, block))](
         source, slots, weights, target,
         num_columns, source.stride(0), target.stride(0),
         TOPK=slots.size(1), HAS_WEIGHTS=weights is not None, ALWAYS=always, BLOCK=block,

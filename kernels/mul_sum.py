@@ -142,7 +142,7 @@ def choose_blocks(num_tokens: int, hidden_size: int, element_size: int) -> tuple
 
 
 @TritonKernel
-def _mul_sum_kernel(
+def mul_sum_kernel(
     inputs_ptr, weights_ptr, ids_ptr, map_ptr, outputs_ptr,
     hidden_size, map_size, input_token_stride, input_slot_stride, input_column_stride, weight_token_stride,
     weight_slot_stride, id_token_stride, id_slot_stride, output_token_stride, output_column_stride,
@@ -190,7 +190,7 @@ def triton_mul_sum(inputs, topk_weights, outputs, topk_ids, expert_map):
     num_tokens, topk, hidden_size = inputs.shape
     block, num_warps = choose_blocks(num_tokens, hidden_size, inputs.element_size())
     early = comes_early(inputs.device)
-    _mul_sum_kernel[(num_tokens, -(-hidden_size // block))](
+    mul_sum_kernel[(num_tokens, -(-hidden_size // block))](
         inputs, topk_weights, topk_ids, None if expert_map is None else expert_map.contiguous(), outputs,
         hidden_size, 0 if expert_map is None else expert_map.numel(), *inputs.stride(), *topk_weights.stride(),
         *(topk_ids.stride() if topk_ids is not None else (0, 0)), *outputs.stride(),

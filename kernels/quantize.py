@@ -250,7 +250,7 @@ def _divide(values, divisor, CORRECTIONS: tl.constexpr):
 
 
 @TritonKernel
-def _quantize_kernel(
+def quantize_kernel(
     rows_ptr,
     codes_ptr,
     scales_ptr,
@@ -294,7 +294,7 @@ def _quantize_kernel(
 
 
 @TritonKernel
-def _dequantize_kernel(
+def dequantize_kernel(
     codes_ptr,
     scales_ptr,
     rows_ptr,
@@ -342,7 +342,7 @@ def _quantize_int8_kernel(
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
-    """As _quantize_kernel, to int8.
+    """As quantize_kernel, to int8.
 
     Example: GROUP=2, row [1, -127, 2, 0]: scales [1, 2 / 127], codes [1, -127, 127, 0].
 
@@ -376,7 +376,7 @@ def _dequantize_int8_kernel(
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
-    """As _dequantize_kernel, from int8. Example: GROUP=2, codes [1, -127], scale 2: [2, -254]."""
+    """As dequantize_kernel, from int8. Example: GROUP=2, codes [1, -127], scale 2: [2, -254]."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -403,7 +403,7 @@ def triton_quantize_rows(
     kernel, more = _quantize_int8_kernel, {}
     if dtype != torch.int8:
         corrections = 0 if is_interpreted() else 1 if rows.element_size() == 2 else 2
-        kernel, more = _quantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "CORRECTIONS": corrections}
+        kernel, more = quantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "CORRECTIONS": corrections}
     kernel[(num_tokens, cdiv(num_groups, block_groups))](
         rows,
         quantized,
@@ -435,7 +435,7 @@ def triton_dequantize_rows(
     kernel, more = _dequantize_int8_kernel, {}
     if dtype != torch.int8:
         early = comes_early(rows.device)
-        kernel, more = _dequantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "EARLY": early, "launch_pdl": early}
+        kernel, more = dequantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "EARLY": early, "launch_pdl": early}
     kernel[(num_tokens, cdiv(hidden_size, block_groups * GROUP_SIZE))](
         quantized,
         quantized[:, scale_offset(hidden_size) :].view(torch.float32),

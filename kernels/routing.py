@@ -45,7 +45,7 @@ def _first_best(keys, positions):
 
 
 @TritonKernel
-def _topk_kernel(
+def topk_kernel(
     router_ptr, bias_ptr, weights_ptr, ids_ptr,
     row_stride, column_stride, routed_scaling_factor,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_K: tl.constexpr,
@@ -168,7 +168,7 @@ def fused_topk(
     group_size = num_experts // num_expert_group
     block_groups, block_members = _power_of_2(num_expert_group), _power_of_2(group_size)
     early = comes_early(router_logits.device)
-    _topk_kernel[(num_tokens,)](
+    topk_kernel[(num_tokens,)](
         source, e_score_correction_bias.contiguous() if e_score_correction_bias is not None else None, weights, ids,
         *source.stride(), float(routed_scaling_factor),
         KIND=kind, HAS_BIAS=has_bias, RENORMALIZE=renormalize, TOP_K=top_k, NUM_GROUPS=num_expert_group,

@@ -133,7 +133,7 @@ class TritonKernel:
             function.arg_names if self._late is None else function.__code__.co_varnames[: function.__code__.co_argcount]
         )
         self._num_pointers = sum(name.endswith("_ptr") for name in names)
-        self._compiled: dict[tuple[object, ...], _Compiled] = {}
+        self.compiled: dict[tuple[object, ...], _Compiled] = {}
 
     @functools.cached_property
     def function(self) -> Any:
@@ -157,14 +157,14 @@ class TritonKernel:
             *constants,
             *constants.values(),
         )
-        compiled = self._compiled.get(key)
+        compiled = self.compiled.get(key)
         if compiled is not None and compiled.is_known:
             compiled.launch(grid, (*addresses, *numbers))
             return
         with torch.cuda.device_of(tensors[0]):
             made = self.function[grid](*args, **constants)
             if made is not None and compiled is None:
-                self._compiled[key] = _Compiled(made, tensors[0].device)
+                self.compiled[key] = _Compiled(made, tensors[0].device)
 
 
 class _Compiled:

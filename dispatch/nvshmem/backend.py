@@ -92,7 +92,7 @@ class SharedMemory(Protocol):
 
 
 class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
-    """A backend whose kernels write into the other ranks' memory; `_memory` and `_layout` are set by the subclass.
+    """A backend whose kernels write into the other ranks' memory; `memory` and `_layout` are set by the subclass.
 
     Attributes:
         NAME: of the backend.
@@ -107,7 +107,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     # Kernels convert rows of 8 bits as they arrive.
     keeps_codes = False
     _recoveries = 0
-    _memory: SharedMemory
+    memory: SharedMemory
     _layout: Shape
 
     @classmethod
@@ -145,7 +145,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
 
     def check(self) -> None:
         """DispatchTimeoutError if a wait in a kernel that has ended timed out; no host synchronization."""
-        self._memory.record.check()
+        self.memory.record.check()
 
     def recover(self, dead: Sequence[int]) -> None:
         """Goes on without the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
@@ -156,18 +156,18 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         memory that this resets.
         """
         self._forget_batches()
-        self._memory.recover(dead)
+        self.memory.recover(dead)
 
     def tokens_hit(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """bool `[T]`: tokens of which some slot is lost, because its expert's rank was declared dead."""
-        lost = torch.tensor([rank not in self._memory.alive for rank in range(self.ranks.size)], device=topk_ids.device)
+        lost = torch.tensor([rank not in self.memory.alive for rank in range(self.ranks.size)], device=topk_ids.device)
         owners = self.placement.owners(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
 
     def _begin_batch(self) -> Callable[[], None]:
         """Drops batches that were given up. The returned check raises RuntimeError once this one is given up too, by
         `recover` of any layer that shares the memory."""
-        memory, number = self._memory, self._memory.recoveries
+        memory, number = self.memory, self.memory.recoveries
         if self._recoveries != number:
             self._forget_batches()
             self._recoveries = number
@@ -193,7 +193,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     def _check_batch(self, batch: Batch) -> None:
         """ValueError where the batch is not what the kernels were compiled for."""
         given = (batch.code_dtype, batch.rows.device)
-        made_for = (self._layout.code_dtype, self._memory.order.device)
+        made_for = (self._layout.code_dtype, self.memory.order.device)
         if given != made_for:
             raise ValueError(
                 f"the batch has (dispatch_dtype, device) {given} and {self.NAME} was made for {made_for}; give the "

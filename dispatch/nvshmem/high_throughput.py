@@ -178,7 +178,7 @@ class Block:
         self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
         self.alive = list(range(ranks.size))
         self.recoveries = 0
-        self._status = torch.zeros(2, dtype=torch.int32, device=self._device)
+        self.status = torch.zeros(2, dtype=torch.int32, device=self._device)
         self.batches = [BatchParts(self, index, in_dtype) for index in range(layout.batches_in_flight)]
         self._start(0)
 
@@ -222,7 +222,7 @@ class Block:
             peers=(ctypes.c_uint64 * layout.num_ranks)(*(peer + batch * layout.batch_bytes for peer in self._peers)),
             pes=(ctypes.c_int * layout.num_ranks)(*self._region.pes),
             **layout.offsets,
-            status=self._status.data_ptr(),
+            status=self.status.data_ptr(),
             record=self.record.words.data_ptr(),
             timeout_ns=int(self.record.timeout_s * 1e9),
             epoch=first,
@@ -251,7 +251,7 @@ class Block:
             parts.epoch.fill_(epoch)
             parts.arriving.zero_()
             parts.number, parts.is_open = 0, False
-        self._status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
+        self.status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
         torch.cuda.synchronize(self._device)
 
 
@@ -397,7 +397,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         settings = shared_settings(
             moe_config, code_dtype=self._layout.code_dtype, device_api=device_api, batches_in_flight=batches_in_flight
         )
-        self._block = self._memory = Block.of(self._layout, self.ranks, moe_config.in_dtype, settings)
+        self.block = self.memory = Block.of(self._layout, self.ranks, moe_config.in_dtype, settings)
         device = torch.device("cuda", torch.cuda.current_device())
         self.num_sms = self._sms_of_a_batch(num_sms, device)
         self._kernels = jit.load_all(
@@ -454,11 +454,11 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self._check_batch(batch)
         exact = self.exact_rows and not torch.cuda.is_current_stream_capturing()
         layout, num_tokens, num_ids = self._layout, batch.topk_ids.size(0), batch.owners.numel()
-        parts = self._block.take()
+        parts = self.block.take()
         number, check = parts.number, self._begin_batch()
         where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if exact else None]
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
-        with self._block.order:
+        with self.block.order:
             self._launch("plan", parts, where, [num_ids, num_tokens, number])
             senders = senders_of(layout, self.num_sms)
             self._launch("dispatch", parts, tensors, [num_ids, num_tokens, 0 if exact else layout.max_rows, *senders])
@@ -494,7 +494,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         rows = self._reduced(expert_output, dispatched, reduce_impl, sent.rows, output, contiguous=True)
         shape = (sent.num_tokens, self._layout.hidden_size)
         check_tensor("output", output, shape, self.moe_config.in_dtype, output.device, contiguous=True)
-        with self._block.order:
+        with self.block.order:
             self._launch("combine", sent.parts, [rows, sent.parts.slots, output], [sent.num_tokens])
         sent.parts.is_open = False
         return Pending(lambda: None, lambda: None)

@@ -213,8 +213,8 @@ class Channel:
         self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
         self.alive = list(range(ranks.size))
         self.recoveries = 0
-        self._counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=arena.device)
-        self._status = torch.zeros(2, dtype=torch.int32, device=arena.device)
+        self.counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=arena.device)
+        self.status = torch.zeros(2, dtype=torch.int32, device=arena.device)
         self._free = [True] * BATCHES_IN_FLIGHT
         self._start([1] * BATCHES_IN_FLIGHT)
         self._buffers = [self._buffers_of(pointers, batch) for batch in range(BATCHES_IN_FLIGHT)]
@@ -267,8 +267,8 @@ class Channel:
         """The part of the kernels' parameters that does not depend on the tokens."""
         return common_type(self.ranks.size)(
             buffers=self._buffers[batch],
-            counters=self._counters[batch].data_ptr(),
-            status=self._status.data_ptr(),
+            counters=self.counters[batch].data_ptr(),
+            status=self.status.data_ptr(),
             record=self.record.words.data_ptr(),
             timeout_ns=self._timeout_ns,
         )
@@ -276,8 +276,8 @@ class Channel:
     def recover(self, dead: Sequence[int]) -> None:
         """Goes on without the EP ranks in `dead`; collective over the others, which must give up open batches too."""
         alive = [rank for rank in range(self.ranks.size) if rank not in dead]
-        torch.cuda.synchronize(self._status.device)
-        mine = [latest([counter >> _EPOCH_SHIFT for counter in both]) for both in self._counters.tolist()]
+        torch.cuda.synchronize(self.status.device)
+        mine = [latest([counter >> _EPOCH_SHIFT for counter in both]) for both in self.counters.tolist()]
         self.ranks.detector.exclude(dead)
         told = gather_texts("recovery", " ".join(map(str, mine)), self.ranks.group, ranks=alive)
         self.alive = alive
@@ -295,9 +295,9 @@ class Channel:
     def _start(self, epochs: Sequence[int]) -> None:
         """Lets each set of buffers go on with the batch of its number."""
         upper = [latest([epoch]) << _EPOCH_SHIFT for epoch in epochs]
-        self._counters.copy_(torch.tensor(upper, dtype=torch.int64)[:, None])
-        self._status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
-        torch.cuda.synchronize(self._status.device)
+        self.counters.copy_(torch.tensor(upper, dtype=torch.int64)[:, None])
+        self.status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
+        torch.cuda.synchronize(self.status.device)
 
     def _buffers_of(self, pointers: Sequence[int], batch: int) -> Any:
         start, size = batch * self.layout.batch_bytes, self.ranks.size
@@ -544,7 +544,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             device_api=self._layout.device_api,
             batches_in_flight=BATCHES_IN_FLIGHT,
         )
-        self._channel = self._memory = Channel.of(symmetric, self._layout, self.ranks, settings)
+        self.channel = self.memory = Channel.of(symmetric, self._layout, self.ranks, settings)
         device = torch.device("cuda", torch.cuda.current_device())
         self._kernels = jit.load_all(
             {name: kernel_source(name, self._layout, moe_config.in_dtype) for name in KERNELS}, device
@@ -593,12 +593,12 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
     def around_replay(self) -> AbstractContextManager[None] | None:
         # A graph's batch goes through the set of buffers that was free when it was captured: the first of all.
-        return self._turn() if self._channel.is_idle() else None
+        return self._turn() if self.channel.is_idle() else None
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         self.check()
-        with self._channel.order:
+        with self.channel.order:
             yield
 
     def hand_over_row_ids(self) -> None:
@@ -626,8 +626,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         elif layout.is_quantized:
             out = new((max_rows, layout.hidden_size), dtype=config.in_dtype)
         # Behind what may fail for want of memory.
-        index = self._channel.take()
-        rows = self._channel.rows(index, config.in_dtype) if out is None else out
+        index = self.channel.take()
+        rows = self.channel.rows(index, config.in_dtype) if out is None else out
         num_tokens = batch.topk_ids.size(0)
         shares = 1 if self.by_reference else self._blocks_of_expert(num_tokens)
         params = dispatch_type(layout.num_ranks)(
@@ -652,7 +652,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         check = self._begin_batch()
         launch = Halves(
             self._kernels["low_latency_dispatch"], params, to_send, to_receive, self.tuning.blocks,
-            self._channel.order, check, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
+            self.channel.order, check, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
         )  # fmt: skip
         meta = ExpertTokensMetadata(counts, None, row_ids)
         sent = _Sent(index, batch.topk_ids, batch.topk_weights, positions, (El, max_rows), check)
@@ -696,8 +696,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         held = (sent.topk_ids, sent.topk_weights, sent.positions, output, expert_output)
         launch = Halves(
             self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks,
-            self._channel.order, sent.check, held,
-            lambda: self._channel.give_back(sent.batch),
+            self.channel.order, sent.check, held,
+            lambda: self.channel.give_back(sent.batch),
         )  # fmt: skip
         return Pending(launch.receive, launch.receive, launch.send)
 
@@ -706,7 +706,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         return self.tuning.blocks_of_expert(rows / self._owner_table.numel(), self.moe_config.num_local_experts)
 
     def _common(self, index: int, topk_ids: torch.Tensor) -> Any:
-        common = self._channel.common(index)
+        common = self.channel.common(index)
         common.topk_ids = topk_ids.data_ptr()
         common.owners = self._owner_table.data_ptr()
         common.num_ids = self._owner_table.numel()

@@ -183,7 +183,7 @@ _MOST_PROGRAMS = 8192
 
 
 @functools.partial(TritonKernel, do_not_specialize=["most", "num_places", "places_per_row"])
-def _product_kernel(
+def product_kernel(
     rows_ptr, weights_ptr, bias_ptr, output_ptr, places_ptr, row_ids_ptr, experts_ptr, used_ptr,
     most, num_places, places_per_row, num_inner, num_columns, row_stride, output_stride,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -304,7 +304,7 @@ def _multiply(
     tiles = tiles or tiles_for(blocks.size, gated, rows.get_device(), is_ranged)
     most_tiles = cdiv(blocks.most, blocks.size) * cdiv(num_columns, tiles.columns)
     early = comes_early(rows.device)
-    _product_kernel[(min(most_tiles, _MOST_PROGRAMS),)](
+    product_kernel[(min(most_tiles, _MOST_PROGRAMS),)](
         rows, weights, None if bias is None else bias.contiguous(), output, blocks.places, row_ids, blocks.experts,
         blocks.used,
         blocks.most, blocks.num_places, places_per_row, num_inner, num_columns, rows.stride(0), output.stride(0),

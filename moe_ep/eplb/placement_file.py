@@ -77,7 +77,7 @@ class PlacementFile:
             "num_experts": self.num_experts,
             "physical_to_logical": self.physical_to_logical.tolist(),
         }
-        write_text(path, json.dumps(content | {"checksum": _checksum(content)}) + "\n")
+        write_text(path, json.dumps(content | {"checksum": content_checksum(content)}) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PlacementFile:
@@ -92,7 +92,7 @@ class PlacementFile:
             raise EplbError(f"the placement {path} cannot be read: {error}") from None
         if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
             raise EplbError(f"{path} is not a placement of version {_VERSION}; save one with --save-placement")
-        if content.pop("checksum", None) != _checksum(content):
+        if content.pop("checksum", None) != content_checksum(content):
             raise EplbError(f"the placement {path} was changed or cut off after it was written; save it again")
         try:
             return _parse(
@@ -134,5 +134,5 @@ def model_checksum(reader: CheckpointReader) -> str:
     return state.hexdigest()
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def content_checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

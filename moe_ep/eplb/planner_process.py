@@ -29,6 +29,9 @@ class PlannerProcess:
 
     Args:
         limit_s: seconds that a plan may take.
+
+    Attributes:
+        process: the child.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -39,7 +42,7 @@ class PlannerProcess:
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-c", "from moe_ep.eplb.planner_process import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -48,9 +51,9 @@ class PlannerProcess:
             # Interrupts at the terminal are for the one that serves; this one ends when its pipe does.
             start_new_session=True,
         )
-        if self._process.stdin is not None:
+        if self.process.stdin is not None:
             # A write takes what the pipe has room for, however long the child takes to read.
-            os.set_blocking(self._process.stdin.fileno(), False)
+            os.set_blocking(self.process.stdin.fileno(), False)
 
     def make_plan(
         self,
@@ -67,7 +70,7 @@ class PlannerProcess:
             RuntimeError: the process has ended.
         """
         about = {"num_experts": num_experts, "num_ranks": num_ranks, "config": asdict(config)}
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin, stdout = self.process.stdin, self.process.stdout
         if stdin is None or stdout is None:
             raise RuntimeError("the planning process was started without pipes")
         deadline = time.monotonic() + self._limit_s
@@ -77,19 +80,19 @@ class PlannerProcess:
         except TimeoutError:
             raise TimeoutError(f"the planning process did not answer within {self._limit_s:g} s") from None
         except (OSError, EOFError):
-            code = self._process.wait()
+            code = self.process.wait()
             raise RuntimeError(f"the planning process ended with exit code {code}") from None
         return (arrays[0] if arrays else None), answer["reason"]
 
     def give_up(self) -> None:
         """Ends a `make_plan` that waits for its answer; called by another thread, and `close` comes next."""
-        self._process.kill()
+        self.process.kill()
 
     def close(self) -> None:
         """Ends the process."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
 

@@ -75,13 +75,13 @@ def choose_transport(
     if ep_group is None or device.type != "cuda":
         return MessageTransport(lambda: channel.group, timeout_s, channel.is_hopeless)
     left = _left.setdefault(ep_group, {})
-    group = _nccl_group(channel, ep_group, timeout_s, left)
+    group = nccl_group(channel, ep_group, timeout_s, left)
     messages = MessageTransport(lambda: group, timeout_s, channel.is_hopeless, left)
     messages.connect(device)
     return messages
 
 
-def _nccl_group(
+def nccl_group(
     channel: SideChannel, ep_group: dist.ProcessGroup, timeout_s: float, left: dict[float, dist.ProcessGroup]
 ) -> dist.ProcessGroup:
     """A group of the same ranks that nobody else uses: the one that was left on all of them, or a new one."""

@@ -130,11 +130,11 @@ class SlotDecoder:
             raise ConfigError(
                 f"batch_invariant is set and the model is a {type(model).__name__}: {reason}; leave it out"
             )
-        self._by_table = self._batch_invariant or can_attend(model)
+        self.by_table = self._batch_invariant or can_attend(model)
         self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
         # Linear attention cannot tell sequences in one row apart.
         self._repeats = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-        self._packs = self._by_table and self._repeats
+        self._packs = self.by_table and self._repeats
         self._kinds = getattr(model.config.get_text_config(), "layer_types", None)
         self._fused = FusedModules(model)
         # A row for each slot and position, written as the cache is.
@@ -273,7 +273,7 @@ class SlotDecoder:
 
     def decode(self) -> torch.Tensor:
         """Runs every slot's last token; returns logits `[num_slots, vocabulary]`, of no meaning for free slots."""
-        logits = self._run("decode", self.num_slots, self._decode_pass)
+        logits = self._run("decode", self.num_slots, self.decode_pass)
         self._positions += self._active
         return logits
 
@@ -313,11 +313,11 @@ class SlotDecoder:
         number = self.graph_number(doing, num_rows, step.most_tokens)
         return self.graphs.run(number, run, inputs, can_replay=step.can_replay)
 
-    def _decode_pass(self) -> torch.Tensor:
+    def decode_pass(self) -> torch.Tensor:
         cache = self._cache
         if cache is None:
             raise RuntimeError("decode was called before any prefill; prefill a slot first")
-        with self._rows(self._active, self._slots, self._positions), self._quickly(by_table=self._by_table):
+        with self._rows(self._active, self._slots, self._positions), self._quickly(by_table=self.by_table):
             output = self.model(
                 input_ids=self._tokens[:, None],
                 position_ids=self._positions[:, None],
@@ -362,7 +362,7 @@ class SlotDecoder:
                     self.num_slots,
                     self._max_length,
                     self._positions,
-                    by_table=self._by_table,
+                    by_table=self.by_table,
                 )
             except torch.OutOfMemoryError as error:
                 raise ConfigError(

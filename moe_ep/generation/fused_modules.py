@@ -32,36 +32,39 @@ class FusedModules:
 
     Args:
         routers: whether routers are replaced too.
+
+    Attributes:
+        forwards: each module that is replaced, with its fused form.
     """
 
     def __init__(self, model: torch.nn.Module, *, routers: bool = True) -> None:
         known: dict[type, int | None] = {}
-        self._forwards: list[tuple[Any, Forward]] = []
+        self.forwards: list[tuple[Any, Forward]] = []
         module: Any
         for module in model.modules():
-            forms = _forms(module)
+            forms = fused_forms(module)
             if not forms or not (routers or _is_norm(module)):
                 continue
             kind = type(module)
             if kind not in known:
                 known[kind] = _which(module)
             if (number := known[kind]) is not None:
-                self._forwards.append((module, forms[number]))
+                self.forwards.append((module, forms[number]))
         self._rotary = FusedRotary(model)
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        for module, forward in self._forwards:
+        for module, forward in self.forwards:
             module.forward = forward
         try:
             with self._rotary.used():
                 yield
         finally:
-            for module, _ in self._forwards:
+            for module, _ in self.forwards:
                 del module.forward
 
 
-def _forms(module: Any) -> list[Forward]:
+def fused_forms(module: Any) -> list[Forward]:
     """Fused forms to try for a module, by its name and attributes; modules of one class have the same forms."""
     name = type(module).__name__
     weight = getattr(module, "weight", None)
@@ -128,7 +131,7 @@ def _which(module: Any) -> int | None:
         tensor.data = drawn.to(tensor.device)
     x = torch.randn(_EXAMPLES, alone.weight.size(-1), generator=generator, dtype=torch.float32, device="cpu")
     x = (x / x.size(-1) ** 0.5).to(alone.weight.device)
-    for number, form in enumerate(_forms(alone)):
+    for number, form in enumerate(fused_forms(alone)):
         try:
             if _same(form(x), alone(x)) and _rounds_alike(alone, number, x):
                 return number
@@ -140,7 +143,7 @@ def _which(module: Any) -> int | None:
 def _rounds_alike(module: Any, number: int, x: torch.Tensor) -> bool:
     """Whether a router's logits agree in bf16: some multiply in f32, some in bf16."""
     rounded = copy.deepcopy(module).bfloat16()
-    got, expected = _forms(rounded)[number](x.bfloat16()), rounded(x.bfloat16())
+    got, expected = fused_forms(rounded)[number](x.bfloat16()), rounded(x.bfloat16())
     return not isinstance(got, tuple) or _same(got[0].float(), expected[0].float())
 
 
@@ -164,19 +167,24 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class FusedRotary:
-    """The rotary functions in the Python modules of a model's code that the fused kernel can replace."""
+    """The rotary functions in the Python modules of a model's code that the fused kernel can replace.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    Args:
+        kernel: (query, key, cos, sin) -> (query, key), in the layout of `kernels.rotary`; None takes the kernel for the
+            model's device, if there is one.
+    """
+
+    def __init__(self, model: torch.nn.Module, kernel: Rotary | None = None) -> None:
         self._functions: list[tuple[Any, Rotary, Rotary]] = []
         device = next(model.parameters()).device
-        ours = choose_form(_unsupported, "rotary:triton_rotary", next(model.parameters()))
+        ours = kernel or choose_form(_unsupported, "rotary:triton_rotary", next(model.parameters()))
         if ours is _unsupported:
             return
         for name in {type(part).__module__: None for part in model.modules()}:
             code = sys.modules.get(name)
             theirs = getattr(code, _ROTARY, None)
-            if theirs is not None and (widths := _widths(theirs, ours, device)):
-                self._functions.append((code, theirs, partial(_rotate, theirs, ours, widths)))
+            if theirs is not None and (widths := matching_widths(theirs, ours, device)):
+                self._functions.append((code, theirs, partial(rotate, theirs, ours, widths)))
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -195,7 +203,7 @@ def _unsupported(*_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     raise RuntimeError("there is no plain form of the rotary kernel; use the model's own function")
 
 
-def _rotate(theirs: Rotary, ours: Rotary, widths: set[float], *args: Any, **kwargs: Any) -> Any:
+def rotate(theirs: Rotary, ours: Rotary, widths: set[float], *args: Any, **kwargs: Any) -> Any:
     """The fused kernel if it can read these tensors, the model's own function otherwise.
 
     Queries and keys are `[B, heads, T, head_dim]`, in memory `[B, T, heads, head_dim]`.
@@ -223,7 +231,7 @@ def _fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.
     )
 
 
-def _widths(theirs: Rotary, ours: Rotary, device: torch.device) -> set[float]:
+def matching_widths(theirs: Rotary, ours: Rotary, device: torch.device) -> set[float]:
     """The widths of cos and sin, as fractions of head_dim, at which both give the same result."""
     generator = torch.Generator().manual_seed(0)
     found = set()

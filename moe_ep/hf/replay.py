@@ -43,7 +43,7 @@ class CallGraphs:
     def __init__(self) -> None:
         self._made_for: tuple[object, ...] = ()
         self._num_eager: dict[Kind, int] = {}
-        self._captured: dict[Kind, _Captured] = {}
+        self._captured: dict[Kind, CapturedCall] = {}
 
     def run(
         self,
@@ -68,7 +68,7 @@ class CallGraphs:
         if of != self._made_for:
             self.clear()
             self._made_for = of
-        place = _place(inputs[0].device)
+        place = stream_graphs(inputs[0].device)
         kind = (which, place.stream, *[(tensor.shape, tensor.dtype, tensor.get_device()) for tensor in inputs])
         captured = self._captured.get(kind)
         if captured is not None:
@@ -77,14 +77,14 @@ class CallGraphs:
         if not self._is_due(kind):
             return function(*inputs)
         output, made = place.capture(function, inputs)
-        if isinstance(made, _Captured):
+        if isinstance(made, CapturedCall):
             self._captured[kind] = made
         else:
             _give_up(made, is_alone=around is None)
         return output
 
     def _is_due(self, kind: Kind) -> bool:
-        if not _is_possible:
+        if not is_possible:
             return False
         if kind not in self._num_eager and len(self._num_eager) == MOST_KINDS:
             return False
@@ -103,14 +103,14 @@ class CallGraphs:
 
 
 @dataclass(frozen=True)
-class _Captured:
+class CapturedCall:
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
     output: torch.Tensor
 
 
 @dataclass
-class _Place:
+class StreamGraphs:
     """What graphs that are replayed on one stream share.
 
     Attributes:
@@ -130,9 +130,9 @@ class _Place:
 
     def capture(
         self, function: Function, inputs: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, _Captured | RuntimeError]:
+    ) -> tuple[torch.Tensor, CapturedCall | RuntimeError]:
         """Runs function(*inputs) once, and captures it; returns the result, and the graph or why there is none."""
-        made: _Captured | RuntimeError
+        made: CapturedCall | RuntimeError
         with self.lock, torch.inference_mode(False), torch.no_grad():
             held = tuple(self._tensor(number, tensor) for number, tensor in enumerate(inputs))
             for to, tensor in zip(held, inputs, strict=True):
@@ -142,7 +142,7 @@ class _Place:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(self.side):
                 result = function(*held)
-                made = _Captured(graph, held, self._tensor(None, result))
+                made = CapturedCall(graph, held, self._tensor(None, result))
                 try:
                     with self._capturing(graph):
                         made.output.copy_(function(*held))
@@ -153,7 +153,7 @@ class _Place:
             current.wait_stream(self.side)
             return result.clone(), made
 
-    def replay(self, captured: _Captured, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def replay(self, captured: CapturedCall, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         with self.lock:
             for to, tensor in zip(captured.inputs, inputs, strict=True):
                 to.copy_(tensor)
@@ -188,8 +188,8 @@ class _Place:
 
 def _give_up(reason: RuntimeError, *, is_alone: bool) -> None:
     """Stops capturing for this process: what fails once, as without torch's caching allocator, fails always."""
-    global _is_possible
-    _is_possible = False
+    global is_possible
+    is_possible = False
     story = "as one of them cannot be captured in a CUDA graph"
     if is_alone:
         logger.warning("calls of few tokens run eagerly, %s: %s", story, reason)
@@ -199,8 +199,8 @@ def _give_up(reason: RuntimeError, *, is_alone: bool) -> None:
         ) from reason
 
 
-_is_possible = True
-_places: dict[tuple[torch.device, int], _Place] = {}
+is_possible = True
+_places: dict[tuple[torch.device, int], StreamGraphs] = {}
 _making = threading.Lock()
 
 
@@ -209,12 +209,12 @@ def may_capture(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-def _place(device: torch.device) -> _Place:
+def stream_graphs(device: torch.device) -> StreamGraphs:
     """The place of the device's current stream."""
     key = (device, current_stream(device))
     place = _places.get(key)
     if place is None:
         with _making:
-            made = _Place(key[1], torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+            made = StreamGraphs(key[1], torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
             place = _places.setdefault(key, made)
     return place

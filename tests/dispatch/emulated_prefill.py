@@ -150,7 +150,7 @@ class Prefill(Session):
             parts.rows.view(torch.uint8).fill_(_POISON)
         backend.moe_config, backend.quant_config, backend.ranks = config, None, ranks
         backend.placement = Placement(owners_of(config), rank)
-        backend._block = backend._memory = block
+        backend.block = backend.memory = block
         backend._layout, backend.num_sms, backend.exact_rows = self.layout, self.num_sms, not self.replays
         backend._kernels = {name: SimpleNamespace(launch=self._launch(rank, name)) for name in KERNELS}
         if self.replays:
@@ -181,7 +181,7 @@ class Prefill(Session):
 
     def has_failed(self, rank: int) -> bool:
         """As the host finds it."""
-        return bool(self.backends[rank]._block.record.words[0])
+        return bool(self.backends[rank].block.record.words[0])
 
     def is_told(self, rank: int) -> bool:
         """All that the rank has is right, or it can know that something is not."""
@@ -219,7 +219,7 @@ class Prefill(Session):
         backend, setting = self.backends[rank], make_setting(case, rank, self.num_ranks)
         config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(self.code_dtype)
         pending = backend._begin(*dispatch_args((*prepare_args(setting, "cpu")[:-1], config)))
-        parts = max(backend._block.batches, key=lambda parts: parts.number)
+        parts = max(backend.block.batches, key=lambda parts: parts.number)
         step = Step(setting, torch.full_like(setting.inputs[rank].rows, float("nan")))
         self.steps[rank].append(step)
         while backend.exact_rows and parts.rows_of(parts.number) is None:

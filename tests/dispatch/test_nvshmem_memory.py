@@ -61,12 +61,12 @@ def test_batches_of_decode_have_memory_of_their_own() -> None:
         assert list(common.buffers.pes) == [7, 8, 9] and common.buffers.reachable == 0b111
         assert (common.buffers.rank, common.buffers.capacity, common.buffers.row_packet_tokens) == (RANK, 4, 4)
         assert {name: getattr(common.buffers, name) for name in DECODE.offsets} == DECODE.offsets
-        assert common.counters == made._counters.data_ptr() + 16 * batch
+        assert common.counters == made.counters.data_ptr() + 16 * batch
         rows = made.rows(batch, torch.bfloat16)
         assert rows.shape == (NUM_RANKS * 4, 32)
         assert rows.data_ptr() == arena.address(RANK) + start + DECODE.offsets["rows"]
     assert made.common(0).timeout_ns == 10_000_000_000
-    assert made._counters.tolist() == [[1 << 32] * 2] * 2 and made._status.tolist() == [0, 0b111]
+    assert made.counters.tolist() == [[1 << 32] * 2] * 2 and made.status.tolist() == [0, 0b111]
 
 
 def test_a_batch_of_decode_takes_the_first_free_set_of_buffers() -> None:
@@ -78,11 +78,11 @@ def test_a_batch_of_decode_takes_the_first_free_set_of_buffers() -> None:
     made.give_back(1)
     assert made.take() == 1
     # Epoch 6 was under way in the first set and its combine had begun the next; the other ranks got no further.
-    made._counters.copy_(torch.tensor([[6 << 32 | 5, 5 << 32], [3 << 32, 3 << 32 | 1]]))
+    made.counters.copy_(torch.tensor([[6 << 32 | 5, 5 << 32], [3 << 32, 3 << 32 | 1]]))
     made.record.words[0] = 1
     made.recover([2])
-    assert made.alive == [0, 1] and made._status.tolist() == [0, 0b011]
-    assert made._counters.tolist() == [[7 << 32] * 2, [4 << 32] * 2]
+    assert made.alive == [0, 1] and made.status.tolist() == [0, 0b011]
+    assert made.counters.tolist() == [[7 << 32] * 2, [4 << 32] * 2]
     assert made.take() == 0 and not made.record.words.any()
 
 
@@ -122,7 +122,7 @@ def test_packets_travel_where_nvlink_joins_all_ranks(monkeypatch: pytest.MonkeyP
 def test_batches_of_prefill_have_memory_of_their_own() -> None:
     arena: Any = Arena()
     block = Block(arena, PREFILL, GROUP, torch.bfloat16)
-    assert len(block.batches) == 2 and block._status.tolist() == [0, 0b111]
+    assert len(block.batches) == 2 and block.status.tolist() == [0, 0b111]
     for batch, parts in enumerate(block.batches):
         start = batch * PREFILL.batch_bytes
         common, numbers = parts.common, parts.numbers.data_ptr()
@@ -150,7 +150,7 @@ def test_prefill_goes_on_behind_the_last_epoch_of_all_ranks() -> None:
     block.record.words[0] = 1
     block.recover([0])
     assert not block.record.words.any()
-    assert block.alive == [1, 2] and block._status.tolist() == [0, 0b110]
+    assert block.alive == [1, 2] and block.status.tolist() == [0, 0b110]
     for parts in block.batches:
         assert int(parts.epoch) == 2**32 + 5 and not parts.numbers[2:].any()
         assert (parts.number, parts.is_open) == (0, False)
@@ -228,7 +228,7 @@ def test_recovery_ends_the_batches_that_are_open(kind: str) -> None:
         memory = Channel(arena, DECODE, GROUP)
     else:
         memory = Block(arena, PREFILL, GROUP, torch.bfloat16)
-    layer: Any = SimpleNamespace(_memory=memory, _recoveries=0, _forget_batches=lambda: forgotten.append(True))
+    layer: Any = SimpleNamespace(memory=memory, _recoveries=0, _forget_batches=lambda: forgotten.append(True))
     forgotten: list[bool] = []
     before = NvshmemPrepareFinalize._begin_batch(layer)
     before()

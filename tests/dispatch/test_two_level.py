@@ -64,7 +64,7 @@ def deadlines_of_levels(rank: int, world_size: int) -> list[float]:
     with pytest.MonkeyPatch.context() as machine:
         machine.setenv("MOE_EP_RANKS_PER_HOST", "2")
         backend = make_backend(make_setting(Case(), rank, world_size), "two_level", levels=LEVELS)
-    return [level.ranks.timeout_s for level in (backend._across, backend._within)]  # type: ignore[attr-defined]
+    return [level.ranks.timeout_s for level in (backend.across, backend.within)]  # type: ignore[attr-defined]
 
 
 def test_levels_have_the_deadline_of_the_group() -> None:
@@ -129,7 +129,7 @@ def test_a_level_is_of_nvshmem_where_it_serves_such_rows_and_ranks(monkeypatch: 
     can_run = [True, True]
     monkeypatch.setattr(two_level, "answers_of_ranks", lambda question, mine, group: tuple(can_run))
     config = make_setting(Case(dtype=torch.bfloat16, hidden_size=64), 0, 16).config
-    choose: Any = partial(two_level._choose, group=None)
+    choose: Any = partial(two_level.choose_levels, group=None)
     assert [choose(config, num_ranks) for num_ranks in (2, 8, 9)] == [preferred.NAME, preferred.NAME, "all_to_all"]
     assert choose(replace(config, in_dtype=torch.float32), 2) == "all_to_all"
     can_run[1] = False

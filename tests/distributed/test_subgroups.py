@@ -21,7 +21,7 @@ def groups_beside_one_of_a_rank_alone(rank: int, world_size: int) -> tuple[list[
     before = len(names)
     with pytest.MonkeyPatch.context() as machine:
         machine.setenv("MOE_EP_RANKS_PER_HOST", "2")
-        groups = two_level._groups_of(world)
+        groups = two_level.groups_of(world)
     sums = []
     for group in (groups.within, groups.across):
         number = torch.tensor(10.0**rank)

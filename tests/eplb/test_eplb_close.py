@@ -26,7 +26,7 @@ from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.mover import LayerMover
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import MessageTransport
-from moe_ep.eplb.transports import _nccl_group
+from moe_ep.eplb.transports import nccl_group
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.launch.gangs.processes import children
 from moe_ep.layer import FusedMoE
@@ -242,7 +242,7 @@ def groups_taken(rank: int, world_size: int) -> list[Any]:
     with mock.patch.object(dist, "new_group", return_value="new"):
         for index in (1, rank, None if rank else 0):
             left: dict[float, dist.ProcessGroup] = {} if index is None else {20.0: groups[index]}
-            taken = _nccl_group(channel, world, 20.0, left)
+            taken = nccl_group(channel, world, 20.0, left)
             assert not left
             found.append(groups.index(taken) if taken in groups else taken)
     channel.close()

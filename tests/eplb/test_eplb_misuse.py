@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -21,6 +20,7 @@ from moe_ep.eplb.events import Event, PlanReport
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.placement_state import PlacementState
+from moe_ep.eplb.planner_process import PlannerProcess
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.layer import FusedMoE
@@ -250,16 +250,14 @@ def test_a_step_that_was_interrupted_ends_all_ranks_at_once() -> None:
 
 def test_closing_does_not_wait_for_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     manager = on_one_rank(asynchronous=True, planner="process", first_plan=NEVER, timeout_s=600)
-    planner = manager._rearrangement._planner
-    assert planner is not None
-    os.kill(planner._process.pid, signal.SIGSTOP)
-    asked, make_plan = threading.Event(), planner.make_plan
+    asked, make_plan = threading.Event(), PlannerProcess.make_plan
 
-    def ask(*args: Any) -> Any:
+    def ask(planner: PlannerProcess, *args: Any) -> Any:
+        planner.process.send_signal(signal.SIGSTOP)
         asked.set()
-        return make_plan(*args)
+        return make_plan(planner, *args)
 
-    with mock.patch.object(planner, "make_plan", ask):
+    with mock.patch.object(PlannerProcess, "make_plan", ask):
         manager.plan_now()
         assert asked.wait(60)
         started = time.monotonic()

@@ -15,6 +15,7 @@ import torch
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import LoadReport, PlanReport
 from moe_ep.eplb.manager import EPLBManager
+from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.planner import make_plan, measure_load
 from moe_ep.eplb.planner_process import PlannerProcess
 from moe_ep.eplb.recorder import ExpertLoadRecorder
@@ -41,7 +42,7 @@ def counted(rank: int, world_size: int) -> list[Any]:
     assert manager.totals.plans_made == 1
     for name in ("experts_moved", "bytes_moved", "transfer_s", "commit_s"):
         assert getattr(manager.totals, name) == sum(getattr(event, name) for event in events[2:]) > 0
-    assert manager.staging_bytes == (manager._mover._experts[0].num_slots + 1) * manager._mover._experts[0].row_bytes
+    assert manager.staging_bytes == ExpertRows(layers[0].expert_weights()).staging_bytes
     manager.close()
     return events
 
@@ -171,7 +172,7 @@ def test_a_planning_process_that_ends_is_an_error() -> None:
         for _ in range(min(1100, limits[1] - 100)):
             stack.enter_context(open(os.devnull))
         planner = PlannerProcess(20)
-        planner._process.kill()
+        planner.process.kill()
         placement = np.arange(4)[None]
         with pytest.raises(RuntimeError, match="the planning process ended with exit code -9"):
             planner.make_plan(torch.ones(1, 1, 4, dtype=torch.int64), placement, 4, 2, CONFIG)
@@ -182,7 +183,7 @@ def test_a_planning_process_that_ends_is_an_error() -> None:
 def test_a_planning_process_that_hangs_is_an_error_at_the_deadline(num_steps: int) -> None:
     """With requests that its pipe has room for, and with larger ones."""
     planner = PlannerProcess(0.1)
-    planner._process.send_signal(signal.SIGSTOP)
+    planner.process.send_signal(signal.SIGSTOP)
     window = torch.ones(num_steps, 1, 64, dtype=torch.int64)
     with pytest.raises(TimeoutError, match="the planning process did not answer within 0.1 s"):
         planner.make_plan(window, np.arange(64)[None], 64, 2, CONFIG)

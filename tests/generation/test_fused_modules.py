@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from moe_ep.generation import fused_modules
-from moe_ep.generation.fused_modules import FusedModules
+from moe_ep.generation.fused_modules import FusedModules, FusedRotary
 from tests.hf.hf_models import SIZES, make_model
 from tests.kernels.rotary_cases import plain_rotary
 
@@ -41,7 +40,7 @@ def test_a_model_computes_the_same(family: str) -> None:
             tensor.data.uniform_(-0.5, 0.5, generator=generator)
     used: list[type] = []
     fused = FusedModules(model)
-    fused._forwards = [(module, counted(module, form, used)) for module, form in fused._forwards]
+    fused.forwards = [(module, counted(module, form, used)) for module, form in fused.forwards]
     tokens = torch.arange(1, SIZES["vocab_size"])[None]
     with torch.inference_mode(), fused.used():
         got = model(tokens).logits
@@ -64,7 +63,7 @@ def test_another_default_dtype_finds_the_same() -> None:
         model = make_model("Qwen3Moe")
         torch.set_default_dtype(dtype)
         try:
-            found.append(len(FusedModules(model)._forwards))
+            found.append(len(FusedModules(model).forwards))
         finally:
             torch.set_default_dtype(torch.float32)
     assert found == [sum(FUSED["Qwen3Moe"])] * 2
@@ -99,7 +98,7 @@ def test_a_norm_adds_and_multiplies_in_the_wider_dtype(family: str, dtype: torch
 @pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
 def test_a_router_of_f32_is_not_computed_in_bf16(method: str) -> None:
     model = make_model("DeepseekV2", torch.bfloat16, topk_method=method, routed_scaling_factor=1.0)
-    kinds = {type(module).__name__ for module, _ in FusedModules(model)._forwards}
+    kinds = {type(module).__name__ for module, _ in FusedModules(model).forwards}
     assert kinds == {"DeepseekV2RMSNorm"}
 
 
@@ -108,7 +107,7 @@ def test_a_module_keeps_a_forward_of_its_own() -> None:
     norm = model.model.norm
     norm.forward = own = lambda x: x
     fused = FusedModules(model)
-    assert fused._forwards
+    assert fused.forwards
     with fused.used():
         assert norm.forward is own
     assert norm.forward is own
@@ -126,10 +125,10 @@ def test_rotary_positions(family: str, widths: set[float], monkeypatch: pytest.M
     model = make_model(family)
     code = sys.modules[type(model).__module__]
     theirs = code.apply_rotary_pos_emb
-    assert fused_modules._widths(theirs, ours, torch.device("cpu")) == widths
-    rotary = FusedModules(model)._rotary
-    assert rotary._functions == []  # not on a CPU
-    rotary._functions = [(code, theirs, partial(fused_modules._rotate, theirs, ours, widths))]
+    assert fused_modules.matching_widths(theirs, ours, torch.device("cpu")) == widths
+    with FusedModules(model).used():
+        assert code.apply_rotary_pos_emb is theirs  # there is no kernel for a CPU
+    rotary = FusedRotary(model, ours)
     tokens = torch.arange(1, 21).view(2, 10)
     calls.clear()
     with torch.inference_mode(), rotary.used():
@@ -150,7 +149,7 @@ def test_rotary_positions_of_another_kind_stay(gives: type[Exception] | None) ->
     def ours(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         return query, key
 
-    assert fused_modules._widths(theirs, ours, torch.device("cpu")) == set()
+    assert fused_modules.matching_widths(theirs, ours, torch.device("cpu")) == set()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,7 @@ def test_rotary_positions_that_are_stretched_stay(key: tuple[int, ...], angles: 
         return lambda *tensors: used.append(name) or tensors[:2]
 
     heads = [torch.randn(b, t, h, d).transpose(1, 2) for b, h, t, d in ((2, 4, 3, 8), key)]
-    fused_modules._rotate(form("theirs"), form("ours"), {1.0}, *heads, *torch.randn(2, *angles))
+    fused_modules.rotate(form("theirs"), form("ours"), {1.0}, *heads, *torch.randn(2, *angles))
     assert used == ["ours" if fits else "theirs"]
 
 
@@ -218,5 +217,5 @@ class SequenceRouter(OtherRouter):
 
 @pytest.mark.parametrize("kind", [OtherRMSNorm, OtherRouter, LogitsRouter, MaskedRouter, SequenceRouter])
 def test_what_computes_something_else_stays_as_it_is(kind: type) -> None:
-    assert len(fused_modules._forms(kind())) == 2
-    assert FusedModules(torch.nn.Sequential(kind()))._forwards == []
+    assert len(fused_modules.fused_forms(kind())) == 2
+    assert FusedModules(torch.nn.Sequential(kind())).forwards == []

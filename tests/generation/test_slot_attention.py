@@ -96,11 +96,11 @@ def test_lengths_are_as_good_as_masks(family: str, monkeypatch: pytest.MonkeyPat
         pytest.skip(f"{family} is not decoded in slots")
     model = moe_ep.parallelize(model)
     expected, decoder = decoded(model)
-    assert not decoder._by_table and decoder.num_rows([4, 13]) == 26
+    assert not decoder.by_table and decoder.num_rows([4, 13]) == 26
     monkeypatch.setattr(slot_cache, "_flash", plain_flash)
     monkeypatch.setattr(slot_cache, "_runs", lambda device, dtype: True)
     got, decoder = decoded(model)
-    assert decoder._by_table == (family not in MASKED)
+    assert decoder.by_table == (family not in MASKED)
     assert decoder.num_rows([4, 13]) == (26 if family in MASKED | LINEAR else 17)
     for mine, theirs in zip(got, expected, strict=True):
         assert relative_error(mine, theirs) < 2 * tolerance(torch.float32)

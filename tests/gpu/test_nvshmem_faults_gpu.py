@@ -68,7 +68,7 @@ def check_killed(rank: int, world_size: int) -> bool:
     """Rank 1 dies between its dispatch and its combine."""
     setting = make_setting(Case(dtype=BF16, hidden_size=512, tokens=(6,)), rank, world_size)
     backend = make(setting, "expanded")
-    assert backend._channel.record.timeout_s == 0.5
+    assert backend.channel.record.timeout_s == 0.5
     args = prepare_args(setting, "cuda")
     combine(backend, setting, args)
     batch = backend.prepare(*args)

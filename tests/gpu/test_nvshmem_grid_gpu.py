@@ -80,7 +80,7 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
 def check_prefill_step(ranks: Ranks) -> None:
     for each in ranks.backends:
         for name in ("rows", "results"):
-            each._block.part(0, name).fill_(0xFF)
+            each.block.part(0, name).fill_(0xFF)
     oracles, results, given = [BatchOracle(setting, "cuda") for setting in ranks.settings], [], []
     for oracle, result in zip(oracles, ranks.prepare(), strict=True):
         rows, ids, weights = oracle.standard()

@@ -140,7 +140,7 @@ def check_soak(rank: int, world_size: int, code_dtype: torch.dtype | None, num_b
     for _ in range(num_batches):
         index = int(torch.randint(len(settings), (), generator=same))
         for name in ("rows", "results"):
-            backend._block.part(0, name).fill_(0xFF)
+            backend.block.part(0, name).fill_(0xFF)
         torch.cuda._sleep(int(torch.randint(100_000, (), generator=own)))
         wrong += (step(backend, all_args[index]) != expected[index]).any()
     backend.check()

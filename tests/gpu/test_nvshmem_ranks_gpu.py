@@ -128,15 +128,15 @@ def test_decode_when_batches_are_counted_anew(
     on_one_gpu(monkeypatch, 3)
     ranks = Ranks(replace(SMALL, code_dtype=code_dtype), 3, LOW_LATENCY, by_reference)
     for each in ranks.backends:
-        each._channel.region.local.view(torch.int32).fill_(5)
-        each._channel._start([2**32 - 3] * 2)
+        each.channel.region.local.view(torch.int32).fill_(5)
+        each.channel._start([2**32 - 3] * 2)
     for batch in range(-3, 7):
         ranks.late = (1, 2) if batch == 5 else ()
         ranks.redraw(seed=100 + batch, tokens=(40, 33, 7) if batch == 5 else (1, 2, 0))
         check_decode_step(ranks, batch)
     for each in ranks.backends:
         each.recover(dead=())
-    assert {int(epoch) >> 32 for each in ranks.backends for epoch in each._channel._counters.flatten()} == {8, -2}
+    assert {int(epoch) >> 32 for each in ranks.backends for epoch in each.channel.counters.flatten()} == {8, -2}
 
 
 def test_batches_that_begin_in_another_order_on_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +200,9 @@ def test_layers_of_one_shape_share_their_memory(monkeypatch: pytest.MonkeyPatch,
     on_one_gpu(monkeypatch, 3)
     layers = [Ranks(CASES["random"], 3, backend) for _ in range(2)]
     for first, second in zip(*(layer.backends for layer in layers), strict=True):
-        assert first._memory is second._memory
+        assert first.memory is second.memory
     other = Ranks(replace(CASES["random"], capacity=9), 3, backend)
-    assert other.backends[0]._memory is not layers[0].backends[0]._memory
+    assert other.backends[0].memory is not layers[0].backends[0].memory
     for layer in (*layers, other, layers[0]):
         layer.prepare()
         for each in layer.backends:
@@ -251,7 +251,7 @@ def test_prefill_of_a_rank_for_which_all_has_come(
     first, *others = ranks.backends
 
     def part(backend: Any, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return backend._block.part(0, name).view(dtype).view(*shape)
+        return backend.block.part(0, name).view(dtype).view(*shape)
 
     part(first, "counts", torch.int32, 2, 3, 4, 4)[1, 1:] = torch.tensor([[5, 1, 0, 1], *[[0, 1, 0, 1]] * 3]).cuda()
     part(first, "done", torch.int32, 3, 4)[:] = 1
@@ -286,8 +286,8 @@ def test_prefill_when_batches_are_counted_anew(monkeypatch: pytest.MonkeyPatch, 
     ranks = Ranks(replace(CASES["random"], code_dtype=code_dtype), 3, "nvshmem_high_throughput")
     for last in (2**31, 2**32):
         for each in ranks.backends:
-            each._block.batches[0].number = last - 4
-            each._block.batches[0].epoch.fill_(last - 4)
+            each.block.batches[0].number = last - 4
+            each.block.batches[0].epoch.fill_(last - 4)
         for batch in range(7):
             ranks.redraw(seed=batch)
             check_prefill_step(ranks, (last, batch))

@@ -19,7 +19,7 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.generation.engine import Generation, Request
 from moe_ep.hf.parallelized import steps_of
-from moe_ep.hf.replay import EAGER_CALLS, _Place
+from moe_ep.hf.replay import EAGER_CALLS, StreamGraphs
 from moe_ep.layer.methods import relative_error, tolerance
 from tests.gpu.test_transformers_gpu import PACKED, make
 from tests.hf.hf_models import SIZES
@@ -139,7 +139,7 @@ def compiled(rank: int, world_size: int) -> int:
     made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8, num_experts_per_tok=8)
     eager, model = (parallelized(tokens, copy.deepcopy(made), **ONE, quantize="int4") for tokens in (0, 256))
     passes = torch.compile(model, mode="reduce-overhead")
-    num_replays, replay = 0, _Place.replay
+    num_replays, replay = 0, StreamGraphs.replay
 
     def counted(*args: Any) -> torch.Tensor:
         nonlocal num_replays
@@ -147,7 +147,7 @@ def compiled(rank: int, world_size: int) -> int:
         return replay(*args)
 
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Place, "replay", counted)
+        patch.setattr(StreamGraphs, "replay", counted)
         for number in range(EAGER_CALLS + 6):
             tokens = draw(5, seed=number * world_size + rank)
             assert tokens is not None

@@ -29,7 +29,7 @@ def model_with_replays(patch: pytest.MonkeyPatch, most_tokens: int = 256, **opti
     what stands in for the GPU's stream."""
     place = Place()
     patch.setenv("MOE_EP_REPLAY_MAX_TOKENS", str(most_tokens))
-    patch.setattr(replay, "_place", lambda device: place)
+    patch.setattr(replay, "stream_graphs", lambda device: place)
     patch.setattr(routed_experts, "may_capture", lambda device: True)
     patch.setattr(BatchedAllToAllPrepareFinalize, "around_replay", around_replay)
     torch.manual_seed(0)
@@ -146,7 +146,7 @@ def by_other_backends(rank: int, world_size: int) -> list[str]:
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         model, place = model_with_replays(patch)
         patch.undo()
-        patch.setattr(replay, "_place", lambda device: place)
+        patch.setattr(replay, "stream_graphs", lambda device: place)
         patch.setattr(routed_experts, "may_capture", lambda device: True)
         same_passes(rank, [model], (1, 5), 2 * CALLS)
         return place.done

@@ -10,10 +10,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_ep.kernels.align import _batched_kernel
-from moe_ep.kernels.grouped.products import _product_kernel, fitting
-from moe_ep.kernels.mul_sum import _mul_sum_kernel
-from moe_ep.kernels.routing import _topk_kernel
+from moe_ep.kernels.align import batched_kernel
+from moe_ep.kernels.grouped.products import fitting, product_kernel
+from moe_ep.kernels.mul_sum import mul_sum_kernel
+from moe_ep.kernels.routing import topk_kernel
 from moe_ep.routing.topk import SCORING_FUNCS
 
 ARCHITECTURES = (80, 90)
@@ -57,7 +57,7 @@ def test_topk(arch: int, kind: str, groups: int, size: int, kept: int, top_k: in
         "BLOCK_MEMBERS": triton.next_power_of_2(size), "BLOCK_K": triton.next_power_of_2(top_k), "PRECISE": True,
         "column_stride": 1, "EARLY": arch >= 90,
     }  # fmt: skip
-    ptx = compiled_ptx(_topk_kernel.function, types, constants, (), arch)
+    ptx = compiled_ptx(topk_kernel.function, types, constants, (), arch)
     # Scores must round as torch's do: a true division, not a multiplication by an approximate reciprocal, a true root.
     assert ("div.rn.f32" in ptx) == (kind == "sigmoid")
     assert ("sqrt.rn.f32" in ptx) == (kind == "sqrtsoftplus")
@@ -77,7 +77,7 @@ def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
     divisible = (
         "inputs_ptr", "outputs_ptr", "hidden_size", "input_token_stride", "input_slot_stride", "output_token_stride"
     )  # fmt: skip
-    ptx = compiled_ptx(_mul_sum_kernel.function, types, constants, divisible, arch)
+    ptx = compiled_ptx(mul_sum_kernel.function, types, constants, divisible, arch)
     assert ptx.count("ld.global.v4.b32") == 8
     assert ptx.count("st.global.v4.b32") == 1
     assert "fma.rn.f32" not in ptx
@@ -86,9 +86,9 @@ def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_batched_align(arch: int) -> None:
-    types = {name: "*i32" for name in _batched_kernel.function.arg_names if name.endswith("_ptr")}
+    types = {name: "*i32" for name in batched_kernel.function.arg_names if name.endswith("_ptr")}
     constants = {"BLOCK_SIZE": 64, "BINS": 64, "BLOCK": 128, "EARLY": arch >= 90}
-    ptx = compiled_ptx(_batched_kernel.function, types, constants, (), arch)
+    ptx = compiled_ptx(batched_kernel.function, types, constants, (), arch)
     assert ".local" not in ptx
     assert hands_over_first(ptx) == (arch >= 90)
 
@@ -113,7 +113,7 @@ def test_products_of_plain_experts(arch: int, gated: bool, ranged: bool, rows: i
     }  # fmt: skip
     divisible = ("rows_ptr", "weights_ptr", "output_ptr", "num_inner", "num_columns", "row_stride", "output_stride")
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    made = compiled(_product_kernel.function, types, constants, divisible, arch, **options)
+    made = compiled(product_kernel.function, types, constants, divisible, arch, **options)
     # Several steps are on their way at once, 16 bytes a copy.
     assert "cp.async.cg.shared.global" in made.asm["ptx"]
     assert made.metadata.shared <= SHARED[arch]

@@ -69,7 +69,7 @@ def test_every_rank_answers_and_everything_is_given_back(cluster: object) -> Non
 
 
 def test_a_cluster_is_known_by_its_first_words(cluster: object) -> None:
-    assert not ray_gang._why_no_cluster(ray.get_runtime_context().gcs_address)
+    assert not ray_gang.why_no_cluster(ray.get_runtime_context().gcs_address)
 
 
 def test_nothing_of_a_private_cluster_listens_beyond_loopback(cluster: object) -> None:
@@ -167,10 +167,10 @@ def test_metrics_of_a_worker_come_from_its_node(cluster: object) -> None:
 
 def test_a_server_of_the_cluster_that_is_killed_ends_the_gang(cluster: ray_gang.PrivateCluster, tmp_path: Path) -> None:
     """The last test of this cluster."""
-    servers = {name: pid for (pid, _), name in cluster._servers.items()}
+    servers = {name: pid for (pid, _), name in cluster.servers.items()}
     assert set(servers) == {"gcs_server", "raylet"}
     gang, pids = RayGang(2, "cpu"), []
-    gang._cluster = cluster  # as of a gang that started it
+    gang.cluster = cluster  # as of a gang that started it
 
     def kill() -> None:
         pids.extend(jobs.pids_in(tmp_path, 2))
@@ -181,7 +181,7 @@ def test_a_server_of_the_cluster_that_is_killed_ends_the_gang(cluster: ray_gang.
     with pytest.raises(GangError, match=rf"^Ray is gone: its gcs_server on this machine \(pid {servers['gcs_server']}"):
         gang.run(jobs.hang, str(tmp_path))
     killer.join()
-    assert jobs.all_end([*pids, *(pid for pid, _ in cluster._processes)])
+    assert jobs.all_end([*pids, *(pid for pid, _ in cluster.processes)])
     assert not ray.is_initialized()
 
 
@@ -266,7 +266,7 @@ def test_a_node_that_ray_gave_up_is_not_taken_for_a_killed_process() -> None:
 
     said = "SYSTEM_ERROR Worker exit detail: Owner's node has crashed."
     error = ray.exceptions.ActorDiedError(ActorDiedErrorContext(error_message=said, actor_id=bytes(16), pid=7))
-    failure = ray_gang._failure(error, 1, "10.0.0.1")
+    failure = ray_gang.actor_failure(error, 1, "10.0.0.1")
     assert failure.cause.startswith("Ray gave up its node or the driver's: ") and not failure.traceback
 
 
@@ -303,21 +303,23 @@ def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     running = {"127.0.0.1:8", "10.0.0.1:6379"}
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: running)
-    assert ray_gang._found("auto") == "10.0.0.1:6379"
+    assert ray_gang.resolve_address("auto") == "10.0.0.1:6379"
     running.add("10.0.0.2:6379")
     with pytest.raises(GangError, match=r"several Ray clusters run on this machine \(10.0.0.1:6379, 10.0.0.2:6379\)"):
-        ray_gang._found("auto")
+        ray_gang.resolve_address("auto")
     with socket.create_server(("127.0.0.1", 0)) as started:
         address = f"127.0.0.1:{started.getsockname()[1]}"
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
         for unset in ("", "auto", "local"):
             monkeypatch.setenv("RAY_ADDRESS", unset)
-            assert ray_gang._found("auto") == address
+            assert ray_gang.resolve_address("auto") == address
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.3:6379")
-    assert ray_gang._found("auto") == "10.0.0.3:6379" and ray_gang._found("10.0.0.4:1") == "10.0.0.4:1"
+    assert (
+        ray_gang.resolve_address("auto") == "10.0.0.3:6379" and ray_gang.resolve_address("10.0.0.4:1") == "10.0.0.4:1"
+    )
     others = {"http://127.0.0.1:8265": "jobs are submitted", "ray://10.0.0.5:10001": "Ray's client connects"}
     for url, what in others.items():
         monkeypatch.setenv("RAY_ADDRESS", url)
         with pytest.raises(GangError, match=f"RAY_ADDRESS is '{url}', where {what}; submit a job by ray job submit"):
-            ray_gang._found("auto")
+            ray_gang.resolve_address("auto")

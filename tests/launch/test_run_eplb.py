@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moe_ep
-from moe_ep.eplb.placement_file import PlacementFile, _checksum
+from moe_ep.eplb.placement_file import PlacementFile, content_checksum
 from moe_ep.eplb.trace import RoutingTrace
 from moe_ep.errors import EplbError
 from moe_ep.launch.cli.main import main
@@ -235,6 +235,6 @@ def test_placement_files_that_somebody_else_wrote(tmp_path: Path, name: str, val
     placement.save(file)
     content = json.loads(file.read_text()) | {name: value}
     del content["checksum"]
-    file.write_text(json.dumps(content | {"checksum": _checksum(content)}))
+    file.write_text(json.dumps(content | {"checksum": content_checksum(content)}))
     with pytest.raises(EplbError, match=f"does not hold one: .*{message}"):
         PlacementFile.load(file)
