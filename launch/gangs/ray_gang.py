@@ -1,8 +1,8 @@
-"""A gang of Ray actors: one a GPU, or one a CPU worker, ranks of a node together, nodes in the order of their IPs.
+"""A gang of Ray actors, one for each GPU or CPU worker. Ranks of a node are consecutive; nodes are sorted by IP.
 
-Works on a private cluster of this machine, on a running cluster, inside a Ray job, and inside a placement group that
-the caller is in already. The driver asks Ray what there is and never touches CUDA. Sections: the gang and its actors;
-placement groups and the room for them; the cluster, joined or started.
+Works on a private cluster of this machine, on a running cluster, inside a Ray job, and inside a placement group of the
+caller. The driver asks Ray for the resources and never touches CUDA. Sections: the gang and its actors; placement
+groups and free resources; joining or starting a cluster.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ if TYPE_CHECKING:
     from moe_ep.layer.elastic import ElasticConfig
 
 _POLL_S = 0.5
-# Starting a cluster, or workers that import torch, takes some seconds on a busy machine.
+# Starting a cluster, or workers that import torch, takes seconds on a busy machine.
 _START_QUIET_S = 15.0
-# Ray frees what a gang before held a moment after its workers have ended.
+# Ray frees the resources of an earlier gang a moment after its workers have ended.
 _FREE_LIMIT_S = 5.0
-# A worker of a running cluster gets these of the driver's variables; workers of a private one inherit them all.
+# Prefixes of the driver's variables that workers of a running cluster get; those of a private one inherit all.
 _PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING")
-# After ctrl-C: Ray looks for a cluster where no signal is heard.
+# Limit after ctrl-C: while Ray looks for a cluster, no signal is handled.
 _JOIN_LIMIT_S = 1.5
-# How long a server may take to answer.
+# Limit for a server's answer.
 _ANSWER_LIMIT_S = 20.0
-# A call that every cluster answers, if the caller may make it.
+# A call without effect, which every cluster answers if the caller is authorized.
 _HARMLESS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-# What a client of gRPC says first, and the kind of frame that its server answers with (RFC 9113, 3.4 and 6.5).
+# The first bytes of a gRPC client, and the type of frame that the server answers with (RFC 9113, 3.4 and 6.5).
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _SETTINGS = 4
-# Without one of these a cluster of one machine is none.
+# The processes that a cluster of one machine cannot do without.
 _SERVERS = ("gcs_server", "raylet")
 
 
@@ -84,10 +84,13 @@ class RayGang(Gang):
     """`world_size` actors on the cluster at `address`.
 
     Args:
-        world_size: workers; None means one a GPU of the cluster, or `default_world_size` where it has none.
-        device: "cpu", "cuda", or "auto": the GPUs if the cluster has any.
-        address: host:port of a running cluster or "auto"; None means the cluster this process belongs to already
-            (RAY_ADDRESS, a Ray job), else a private one on loopback that ends with the gang.
+        world_size: workers; None means one for each GPU of the cluster, or `default_world_size` if it has none.
+        device: "cpu", "cuda", or "auto": GPUs if the cluster has any.
+        address: host:port of a running cluster or "auto"; None means the cluster that this process belongs to
+            (RAY_ADDRESS, a Ray job), or else a private one on loopback that ends with the gang.
+
+    Attributes:
+        cluster: the private cluster, if this gang started one.
 
     Raises:
         GangError: nothing answers at the address, or the cluster is too small.
@@ -122,7 +125,7 @@ class RayGang(Gang):
             raise
 
     def close(self) -> None:
-        """Ends the private cluster, if there is one; `run` does it too."""
+        """Ends the private cluster, if there is one. `run` does so too."""
         self._display.close()
         if self.cluster is not None:
             self.cluster.end()
@@ -163,7 +166,7 @@ class RayGang(Gang):
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[list[_RankActor]]:
-        """The workers in rank order during the block, at whose end nothing of the gang is left."""
+        """Yields the workers in rank order; everything of the gang is freed after the block."""
         actors: list[Any] = []
         self._display.say(f"starting {progress.workers(self.world_size)}")
         try:
@@ -190,7 +193,7 @@ class RayGang(Gang):
             plan(self._resource, self.world_size)
 
     def _start(self, slots: list[Slot], actors: list[Any]) -> list[_RankActor]:
-        """Starts an actor in each slot, listing it in `actors`; returns the workers in rank order."""
+        """Starts an actor in each slot and appends it to `actors`; returns the workers in rank order."""
         actors.extend(map(self.start_actor, slots))
         ips = [slot.node_ip for slot in slots]
         wait = self._start_wait(f"{progress.workers(len(actors))} to start")
@@ -219,7 +222,7 @@ class RayGang(Gang):
         ]
 
     def start_actor(self, slot: Slot | None) -> Any:
-        """Starts an actor, wherever Ray has room for it where there is no slot."""
+        """Starts an actor in the slot; without one, Ray chooses the place."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -229,7 +232,7 @@ class RayGang(Gang):
         if self.cluster is None:
             options["runtime_env"] = {"env_vars": worker_variables()}
         elif slot is None and self._resource == "CPU":
-            options["num_cpus"] = 0  # a private cluster has as many as the workers of the start
+            options["num_cpus"] = 0  # a private cluster has only as many CPUs as initial workers
         if slot is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 slot.placement_group, placement_group_bundle_index=slot.bundle
@@ -258,11 +261,11 @@ class RayGang(Gang):
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor's process is.
+    """The place of an actor's process.
 
     Attributes:
         gpu: its GPU's index on the node, -1 for none.
-        device: the torch device that this is in the process.
+        device: its torch device.
         host: the node's name.
     """
 
@@ -275,7 +278,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _RankActor:
-    """An actor with the rank that it is to be."""
+    """An actor and its rank."""
 
     actor: Any
     slot: Slot | None
@@ -283,35 +286,35 @@ class _RankActor:
     rank_env: RankEnv
 
     def at_port(self, port: int, address: str | None = None) -> _RankActor:
-        """The same with the port at which the ranks meet."""
+        """A copy with the address of the rendezvous store."""
         address = address or self.rank_env.master_addr
         return replace(self, rank_env=replace(self.rank_env, master_addr=address, master_port=port))
 
     def start(self, method: str, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Begins its work; returns what the outcome comes by."""
+        """Starts its work; returns the reference of the outcome."""
         return getattr(self.actor, method).remote(self.rank_env, timeout_s, fn, args)
 
     def outcome(self, ref: Any) -> Outcome:
-        """What came of its work."""
+        """The outcome of its work."""
         node = self.place.node_ip
         outcome = _outcome(ref, self.rank_env.rank, node)
         return Outcome(outcome.value, outcome.failure and replace(outcome.failure, node=node))
 
 
 class _ElasticActors:
-    """The actors of a gang whose ranks come and go; a context manager, at whose end those that joined have ended.
+    """The actors of an elastic gang; a context manager that ends them.
 
     Args:
         here: the IP of this process's node.
-        store: address and port at which the ranks meet.
-        work: what each actor runs: the timeout, the function and its arguments.
+        store: address and port of the rendezvous store.
+        work: the arguments of `_Worker.run_member` after the rank: timeout, function and its arguments.
     """
 
     def __init__(self, gang: RayGang, here: str, store: tuple[str, int], work: tuple[Any, ...]) -> None:
         self._gang, self._here, self._store, self._work = gang, here, store, work
         self._workers: dict[int, _RankActor] = {}
         self._running: dict[Any, _RankActor] = {}
-        # Actors that join, by what their place comes by, each with its rank.
+        # Joining actors with their ranks and slots, by the reference of their place.
         self._joining: dict[Any, tuple[int, Slot | None, Any]] = {}
         self._free: list[Slot] = []
 
@@ -323,7 +326,7 @@ class _ElasticActors:
         _end([actor for _, _, actor in self._joining.values()])
 
     def start(self, worker: _RankActor) -> None:
-        """Begins a rank's work."""
+        """Starts a rank's work."""
         address, port = self._store
         worker = worker.at_port(port, address)
         self._workers[worker.rank_env.rank] = worker
@@ -331,13 +334,13 @@ class _ElasticActors:
         self._running[worker.start("run_member", *self._work)] = worker
 
     def start_rank(self, rank: int) -> None:
-        """Starts an actor for a new rank: in the place of a lost one, where there is one."""
+        """Starts an actor for a new rank, in the slot of a lost one if there is one."""
         slot = self._free.pop() if self._free else None
         actor = self._gang.start_actor(slot)
         self._joining[actor.place.remote()] = rank, slot, actor
 
     def outcomes(self, timeout_s: float) -> Iterator[tuple[int, Outcome]]:
-        """Waits for the outcomes of ranks, and has those that join begin."""
+        """Waits for outcomes of ranks and yields them; starts the work of ranks that join."""
         import ray
 
         waiting_for = [*self._running, *self._joining]
@@ -369,7 +372,7 @@ class _ElasticActors:
             self.start(_RankActor(actor, slot, place, rank_env))
 
     def _leave(self, rank: int) -> _RankActor | None:
-        """Ends a rank's actor, whose place another one may have then."""
+        """Ends a rank's actor and frees its slot."""
         worker = self._workers.pop(rank, None)
         if worker is not None:
             _end([worker.actor])
@@ -378,7 +381,7 @@ class _ElasticActors:
         return worker
 
     def end(self, rank: int) -> None:
-        """Ends a rank's process, stopped or not, if it is there."""
+        """Kills a rank's process, even a stopped one, if it exists."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -388,7 +391,7 @@ class _ElasticActors:
         if worker.place.node_ip == self._here:
             end_process(worker.place.process)
             return
-        # Ray's way needs the process to answer, which one that is stopped does not.
+        # ray.kill needs the process to respond, and a stopped one does not.
         kind: Any = ray.remote
         with contextlib.suppress(Exception):
             node_id = next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == worker.place.node_ip)
@@ -397,10 +400,11 @@ class _ElasticActors:
 
 
 class _Worker:
-    """The actor. `run` is the one long call; `news` answers beside it."""
+    """The actor. `run` is the one long call; `news` is answered concurrently."""
 
     def __init__(self) -> None:
-        # Ray has Python hear it, in a main thread that stays in a loop of Ray's own; nothing would end.
+        # Ray's Python handler never runs, because the main thread stays in Ray's own loop; the default one ends the
+        # process.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._store: Any = None
         self._progress: progress.Progress | None = None
@@ -423,7 +427,7 @@ class _Worker:
         return Place(index, device, socket.gethostname(), ray.util.get_node_ip_address(), process_of(os.getpid()))
 
     def listen(self, address: str, timeout_s: float | None) -> int:
-        """Opens the rendezvous store, which lives as long as this actor; returns its port."""
+        """Serves the rendezvous store, which lives as long as this actor; returns its port."""
         self._store = listen_store(address, timeout_s)
         return self._store.port
 
@@ -437,12 +441,12 @@ class _Worker:
         return run_member(rank_env, fn, args, store, timeout_s)
 
     def news(self) -> tuple[progress.Progress | None, list[Any]]:
-        """The last report, and what was handed over since the question before."""
+        """The latest report, and the items since the last call."""
         return self._progress, [self._items.get() for _ in range(self._items.qsize())]
 
 
 class _News:
-    """What a worker says beside its work: a question is always open."""
+    """Polls a worker's progress and items; one request is always open."""
 
     def __init__(self, actor: Any, display: Callable[[progress.Progress], None], on_item: OnItem = ignore) -> None:
         self._ask = actor.news.options(concurrency_group="watch").remote
@@ -450,10 +454,10 @@ class _News:
         self._asked = self._ask()
 
     def look(self, wait_s: float = 0.0) -> None:
-        """Shows and passes on the answer to the question before, if it came, and asks again.
+        """Shows and passes on the answer to the open request, if it has arrived, and sends another.
 
         Args:
-            wait_s: for that answer and one more, the last, where this is not 0.
+            wait_s: if not 0, waits for that answer and for one more, the last.
         """
         import ray
 
@@ -470,7 +474,7 @@ class _News:
 
 
 def _get(ref: Any, rank: int, node: str, wait: Wait) -> Any:
-    """The answer of a worker that is starting."""
+    """Waits for the answer of a starting worker."""
     import ray
 
     try:
@@ -491,7 +495,7 @@ def _outcome(ref: Any, rank: int, node: str) -> Outcome:
 
 
 def actor_failure(error: Exception, rank: int, node: str) -> WorkerFailure:
-    """What Ray knows of an actor that did not answer."""
+    """Converts Ray's error about an actor to a failure."""
     import ray
 
     text, traceback = str(error), ""
@@ -513,7 +517,7 @@ def actor_failure(error: Exception, rank: int, node: str) -> WorkerFailure:
 def _end(actors: list[Any]) -> None:
     import ray
 
-    if not ray.is_initialized():  # the cluster is gone, and Ray would start another
+    if not ray.is_initialized():  # the cluster is gone; Ray would start another
         return
     for actor in actors:
         with contextlib.suppress(Exception):
@@ -522,7 +526,7 @@ def _end(actors: list[Any]) -> None:
 
 @dataclass(frozen=True)
 class Slot:
-    """Room for one worker: a bundle of a placement group, and the node it lies on."""
+    """Resources for one worker: a bundle of a placement group, and its node."""
 
     node_ip: str
     placement_group: Any
@@ -539,17 +543,17 @@ class Room:
 
 
 def total_of(resource: str) -> int:
-    """GPUs or CPUs of the cluster, free or not."""
+    """Number of GPUs or CPUs of the cluster, free or not."""
     import ray
 
     return int(ray.cluster_resources().get(resource, 0))
 
 
 def plan(resource: str, world_size: int) -> list[Room]:
-    """How many workers go to which node, nodes in the order of their IPs.
+    """Decides how many workers go to which node; nodes are sorted by IP.
 
     Raises:
-        GangError: there is not enough room; says what is asked and what is there.
+        GangError: there are not enough free resources.
     """
     total = total_of(resource)
     deadline = time.monotonic() + (_FREE_LIMIT_S if total >= world_size else 0)
@@ -585,9 +589,9 @@ def _room(resource: str) -> list[Room]:
 
 @contextlib.contextmanager
 def slots(resource: str, world_size: int, timeout_s: float | None = None) -> Iterator[list[Slot]]:
-    """Room for every worker: in the placement group this process runs in, else in one made for each node.
+    """Yields a slot for every worker: in the placement group of this process, or else in a new one on each node.
 
-    Groups made here are removed at the end of the block.
+    New groups are removed after the block.
     """
     import ray
     from ray.util import get_current_placement_group
@@ -610,12 +614,12 @@ def slots(resource: str, world_size: int, timeout_s: float | None = None) -> Ite
             wait.look(
                 lambda: (
                     f"Ray did not place {len(groups)} placement group(s) within {wait.limit_s:g} s; others took the "
-                    f"room: try again or lower --ep-size"
+                    f"resources: try again or lower --ep-size"
                 )
             )
         yield made
     finally:
-        if ray.is_initialized():  # no more where the cluster is gone
+        if ray.is_initialized():  # not if the cluster is gone
             for group in groups:
                 remove_placement_group(group)
 
@@ -637,7 +641,7 @@ def _slots_inside(group: Any, resource: str, world_size: int) -> list[Slot]:
 
 
 def ip_key(ip: str) -> tuple[int, tuple[int, ...], str]:
-    """Sorts IPv4 addresses by their numbers, and anything else after them by its letters."""
+    """A sort key: IPv4 addresses by number, and anything else after them alphabetically."""
     parts = ip.split(".")
     numeric = all(part.isdecimal() for part in parts)
     return (0, tuple(map(int, parts)), ip) if numeric else (1, (), ip)
@@ -646,14 +650,14 @@ def ip_key(ip: str) -> tuple[int, tuple[int, ...], str]:
 def connect(
     address: str | None, num_workers: int, device: str = "auto", timeout_s: float | None = None
 ) -> PrivateCluster | None:
-    """Joins the cluster at `address`, the one this process belongs to, or else starts a private one on loopback.
+    """Joins the cluster at `address` or the one that this process belongs to, or else starts a private one on loopback.
 
     Returns:
-        The private one, which is the caller's to end.
+        The private cluster, which the caller ends; None if another one was joined.
 
     Raises:
         GangError: nothing answers at the address.
-        NoRoomError: a private cluster could not hold as many workers.
+        NoRoomError: a private cluster could not hold this many workers.
         ImportError: Ray is not installed.
     """
     address = joined_address(address)
@@ -667,13 +671,13 @@ def connect(
         return None
     talks = env.LOG_LEVEL.get() in ("DEBUG", "INFO")
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": talks}
-    # Ray would print its own account of a dead worker on stdout; the gang's error says it.
+    # Ray would report a dead worker on stdout too; the gang's error does.
     ray._private.worker._worker_logs_enabled = talks
     if address:
         address = resolve_address(address)
         _check_listening(address, min(_ANSWER_LIMIT_S, waiting.limit_of(timeout_s)))
         try:
-            # Ray waits up to a minute for a node of this machine, and hears nothing.
+            # Ray waits up to a minute for a node of this machine, without handling signals.
             limited = interrupts.ending_after(
                 waiting.limit_of(timeout_s),
                 f"joining the Ray cluster at {address}",
@@ -689,14 +693,14 @@ def connect(
 
 
 def joined_address(address: str | None) -> str | None:
-    """The cluster to join: at the address that is given, or else in RAY_ADDRESS. None for local, which is Ray's word
-    for a cluster of one's own, and where neither is set."""
+    """The cluster to join: the given address, or else RAY_ADDRESS. None if neither is set, and for `local`, Ray's name
+    for a new cluster."""
     address = address or os.environ.get("RAY_ADDRESS")
     return None if address in (None, "", "local") else address
 
 
 def first_line(error: Exception) -> str:
-    """What an error of Ray says, without the pages that may follow and the full stop."""
+    """The first line of an error of Ray, without the full stop; pages may follow it."""
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(". ")
 
 
@@ -714,11 +718,15 @@ def _way_out(error: Exception) -> str:
 class PrivateCluster:
     """A cluster on loopback that lives until `end`.
 
-    Where Ray is interrupted while it starts, it kills the raylet and leaves the agents that belong to it behind, and
-    where this process is killed they stay for a minute; so the processes that it starts are looked after here.
+    If Ray is interrupted while it starts, it kills the raylet but leaves the raylet's agents behind; if this process is
+    killed, they stay for a minute. So this class keeps track of the processes and ends them.
 
     Args:
-        options: more of `ray.init`'s.
+        options: further options of `ray.init`.
+
+    Attributes:
+        processes: the processes that Ray started.
+        servers: those of them that the cluster cannot do without, with their names.
     """
 
     def __init__(self, num_cpus: int, options: dict[str, Any]) -> None:
@@ -734,7 +742,7 @@ class PrivateCluster:
             self.processes = children(os.getpid()) - before
             self.end()
             if isinstance(error, Exception):
-                # Of no class of its own where a server of the cluster was not up in Ray's time, as on a busy machine.
+                # Any class: Ray has none for a server that was not up in time, as on a busy machine.
                 raise GangError(
                     f"Ray did not start here: {first_line(error)}; its logs are in {_newest_logs()}; "
                     f"{_way_out(error)}, or take --launcher local, which needs no Ray"
@@ -747,27 +755,27 @@ class PrivateCluster:
         self._guard = start_guard(self.processes)
 
     def check(self) -> None:
-        """Ends the cluster and raises GangError if a server of it has ended: Ray tells of a raylet after 15 s, and of a
-        GCS never, but ends this process after a minute of vain calls."""
+        """Ends the cluster and raises GangError if one of its servers has ended. Ray reports a lost raylet after 15 s
+        and a lost GCS never; it ends this process after a minute of failing calls."""
         for process, name in self.servers.items():
             if has_ended(process):
                 self._session = None  # its logs stay
                 with end_trees(self.processes, limit_s=0.0):
-                    pass  # and not the cluster's own way, in which it would be waited for
+                    pass  # at once; ray.shutdown would wait for it
                 self.end()
                 raise GangError(
-                    f"Ray is gone: its {name} on this machine (pid {process[0]}) ended while the gang was at work, "
+                    f"Ray is gone: its {name} on this machine (pid {process[0]}) ended while the gang was running, "
                     f"killed or crashed (if nobody killed it, see dmesg and {_newest_logs()})"
                 )
 
     def end(self) -> None:
-        """Ends the cluster; nothing of it is left. A second time does no harm."""
+        """Ends the cluster and all its processes. A second call does nothing."""
         import ray
 
         with end_trees(self.processes):
             ray.shutdown()
         if self._session is not None:
-            # Logs, which nobody looks for where nothing of the cluster failed.
+            # The logs are of no use if nothing failed.
             shutil.rmtree(self._session, ignore_errors=True)
             latest = self._session.parent / "session_latest"
             with contextlib.suppress(OSError):
@@ -782,13 +790,13 @@ class PrivateCluster:
 
 @contextlib.contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
-    """Keeps the handler that the program has for SIGTERM, if it has one, while Ray puts its own in its place; what came
-    meanwhile is handled by ours too."""
+    """Restores the program's SIGTERM handler after Ray has replaced it in the block. A SIGTERM that arrives meanwhile
+    is passed to it too."""
     before = signal.getsignal(signal.SIGTERM)
     is_terminated = False
     try:
         yield
-    except SystemExit:  # what Ray's handler raises
+    except SystemExit:  # raised by Ray's handler
         is_terminated = True
         raise
     finally:
@@ -800,10 +808,10 @@ def _own_sigterm_handler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loopback_cluster() -> Iterator[None]:
-    """Has every server of a cluster that is started meanwhile listen on loopback alone.
+    """Makes all servers of a cluster that is started in the block listen on loopback only.
 
-    Ray does so by itself on systems where it runs on one machine only; this is the switch for that, as its processes
-    read it and as this one has read it.
+    Ray does so on systems where it supports one machine only. This sets that switch for its processes, and for this
+    one, which has already read it.
     """
     from ray._private import ray_constants
 
@@ -817,23 +825,22 @@ def _loopback_cluster() -> Iterator[None]:
 
 
 def worker_variables() -> dict[str, str]:
-    """What workers need in their environment that a cluster does not give them."""
+    """The variables that workers need and a running cluster does not set."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     root = Path(moe_ep.__path__[0]).resolve().parent
     if str(root) != sysconfig.get_paths()["purelib"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
-        # A checkout: workers import it from where it lies. In a Ray job the working directory travels by itself.
+        # Workers import a checkout from its folder. In a Ray job, Ray copies the working directory.
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     return variables
 
 
 def resolve_address(address: str) -> str:
-    """The address itself, or what auto stands for: RAY_ADDRESS, else the cluster that `ray start` started here last, or
-    else the one that runs here. Private ones, which listen on loopback and which `ray start` knows nothing of, are
-    somebody else's."""
+    """Resolves `auto`: to RAY_ADDRESS, else to the cluster that `ray start` started here last, or else to the only one
+    that runs here. Clusters on loopback are private ones of other commands."""
     from ray._private.services import find_bootstrap_address, find_gcs_addresses
 
-    if "://" in address:  # in RAY_ADDRESS, from where `ray job submit` and Ray's client take it
+    if "://" in address:  # RAY_ADDRESS may be meant for `ray job submit` or Ray's client
         others = "Ray's client connects" if address.startswith("ray:") else "jobs are submitted"
         raise GangError(
             f"RAY_ADDRESS is {address!r}, where {others}; submit a job by ray job submit, unset RAY_ADDRESS, or give "
@@ -859,8 +866,8 @@ def resolve_address(address: str) -> str:
 
 
 def _check_listening(address: str, limit_s: float) -> None:
-    """Says at once that nothing listens there, which Ray finds out in a minute, or never where a cluster is gone; or
-    that something else does, or that the cluster wants a token, for which Ray asks again and again, for minutes."""
+    """Raises GangError at once if nothing or something else listens there, or if the cluster requires a token. Ray
+    itself would take minutes."""
     wait = Wait(f"an answer from {address}", limit_s)
     silence = f"what listens there said nothing within {limit_s:g} s"
     try:
@@ -879,13 +886,13 @@ def _check_listening(address: str, limit_s: float) -> None:
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    """None where it is no HOST:PORT."""
+    """Splits HOST:PORT; None for anything else."""
     host, _, port = address.rpartition(":")
     return (host, int(port)) if host and port.isdecimal() else None
 
 
 def _why_silent(address: str) -> str:
-    """Why nobody can be reached there; empty where somebody listens, or where it is no HOST:PORT."""
+    """Why nothing can be reached there; empty if something listens, or if the address is not HOST:PORT."""
     if (place := _host_and_port(address)) is not None:
         try:
             socket.create_connection(place, timeout=5).close()
@@ -899,7 +906,7 @@ def _uses_tls() -> bool:
 
 
 def why_no_cluster(address: str, limit_s: float = _ANSWER_LIMIT_S) -> str:
-    """What listens there, if it is no server of gRPC, as a cluster's is; empty where it is one, or cannot be asked."""
+    """Why the server there is not a gRPC server, as a cluster's is; empty if it is one, or cannot be asked."""
     if (place := _host_and_port(address)) is None or _uses_tls():
         return ""
     try:
@@ -916,7 +923,7 @@ def why_no_cluster(address: str, limit_s: float = _ANSWER_LIMIT_S) -> str:
 
 
 def _wants_token(address: str, limit_s: float) -> bool:
-    """Whether the cluster refuses a call without a token."""
+    """Whether the cluster requires a token."""
     try:
         import grpc
     except ImportError:
@@ -933,7 +940,7 @@ def _wants_token(address: str, limit_s: float) -> bool:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables that processes started meanwhile inherit."""
+    """Sets variables during the block, for processes that it starts."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,9 +1,9 @@
-"""Gangs as torchrun has them: this process is a rank that torchrun or srun started, or the agent of its node.
+"""Gangs in the manner of torchrun: this process is a rank that torchrun or srun started, or the agent of its node.
 
-A rank calls `run` as all its peers do; rank 0 speaks to the user. An agent starts the ranks of its node, with the
-variables that torchrun gives them. Agents of several nodes meet at an endpoint: the one whose machine that is listens
-there, numbers the nodes, and collects what comes of their ranks. They talk in lines of JSON, over connections that stay
-open, so that each notices at once when another dies.
+All ranks call `run`; rank 0 reports to the user. An agent starts the ranks of its node with torchrun's variables.
+Agents of several nodes meet at an endpoint: the one on that machine listens there, numbers the nodes, and collects the
+outcomes of all ranks. They exchange lines of JSON over connections that stay open, so that each notices at once when
+another dies.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ if TYPE_CHECKING:
     from moe_ep.layer.elastic import ElasticConfig
 
 _CAUSE = "moe_ep/cause"
-# A signal finds a rank of torchrun's inside a library, where Python raises nothing: it ends after so long.
+# A signal may find a rank inside a library, where Python raises nothing. The rank ends after this time.
 _STUCK_S = 1.5
 _RETRY_S, _CONNECT_LIMIT_S = 0.2, 5.0
-# The first field of every line, and its version.
+# The first field of every line, and the version in it.
 _PROTOCOL = "moe_ep_agents"
 _VERSION = 1
-# Longer lines come from something else.
+# Longer lines are not an agent's.
 _MOST_BYTES = 1 << 20
-# How soon a machine that the network no longer reaches is noticed, in seconds and probes.
+# TCP keepalive: seconds and probes until an unreachable machine is noticed.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
@@ -74,13 +74,12 @@ class TorchrunGang(Gang):
     """This node's ranks of a torchrun job.
 
     Args:
-        num_local: ranks of this node, the same on all nodes; under torchrun or srun theirs is used.
-        num_nodes: nodes, each of which makes such a gang.
-        rdzv_endpoint: host:port where the agents of several nodes meet; the first of that host listens there.
+        num_local: ranks of this node, the same on all nodes; ignored under torchrun or srun.
+        num_nodes: number of nodes, each of which makes such a gang.
+        rdzv_endpoint: host:port where the agents of several nodes meet; the first one on that host listens there.
         rdzv_id: name of the job at that endpoint.
         timeout_s: how long agents and ranks wait for each other; None takes MOE_EP_DISPATCH_TIMEOUT_S.
-        started: the rank that this process is, where a launcher started it; None looks at its variables. An agent is
-            made by passing `RankEnv()`.
+        started: this process's rank, if a launcher started it; None reads its variables. `RankEnv()` makes an agent.
 
     Raises:
         NoRoomError: fewer GPUs here than ranks of this node, or far fewer cores.
@@ -115,13 +114,13 @@ class TorchrunGang(Gang):
 
     @property
     def is_driver(self) -> bool:
-        """Whether rank 0 is this process, or, after `run`, one of this agent's."""
+        """Whether rank 0 is this process or, after `run`, one of this agent's."""
         return self._has_rank_0
 
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
         """As `Gang.run`; the list is empty on processes that are not `is_driver` afterwards.
 
-        Started by torchrun, a rank that only suffers from a peer's failure ends the process without a word.
+        Under torchrun, a rank that fails only because of a peer ends its process silently.
         """
         if self._env is not None:
             return self._run_as_rank(self._env, fn, args, on_item)
@@ -133,7 +132,7 @@ class TorchrunGang(Gang):
     def run_elastic(
         self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """As `Gang.run_elastic`, for whichever node's agent listens at the endpoint; the others get nothing."""
+        """As `Gang.run_elastic` on the node that listens at the endpoint; other nodes get empty lists."""
         if self._env is not None:
             raise ConfigError(
                 f"--elastic is given under {self._env.source}, which ends all ranks when one fails; start moe-ep by "
@@ -178,8 +177,8 @@ class TorchrunGang(Gang):
         self, node: _Node, context: ForkServerContext, ranks: Sequence[RankEnv], fn: Callable[..., Any],
         args: Sequence[Any],
     ) -> None:  # fmt: skip
-        """The part of an agent that does not listen: it tells node 0 what comes of its ranks, and ends those that were
-        removed. All of them end with node 0's agent, which serves the store."""
+        """An agent other than node 0's: reports the outcomes of its ranks to node 0, and ends ranks that were removed.
+        All of them end with node 0's agent, which serves the store."""
         import torch.distributed as dist
 
         from moe_ep.distributed.membership import MembershipLog
@@ -257,7 +256,7 @@ class TorchrunGang(Gang):
 
     @contextlib.contextmanager
     def _met(self) -> Iterator[tuple[ForkServerContext, _Node, list[RankEnv]]]:
-        """What this node's workers are forked from, the nodes that have met during the block, and this one's ranks."""
+        """Yields the context that workers are forked from, the connected nodes, and this node's ranks."""
         context = warm_fork_server()
         with ending_fork_server():
             meeting = _Node.meet(self._description(), self._rdzv_endpoint or "", self._timeout_s)
@@ -269,12 +268,12 @@ class TorchrunGang(Gang):
             )  # fmt: skip
 
     def _description(self) -> dict[str, Any]:
-        """What nodes of one job have in common, under the names of the options that say it."""
+        """The settings that all nodes must share, by the names of their options."""
         return {"job": self._rdzv_id, "--nnodes": self._num_nodes, "--ep-size": self.world_size}
 
 
 def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args: Sequence[Any]) -> list[Any] | None:
-    """What the function returned on all ranks, on rank 0; the store of the attempt is left in `stores`."""
+    """Runs the function; returns the values of all ranks on rank 0. Appends the attempt's store to `stores`."""
     import torch.distributed as dist
 
     from moe_ep.distributed.exchange import gather_texts
@@ -282,7 +281,7 @@ def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args
 
     stores.append(init_process_group(rank_env))
     value = fn(rank_env, *args)
-    # The others may have much to do still.
+    # Other ranks may still have much to do.
     limit = timeout_of(dist.distributed_c10d._get_default_group())
     mailbox.put(stores[0], _result_key(rank_env.rank), value)
     gather_texts("results", timeout_s=None if limit is None else limit.total_seconds())
@@ -292,13 +291,13 @@ def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args
 
 
 def _agree_on_failure(failure: WorkerFailure, store: Any) -> tuple[WorkerFailure, bool]:
-    """The root cause as far as the ranks can tell each other, and whether this rank was the first to know it.
+    """Returns the root cause, as far as the ranks can agree on it, and whether this rank was the first to know it.
 
-    A rank that suffers an echo waits a moment: the rank that failed may still be writing, and where it was killed the
-    agent must see that before it sees this one end.
+    A rank with an echo waits a moment: the rank that failed may still be writing, and if it was killed, the agent must
+    see that before it sees this one end.
     """
     deadline = time.monotonic() + (ECHO_GRACE_S if failure.echo else 0)
-    # The store is gone when its agent is; then nobody can tell who was first.
+    # If the agent is gone, so is its store, and the first rank is unknown.
     with contextlib.suppress(Exception):
         while failure.echo and time.monotonic() < deadline:
             if store.check([_CAUSE]):
@@ -330,13 +329,13 @@ class _Peer:
         return self.connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """OSError where the other one is gone."""
+        """Sends a line; OSError if the other agent is gone."""
         line = json.dumps({_PROTOCOL: _VERSION, **message}) + "\n"
         self.connection.settimeout(_CONNECT_LIMIT_S)
         self.connection.sendall(line.encode())
 
     def receive(self) -> list[dict[str, Any]]:
-        """The lines that are there. EOFError at the end of the connection, ValueError for what is no agent's line."""
+        """Returns the lines that have arrived; EOFError at the end of the connection, ValueError for a foreign line."""
         self.connection.settimeout(0.0)
         try:
             found = self.connection.recv(65536)
@@ -356,7 +355,7 @@ class _Peer:
         return lines
 
     def answer(self, wait_for: Wait, why: Callable[[], str] | None = None) -> dict[str, Any]:
-        """The next line, waited for."""
+        """Waits for the next line."""
         while not self._lines:
             self._lines = self.receive()
             if not self._lines:
@@ -369,7 +368,7 @@ class _Peer:
 
 
 def _waitable(*found: Any) -> list[Any]:
-    """Sockets, and what has their fileno."""
+    """The sockets, and objects with their fileno, as `wait` takes them."""
     return list(found)
 
 
@@ -385,13 +384,13 @@ def _message(line: bytes) -> dict[str, Any]:
 
 @dataclass
 class _Node:
-    """This agent's view of a job of several nodes: who listens (node 0) has the outcomes of all ranks, the others send
-    theirs and are told when it is over.
+    """One agent's view of a job of several nodes. Node 0, which listens, has the outcomes of all ranks; the others send
+    theirs and are told when the job is over.
 
     Attributes:
-        is_over: all ranks have answered, or the job has failed; `failure` or `error` is the cause then.
-        record: called with what came of each rank; it goes into `outcomes` unless something else is put here.
-        to_start: ranks that node 0 has this one start.
+        is_over: all ranks have answered, or the job has failed with `failure` or `error`.
+        record: called with the outcome of each rank; by default it adds to `outcomes`.
+        to_start: ranks that node 0 asks this node to start.
     """
 
     node_rank: int
@@ -407,29 +406,29 @@ class _Node:
     def __post_init__(self) -> None:
         self.record: Callable[[int, WorkerFailure | None], None] = self._record
         self.to_start: list[int] = []
-        # Of node 0: the node of each rank that joined.
+        # On node 0: the node of each rank that joined.
         self._joined: dict[int, int] = {}
 
     @classmethod
     def meet(cls, description: dict[str, Any], endpoint: str, timeout_s: float | None) -> contextlib.closing[_Node]:
-        """Returns when all nodes are there.
+        """Connects all nodes.
 
         Raises:
-            GangError: nodes do not come within the timeout, or something else listens at the endpoint.
-            ConfigError: nodes were given other options.
+            GangError: nodes do not arrive within the timeout, or something else listens at the endpoint.
+            ConfigError: nodes have different options.
         """
         host, _, port = endpoint.rpartition(":")
         host, limit_s = host.strip("[]"), waiting.limit_of(timeout_s)
         try:
             listener = listen_at(host, int(port))
-        except OSError:  # another machine's address, or another agent of this one listens
+        except OSError:  # the address of another machine, or another agent of this one listens there
             return contextlib.closing(cls._join(description, host, int(port), limit_s))
         with listener:
             return contextlib.closing(cls._gather(description, listener, endpoint, limit_s))
 
     @classmethod
     def _gather(cls, description: dict[str, Any], listener: socket.socket, endpoint: str, limit_s: float) -> _Node:
-        """Node 0: takes in the others in the order in which they come."""
+        """Node 0: accepts the other nodes in the order in which they arrive."""
         num_nodes = description["--nnodes"]
         joined: dict[int, _Peer] = {}
         arriving: list[_Peer] = []
@@ -467,7 +466,7 @@ class _Node:
 
     @staticmethod
     def _take_in(peer: _Peer, description: dict[str, Any], joined: dict[int, _Peer], arriving: list[_Peer]) -> None:
-        """Reads what one that arrives says of itself, and takes it in or turns it away."""
+        """Reads an arriving node's introduction, and accepts or refuses it."""
         try:
             messages = peer.receive()
             if not messages:
@@ -494,7 +493,7 @@ class _Node:
 
     @classmethod
     def _join(cls, description: dict[str, Any], host: str, port: int, limit_s: float) -> _Node:
-        """Another node: finds the one that listens, and waits for all to be there."""
+        """Another node: finds the one that listens, and waits until all have arrived."""
         where = f"{host}:{port}"
         wait_for = Wait(f"the node that listens at {where}", limit_s)
         while True:
@@ -508,8 +507,8 @@ class _Node:
             wait_for.pause(
                 _RETRY_S,
                 lambda why=why: (  # type: ignore[misc]
-                    f"{why}, for {limit_s:g} s; see whether the command runs on the node that --rdzv-endpoint names, "
-                    f"and whether a firewall is between"
+                    f"{why}, for {limit_s:g} s; check that the command runs on the node that --rdzv-endpoint names, "
+                    f"and that no firewall is between"
                 ),
             )
 
@@ -552,18 +551,18 @@ class _Node:
         return list(self.peers.values())
 
     def announce(self, port: int) -> None:
-        """Tells all nodes at which port the ranks meet."""
+        """Tells all nodes the port of the store."""
         self._send_all(port=port)
 
     def add(self, rank: int, failure: WorkerFailure | None) -> None:
-        """Records what came of a rank of this node."""
+        """Records the outcome of a rank of this node."""
         if self.node_rank == 0:
             self.record(rank, failure)
         else:
             self._send_all(rank=rank, failure=None if failure is None else asdict(failure))
 
     def receive(self) -> Iterator[int]:
-        """Takes what the other agents have said; yields the port at which the ranks meet, when it is told."""
+        """Handles the messages of the other agents; yields the port of the store when it is announced."""
         for node_rank, peer in list(self.peers.items()):
             try:
                 for message in peer.receive():
@@ -585,19 +584,19 @@ class _Node:
             self._look_whether_over()
 
     def place_new(self, rank: int, present: Sequence[int]) -> int:
-        """Node 0: has the node with the fewest of the present ranks start a new one; returns that node's number."""
+        """Node 0: asks the node with the fewest present ranks to start a new one; returns that node."""
         nodes = [self._joined.get(one, one // self.num_local) for one in present]
         place = self._joined[rank] = min((0, *self.peers), key=lambda node: (nodes.count(node), node))
         if place > 0:
-            with contextlib.suppress(OSError):  # it is lost, as its connection says
+            with contextlib.suppress(OSError):  # a lost node is found by its connection
                 self.peers[place].send(start=rank)
         return place
 
     def await_port(self, timeout_s: float | None) -> int:
-        """The port at which the ranks meet, which node 0 tells.
+        """Waits for the port of the store, which node 0 announces.
 
         Raises:
-            GangError, ConfigError: node 0 has ended, or does not tell it within the timeout.
+            GangError, ConfigError: node 0 has ended, or does not announce it within the timeout.
         """
         wait_for = Wait("the node that listens to tell where the ranks meet", waiting.limit_of(timeout_s))
         while True:
@@ -609,7 +608,7 @@ class _Node:
             wait(_waitable(*self.sockets), timeout=_RETRY_S)
 
     def await_end(self) -> None:
-        """Returns when the job is over, after the store of node 0 has ended."""
+        """Waits for the end of the job after node 0's store has gone."""
         wait_for = Wait("the node that listens to say why it ended", _CONNECT_LIMIT_S)
         while not self.is_over:
             wait_for.pause()
@@ -617,14 +616,14 @@ class _Node:
                 pass
 
     def check(self) -> None:
-        """Raises what has ended the job, if something has."""
+        """Raises the error that has ended the job, if any."""
         if self.error is not None:
             raise self.error
         if self.failure is not None:
             raise gang_error(self.failure)
 
     def end(self, error: MoeEpError | None = None) -> None:
-        """Node 0: tells the others that all is done, or what has ended it, and waits until they have left the store."""
+        """Node 0: tells the others that the job is done or why it failed, and waits until they have left the store."""
         self.is_over = True
         if error is None:
             self._send_all(over=None)
@@ -637,7 +636,7 @@ class _Node:
                 pass
 
     def close(self) -> None:
-        """Leaves the job; where it is not over, the other nodes are told that this one gave up."""
+        """Leaves the job. If it is not over, the other nodes are told that this one gave up."""
         if not self.is_over:
             first = self.node_rank * self.num_local
             left = WorkerFailure(rank=first, node=socket.gethostname(), cause="the command on its node was ended")
@@ -652,7 +651,7 @@ class _Node:
         self.outcomes.add(rank, Outcome(failure=failure))
 
     def _lose(self, node_rank: int, peer: _Peer) -> None:
-        """The connection to an agent has ended before it was over."""
+        """Handles the end of a connection to another agent."""
         peer.close()
         del self.peers[node_rank]
         if self.is_over:
@@ -661,7 +660,7 @@ class _Node:
         failure = WorkerFailure(
             rank=first,
             node=peer.name,
-            cause=f"the agent of its node (ranks {first} to {last}) ended without a word: killed, or out of reach",
+            cause=f"the agent of its node (ranks {first} to {last}) ended silently: killed, or out of reach",
         )
         if self.node_rank != 0:
             self.failure, self.is_over = failure, True
@@ -683,7 +682,7 @@ class _Node:
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    """A connection to the first of the host's addresses at which somebody listens."""
+    """Connects to the first of the host's addresses that accepts."""
     error: OSError = ConnectionRefusedError(f"{host} has no address")
     for address in addresses_of(host):
         try:
@@ -694,7 +693,7 @@ def _connected(host: str, port: int) -> socket.socket:
 
 
 def _failure_from(told: dict[str, Any] | None) -> WorkerFailure | None:
-    """What another agent says of a rank."""
+    """Reads a failure from another agent's message."""
     if told is None:
         return None
     kinds = {"rank": int, "echo": bool, "refusal": bool, "is_final": bool}
