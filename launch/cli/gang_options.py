@@ -46,23 +46,18 @@ class GangConfig:
     launcher: str | None = option(
         None,
         one_of(*LAUNCHERS),
-        "ray, torchrun, local or slurm (default: torchrun or slurm in a process that torchrun or srun started as "
-        "one of several, or else ray)",
+        "ray, torchrun, local or slurm (default: torchrun or slurm if torchrun or srun started this process, else ray)",
     )
     address: str | None = option(
         None,
         ray_address,
-        "Ray cluster to join, or auto for the one on this machine; without it, or for local, one is started here",
+        "Ray cluster to join, or auto for the one on this machine (default: RAY_ADDRESS, or a new private cluster)",
         "HOST:PORT",
     )
     nnodes: int = option(1, at_least(1), "number of nodes, with --launcher torchrun; every node runs the same command")
-    rdzv_endpoint: str | None = option(None, endpoint, "where those nodes meet, with --launcher torchrun", "HOST:PORT")
-    ep_size: int | None = option(
-        None, at_least(1), "number of workers (default: one for each GPU, or 4 on a machine without)"
-    )
-    device: str = option(
-        "auto", one_of("auto", "cpu", "cuda"), "auto, cpu or cuda; auto takes GPUs where there are any"
-    )
+    rdzv_endpoint: str | None = option(None, endpoint, "address at which those nodes meet", "HOST:PORT")
+    ep_size: int | None = option(None, at_least(1), "number of workers (default: one for each GPU, or 4 without GPUs)")
+    device: str = option("auto", one_of("auto", "cpu", "cuda"), "auto, cpu or cuda; auto takes GPUs if there are any")
 
 
 G = TypeVar("G", bound=GangConfig)
@@ -190,9 +185,8 @@ def input_dtype_option() -> Any:
     return option(
         None,
         one_of(*INPUT_DTYPE_NAMES),
-        "rows that quantized experts compute with: int8 or fp8 (rounded to it, on GPUs where that is faster), "
-        "checkpoint (to what it was made for, on GPUs where that is faster) or none (as they are) (default: "
-        "MOE_EP_INPUT_DTYPE)",
+        "row dtype that quantized experts compute with: int8, fp8, checkpoint (what the checkpoint was made for) or "
+        "none (no rounding); on GPUs rows are rounded only if that is faster (default: MOE_EP_INPUT_DTYPE)",
         "DTYPE",
     )
 
@@ -202,7 +196,7 @@ def batch_balance_option() -> Any:
     return option(
         "auto",
         one_of("auto", "off"),
-        "copy hot experts to other ranks for a single large batch: auto (where that pays) or off",
+        "copy hot experts to other ranks for a single large batch: auto (if it pays) or off",
     )
 
 
@@ -220,7 +214,7 @@ class ModelConfig(GangConfig):
     options_title: ClassVar[str] = "model"
 
     model: Path | None = option(
-        None, checkpoint_folder, "checkpoint folder; without it, a small Qwen3-MoE checkpoint that is made once", "DIR"
+        None, checkpoint_folder, "checkpoint folder (default: a small Qwen3-MoE checkpoint, which is made once)", "DIR"
     )
     backend: str = option(
         "auto", one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), f"dispatch backend: {BACKEND_NAMES}"
@@ -231,14 +225,12 @@ class ModelConfig(GangConfig):
         "f32, f16 or bf16, for activations and plain weights (default: bf16 on GPUs, f32 on CPUs)",
     )
     quantize: str = option(
-        "none", one_of("none", "int4", "int8", "fp8"), "quantize plain experts while they load: int4, int8 or fp8"
+        "none", one_of("none", "int4", "int8", "fp8"), "quantize plain experts while loading: none, int4, int8 or fp8"
     )
 
     input_dtype: str | None = input_dtype_option()
     batch_balance: str = batch_balance_option()
-    allow_nonfinite: bool = option(
-        False, None, "load weights that hold NaN or infinity too, which are refused otherwise"
-    )
+    allow_nonfinite: bool = option(False, None, "accept weights with NaN or infinity, which are refused otherwise")
 
     def check_quantize(self) -> None:
         """Raises OptionError if --quantize is given for a checkpoint that is already quantized."""
@@ -258,18 +250,18 @@ class ElasticOptions(ModelConfig):
 
     options_title: ClassVar[str] = "workers that come and go"
 
-    elastic: bool = option(False, None, "go on without workers that die, hang or leave, and with those that join")
-    min_ranks: int | None = option(None, at_least(1), "end where fewer workers than this are left (default: 1)", "N")
+    elastic: bool = option(False, None, "keep running when workers die, hang, leave or join")
+    min_ranks: int | None = option(None, at_least(1), "stop if fewer workers than this remain (default: 1)", "N")
     max_ranks: int | None = option(None, at_least(1), "let workers join up to this many (default: --ep-size)", "N")
     spare_slots: int | None = option(
         None,
         at_least(0),
-        "empty expert slots of each worker, for those of one that is lost (default: as many as --min-ranks workers "
+        "empty expert slots of each worker, for the experts of lost workers (default: as many as --min-ranks workers "
         "need to hold all experts)",
         "N",
     )
     when_uncovered: str = option(
-        "wait", one_of("wait", "skip"), "what tokens do whose experts are being read again: wait for them, or skip them"
+        "wait", one_of("wait", "skip"), "tokens whose experts are being reloaded: wait for them"
     )
 
     def check_elastic(self) -> None:

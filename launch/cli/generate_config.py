@@ -81,24 +81,24 @@ class GenerateConfig(ElasticOptions):
     )
     prompt: str | None = option(None, _some_text, "a single prompt", "TEXT")
     output: Path | None = option(None, output_file, "write the JSON lines here instead of printing them", "FILE")
-    resume: bool = option(False, None, "go on behind the lines that --output has already, of an interrupted run")
+    resume: bool = option(False, None, "continue an interrupted run after the lines that --output already has")
     max_new_tokens: int = option(64, at_least(1), "continue each prompt by at most this many tokens")
-    stop: str | None = option(None, _some_text, "end a text before this, wherever it comes up", "TEXT")
-    chat: bool = option(False, None, "take each prompt as a message to the model, by its chat template")
+    stop: str | None = option(None, _some_text, "end each text before this string", "TEXT")
+    chat: bool = option(False, None, "treat each prompt as a user message, with the model's chat template")
     temperature: float = option(
         0.0,
         number("a number of at least 0", lambda value: value >= 0),
-        "draw tokens at this temperature; at 0, take the likeliest",
+        "sampling temperature; 0 takes the likeliest token",
     )
-    top_k: int = option(0, at_least(0), "draw among this many of the likeliest tokens; at 0, among all")
+    top_k: int = option(0, at_least(0), "sample from this many of the likeliest tokens; 0 is all")
     top_p: float = option(
         1.0,
         number("above 0 and at most 1", lambda value: 0 < value <= 1),
-        "draw among the likeliest tokens that together have this probability",
+        "sample from the likeliest tokens that together have this probability",
     )
-    seed: int = option(0, at_least(0), "seed of the drawn tokens")
+    seed: int = option(0, at_least(0), "seed of the sampling")
     logprobs: int | None = option(
-        None, at_least(0), "tell the log-probability of each token, and those of this many of the likeliest", "K"
+        None, at_least(0), "report the log-probability of each token, and those of this many likeliest tokens", "K"
     )
     return_routed_experts: Path | None = option(
         None,
@@ -108,24 +108,24 @@ class GenerateConfig(ElasticOptions):
     )
     return_routed_weights: bool = option(False, None, "write the router's weights too; with --return-routed-experts")
     batch_invariant: bool = option(
-        False, None, "continue each prompt by the same bits whatever prompts are beside it, on any number of workers"
+        False, None, "make each text independent, bit for bit, of the other prompts and of the number of workers"
     )
     batch_size: int = option(8, at_least(1), "sequences that each worker decodes at a time")
     prefill_tokens: int = option(
         4096,
         at_least(1),
-        "a worker reads at most so many tokens of prompts in a step, padding included; a longer prompt alone",
+        "most prompt tokens, padding included, that a worker reads in a step; a longer prompt is read alone",
     )
     eplb: bool = option(False, None, "balance the experts over the workers while they decode")
     num_redundant_experts: int = option(
         0, at_least(0), "extra expert slots, over all workers, for replicas; with --eplb or --elastic", "N"
     )
-    graphs: bool = option(True, None, "run passes in CUDA graphs, where the backend and the experts allow it")
+    graphs: bool = option(True, None, "run passes in CUDA graphs, if the backend and the experts allow it")
     prefill_graphs: str = option(
         "auto",
         one_of("auto", "on", "off"),
-        "read prompts in CUDA graphs of a few sizes that passes are filled up to: auto (where possible), on (fill "
-        "them up where nothing can be captured, too) or off",
+        "read prompts in CUDA graphs of a few sizes, to which passes are padded: auto (if possible), on (pad even if "
+        "nothing can be captured) or off",
     )
 
     def check(self) -> None:

@@ -74,6 +74,11 @@ class Parser(argparse.ArgumentParser):
                 f"{', '.join(map(repr, action.choices))}){did_you_mean(str(value), list(action.choices))}"
             )
 
+    def format_help(self) -> str:
+        arguments = [f"{action.metavar} " for action in self._actions if not action.option_strings]
+        self.usage = f"{self.prog} {''.join(arguments)}[options]"  # argparse's own names all of the flags
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
@@ -95,20 +100,20 @@ def option(default: Any, parse: Parse | None, text: str, metavar: str = "") -> A
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, *, config_file: bool = False) -> None:
-    """Adds a flag for every field, grouped by the `options_title` of the class that declares it.
+    """Adds a flag for every field, the command's own first, then groups by the `options_title` of the declaring class.
 
     Args:
         config_file: adds --config, a file that gives some of them.
     """
     by_name = {item.name: item for item in fields(config)}
-    for owner in config.__mro__:
+    for owner in sorted(config.__mro__, key=lambda owner: owner.__dict__.get("options_title", "")):
         title = owner.__dict__.get("options_title")
         group = parser.add_argument_group(title) if title else parser
         for name in inspect.get_annotations(owner):
             if name in by_name:
                 _add_flag(group, by_name.pop(name))
     if config_file:
-        text = "take options from this TOML or JSON file, where the command line has none"
+        text = "read options from this TOML or JSON file; the command line overrides them"
         parser.add_argument("--config", metavar="FILE", help=text)
 
 

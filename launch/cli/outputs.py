@@ -8,7 +8,7 @@ from pathlib import Path
 from moe_ep.files import naming, write_whole
 
 # Part of the help of every --json.
-ADDS_LINES = "; they are added to the file, so that no measurement is lost"
+ADDS_LINES = "; they are appended to the file"
 
 
 def tell(text: str, path: Path | None, json_lines: Callable[[], Iterable[str]]) -> None:

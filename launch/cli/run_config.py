@@ -58,7 +58,7 @@ class EplbOptions:
     options_title: ClassVar[str] = "routing and load balancing"
 
     eplb: bool = option(
-        False, None, "after --steps steps, move experts to level the load, then run as many steps again"
+        False, None, "run --steps steps, move experts to balance the load, then run as many steps again"
     )
     num_redundant_experts: int | None = option(
         None,
@@ -68,7 +68,7 @@ class EplbOptions:
         "N",
     )
     eplb_interval: int | None = option(
-        None, at_least(1), "steps between later plans; without it, there is one plan only", "N"
+        None, at_least(1), "steps between further plans (default: there is one plan only)", "N"
     )
     eplb_policy: str = option("incremental", one_of_these(lambda: tuple(EPLB_POLICIES)), "incremental or deepseek")
     eplb_objective: str = option(
@@ -77,7 +77,7 @@ class EplbOptions:
     eplb_replicas: str = option(
         "auto",
         one_of("auto", "levelled", "one"),
-        "which replica a token takes: levelled over all, one for each expert, or auto (one for small batches)",
+        "the replica that a token takes: levelled over all, one for each expert, or auto (one for small batches)",
     )
     eplb_threshold: float = option(0.97, _share, "make no plan while balancedness is at least this", "SHARE")
     eplb_synchronous: bool = option(False, None, "move experts between two steps instead of in the background")
@@ -157,16 +157,16 @@ class RunConfig(ElasticOptions, EplbOptions):
     text: Path | None = option(
         None,
         _text_file,
-        "take the tokens from this text (plain, or JSON with strings); without it they are drawn",
+        "take the tokens from this text, plain or JSON with strings (default: random tokens)",
         "FILE",
     )
     graphs: bool | None = option(
         None,
         None,
-        "run the measured steps as a CUDA graph (default: where the backend and the experts can be captured)",
+        "run the measured steps as a CUDA graph (default: if the backend and the experts can be captured)",
     )
     verify: bool = option(True, None, "compare every layer with the plain reference")
-    seed: int = option(0, at_least(0), "seed of the drawn tokens")
+    seed: int = option(0, at_least(0), "seed of the random tokens")
     metrics_port: int | None = option(
         None, port, "serve Prometheus metrics during the steps, each rank at PORT + its local rank", "PORT"
     )

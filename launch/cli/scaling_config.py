@@ -88,17 +88,19 @@ class ScalingConfig(GangConfig):
     variant_tokens: tuple[int, ...] = option(
         (),
         whole_numbers,
-        "measure every --backend, --wire, --routing and --eplb at these tokens only, and the first of each at the "
-        "others; without it, everything is measured at all tokens",
+        "measure all values of --backend, --wire, --routing and --eplb at these tokens only, and the first value of "
+        "each at the others (default: measure everything at all tokens)",
     )
     chain: int = option(8, at_least(1), "steps in one repeat, each with other tokens")
-    repeats: int = option(30, at_least(1), "most repeats of a row")
-    repeat_seconds: float = option(0.25, _seconds, "stop repeating a row after so many seconds, and at least 5 repeats")
+    repeats: int = option(30, at_least(1), "maximum repeats of a row")
+    repeat_seconds: float = option(
+        0.25, _seconds, "stop repeating a row after this many seconds, but not before 5 repeats"
+    )
     seconds: float | None = option(
-        None, _seconds, "time limit of the whole command: no row begins that may end after it; variants come last"
+        None, _seconds, "time limit of the whole command: no row starts that may end after it; variants come last"
     )
     seed: int = option(0, at_least(0), "seed of weights, tokens and choices")
-    commit: str | None = option(None, str, "commit to record, where this is no git checkout", "HASH")
+    commit: str | None = option(None, str, "commit to record, if this is not a git checkout", "HASH")
     json: Path | None = option(
         None, output_file, f"write a JSON line for each row, as soon as it is measured{ADDS_LINES}", "FILE"
     )

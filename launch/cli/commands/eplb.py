@@ -72,7 +72,7 @@ class SceneConfig(MachineConfig):
 
     planned_on: float = option(0.5, _share, "share of the steps to plan on; the others are measured")
     step_tokens: int = option(
-        1024, at_least(1), "tokens of all ranks in a step, for choices that are drawn or have no steps"
+        1024, at_least(1), "tokens of all ranks in a step, for random choices and for choices without steps"
     )
     array: str = option("", str, "array of a file of plain choices (default: all, one after the other)")
 
@@ -182,19 +182,23 @@ class SimulateConfig(SceneConfig):
     )
     spare_slots: int = option(2, at_least(0), "scratch slots of a rank that per-batch may fill")
     copy_cost_rows: float = option(
-        0.0, number("a number of at least 0", lambda rows: rows >= 0), "rows that a copy must take off the maximum"
+        0.0,
+        number("a number of at least 0", lambda rows: rows >= 0),
+        "rows by which a copy must lower the maximum load",
     )
-    layers: int = option(4, at_least(1), "layers of drawn choices")
-    experts: int = option(256, at_least(1), "experts of drawn choices")
-    top_k: int = option(8, at_least(1), "experts that each token draws")
-    steps: int = option(32, at_least(2), "steps of drawn choices")
+    layers: int = option(4, at_least(1), "layers of random choices")
+    experts: int = option(256, at_least(1), "experts of random choices")
+    top_k: int = option(8, at_least(1), "experts of each token, for random choices")
+    steps: int = option(32, at_least(2), "steps of random choices")
     geometry: str = option("", geometry_name, f"model whose layer is timed by the cost model: {GEOMETRY_NAMES}")
     expert_bytes: int | None = option(
-        None, at_least(1), "bytes of an expert, to tell how many move (default: those of --geometry)"
+        None, at_least(1), "bytes of an expert, to report bytes moved (default: those of --geometry)"
     )
-    seed: int = option(0, at_least(0), "seed of drawn choices")
+    seed: int = option(0, at_least(0), "seed of random choices")
     json: Path | None = option(None, output_file, "write a JSON line for each row", "FILE")
-    picture: Path | None = option(None, _picture, "draw how even the steps are, a PNG, .pdf or .svg file", "FILE")
+    picture: Path | None = option(
+        None, _picture, "draw how even the load of the steps is, as .png, .pdf or .svg", "FILE"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +207,7 @@ class ReportConfig(SceneConfig):
 
     policy: str = option("incremental", str, "policy to plan with")
     rule: str = option("levelled", str, "replica rule")
-    out: Path = option(Path("eplb-load.png"), _picture, "PNG file to write, or .pdf or .svg", "FILE")
+    out: Path = option(Path("eplb-load.png"), _picture, ".png, .pdf or .svg file to write", "FILE")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,12 +48,12 @@ class PlanConfig:
         (8, 16, 32, 64, 128, 256, 512), whole_numbers, "EP sizes, one rank for each GPU", "N,N"
     )
     tokens: tuple[int, ...] = option((1, 64, 128, 4096), whole_numbers, "tokens of each rank in a step", "T,T")
-    gpus_per_host: int = option(8, at_least(1), "GPUs that one host's links join")
+    gpus_per_host: int = option(8, at_least(1), "GPUs of one host")
     network_gb_per_s: float = option(50.0, _rate, "GB/s from one GPU to other hosts; 50 is a 400 Gb/s card for each")
     wire: str = option("bf16", one_of("bf16", "fp8"), "dtype of dispatched rows: bf16 or fp8")
     two_level: bool = option(True, None, "send a token once to each host instead of each rank")
     measured: Path | None = option(
-        None, _results, "fit the rates to these results of `bench scaling`, and compare", "FILE"
+        None, _results, "fit the rates to these results of `bench scaling`, and compare with them", "FILE"
     )
     json: Path | None = option(None, output_file, "write a JSON line for each row", "FILE")
 
