@@ -27,7 +27,6 @@ class Batch(NamedTuple):
         expert_map: int32 `[E]`: index of each id on this rank, -1 where it is on another.
         code_dtype: rows are transferred in int8 or e4m3; None for their own dtype.
         keeps_codes: the experts read rows as they were transferred, so they are handed over with their scales.
-        scales: of rows that are codes.
     """
 
     rows: torch.Tensor
@@ -88,7 +87,6 @@ def check_arguments(
     """ValueError for a batch that cannot be dispatched; looks at shapes and dtypes, and never at values on a GPU.
 
     Args:
-        known_ids: ids are below this.
         capacity: the most tokens; None for any number.
     """
     check_tensors(a1=a1, topk_weights=topk_weights, topk_ids=topk_ids)

@@ -156,7 +156,6 @@ def make_batch_plan(
         positions: int32 `[R, C, topk]`, within the source.
         counts: int32 `[R, E]`, tokens of each source for each global expert.
         expert_map: int32 `[E]`, global -> local; None for the identity.
-        max_rows: rows that each expert has room for.
     """
     num_sources, num_experts = counts.shape
     before = counts.cumsum(dim=0) - counts

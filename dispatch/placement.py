@@ -17,12 +17,9 @@ class Placement:
 
     Args:
         owners: int32 `[E + shared]` on the host, the rank that each id is sent to.
-        rank: this rank.
 
     Attributes:
-        num_ids: E + shared.
         num_local: how many ids this rank has.
-        on_host: the owners as given.
     """
 
     def __init__(self, owners: torch.Tensor, rank: int) -> None:

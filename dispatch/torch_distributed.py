@@ -57,8 +57,6 @@ class Handle:
     Attributes:
         sent: the backend's own part.
         stream: the stream that the batch's memory belongs to; 0 on the CPU.
-        shape, dtype, device: of the output.
-        is_combined: the handle was used.
     """
 
     sent: Any

@@ -38,7 +38,6 @@ class Grid(NamedTuple):
     Attributes:
         members: `[H][L]`, the group's ranks by host and local rank. Hosts are in the order of their ranks with this
             rank's local rank, which is the order of ranks in the group across hosts.
-        host, local_rank: of this rank.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -126,7 +125,6 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
     rank adds them, with the bits of `all_to_all`.
 
     Args:
-        moe_config, quant_config, process_group: as for all backends.
         levels: backends of the Standard format across hosts and within one; None for nvshmem_high_throughput, or
             all_to_all where that cannot run, or where
             the layer is batch-invariant.

@@ -103,7 +103,6 @@ def sort_slots_by_expert(
 
     Args:
         topk_ids: integer `[T, top_k]`, global ids; those that are no expert (see moe_align_block_size) appear nowhere.
-        num_experts: number of local experts.
         expert_map: integer `[global experts]`, global -> local, -1 if not local; None if the ids are local.
 
     Returns:
@@ -286,7 +285,6 @@ def cuda_align(
     """Returns (sorted ids, expert ids, tokens of each expert, entries in use), int32; does not check its arguments.
 
     Args:
-        topk_ids: integer ids of any shape.
         length: number of entries of the sorted ids.
         key_map: integer `[num_experts]`, the list that each id goes to, -1 for none; None if it is the id's own.
         names: integer `[num_experts]`, the number that stands for each list in the expert ids; None for its own.

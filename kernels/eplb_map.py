@@ -34,11 +34,7 @@ class MapParams(ctypes.Structure):
 
 
 class _Block(NamedTuple):
-    """What a block of the kernel is made of; the names are those of its parameters.
-
-    Attributes:
-        slots_each: of a thread that has slots.
-    """
+    """What a block of the kernel is made of; the names are those of its parameters."""
 
     max_replicated: int
     stride: int

@@ -29,10 +29,8 @@ class Kernel:
     """A kernel on one device. Its parameters lie in one block of memory; those of CUDA sources are one struct.
 
     Args:
-        entry: its name.
         function: the driver's handle, of the context that is current.
         owner: keeps the code loaded.
-        offsets: where each parameter begins.
     """
 
     def __init__(

@@ -61,11 +61,7 @@ def check_local_experts(expert_map: torch.Tensor, num_local_experts: int) -> Non
 
 
 def check_ids(topk_ids: torch.Tensor, known_ids: int, known_as: str) -> None:
-    """Raises ValueError for ids on the host that are neither -1 nor below `known_ids`; no others are looked at.
-
-    Args:
-        known_as: what messages call known_ids.
-    """
+    """Raises ValueError for ids on the host that are neither -1 nor below `known_ids`; no others are looked at."""
     if topk_ids.device.type != "cpu" or not topk_ids.numel():
         return
     least, most = (int(bound) for bound in topk_ids.aminmax())

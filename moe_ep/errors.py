@@ -88,11 +88,7 @@ def check_at_least(least: int, **values: int) -> None:
 
 
 def check_below(bound: str, limit: int, **values: int) -> None:
-    """Raises TypeError for a value that is not a whole number, and ValueError for one outside [0, limit).
-
-    Args:
-        bound: what the limit is called.
-    """
+    """Raises TypeError for a value that is not a whole number, and ValueError for one outside [0, limit)."""
     check_whole(**values)
     for name, value in values.items():
         if not 0 <= value < limit:

@@ -109,9 +109,6 @@ def expert_owner_table(
 
     Example: E=5, ep_size=2, one shared expert, ep_rank=1: linear [0, 0, 0, 1, 1, 1], round_robin [0, 1, 0, 1, 0, 1].
 
-    Args:
-        ep_rank: the rank that sends.
-
     Raises:
         ValueError: a size that is not positive, a rank outside [0, ep_size), an unknown strategy.
     """
@@ -134,7 +131,6 @@ def maybe_roundup_hidden_size(
     size. So a multiple of 32 is never changed.
 
     Args:
-        hidden_size: K of the model.
         act_dtype: dtype of the activations; nothing here depends on it.
         quant_config: the experts' quantization; None for plain weights.
         parallel_config: names the dispatch backend.

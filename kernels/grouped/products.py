@@ -27,7 +27,6 @@ class Blocks(NamedTuple):
         places: int32 `[S]`; those from num_places on stand for no row.
         experts: int32 `[S / size]`, the local expert of each block.
         used: int32 `[1]`, how many entries count; a multiple of size.
-        size: the rows of a block.
         num_places: how many places there are.
         most: positions that count at most, known on the host; others are left out.
     """
@@ -123,7 +122,6 @@ class Tiles:
         rows: of one expert; what lists of rows are padded to.
         columns: of the output (with a gate, so many of gate and of up).
         inner: columns of the input in one step.
-        num_warps: of a program.
         num_stages: steps that are on their way from memory, the present one among them.
         group: blocks of rows that go through a block of columns together, so that weights come from the L2 cache.
     """

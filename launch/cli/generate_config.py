@@ -44,7 +44,6 @@ class PromptLine:
     """One prompt, or the error in its line.
 
     Attributes:
-        index: its number among all prompts.
         where: where it was read, for messages.
         prompt: None if the line is wrong; `error` says why.
     """

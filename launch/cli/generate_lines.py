@@ -74,9 +74,6 @@ class CompletionLines:
         prompts: the fields of each prompt's line, which the output repeats.
         output: the file, or None for stdout.
         finished: lines of the file to keep; the others are replaced.
-
-    Attributes:
-        num_written: lines in the file.
     """
 
     def __init__(self, prompts: Sequence[dict[str, Any]], output: Path | None, finished: Finished = Finished()) -> None:

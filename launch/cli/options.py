@@ -100,11 +100,7 @@ def option(default: Any, parse: Parse | None, text: str, metavar: str = "") -> A
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, *, config_file: bool = False) -> None:
-    """Adds a flag for every field, the command's own first, then groups by the `options_title` of the declaring class.
-
-    Args:
-        config_file: adds --config, a file that gives some of them.
-    """
+    """Adds a flag for every field: the command's own, then groups by the `options_title` of the declaring class."""
     by_name = {item.name: item for item in fields(config)}
     for owner in sorted(config.__mro__, key=lambda owner: owner.__dict__.get("options_title", "")):
         title = owner.__dict__.get("options_title")

@@ -82,7 +82,6 @@ class StepReport:
         step_ms: of each rank, milliseconds from the barrier before the step to the end of its last layer.
         stage_ms: `[rank][layer]`, milliseconds of each stage.
         loads: `[layer][rank]`, expert assignments to the rank.
-        balancedness: of each layer.
     """
 
     step: int

@@ -36,7 +36,6 @@ class Request:
 
     Attributes:
         kind: "join" or "leave".
-        rank: the rank that is to leave.
     """
 
     def __init__(self, kind: str, rank: int) -> None:

@@ -42,8 +42,6 @@ class ElasticOutcomes:
 
     Args:
         store: the gang's store, which this process serves.
-        ranks: the initial ranks.
-        end_process: ends the process of a rank, if it exists.
         on_item: gets the items of all ranks, including lost ones.
 
     Attributes:
@@ -85,7 +83,6 @@ class ElasticOutcomes:
         """Accepts requests to join and leave.
 
         Args:
-            start_rank: starts the process of a new rank.
             replaces: whether a new rank is started for each lost one.
         """
         self._control, self._start_rank = control, start_rank

@@ -50,7 +50,6 @@ class WorkerFailure:
 
     Attributes:
         node: address or name of its machine.
-        cause: one line.
         traceback: of the exception; empty if the process died.
         echo: whether it looks like the consequence of a peer's failure.
         refusal: whether the worker refused its settings, so that only the command is wrong.
@@ -153,7 +152,6 @@ class Gang(ABC):
 
         Args:
             fn: also gets `membership=`, this worker's `Membership`, and makes the process group through it.
-            on_item: gets the items of all ranks.
 
         Returns:
             The results of the remaining ranks, in rank order, and an account of each loss (`ElasticOutcomes`).
@@ -194,7 +192,6 @@ def run_rank(
 
     Args:
         store: the rendezvous store, if this process serves it.
-        exports: whether to write the rank to the environment.
     """
     try:
         import torch

@@ -89,9 +89,6 @@ class RayGang(Gang):
         address: host:port of a running cluster or "auto"; None means the cluster that this process belongs to
             (RAY_ADDRESS, a Ray job), or else a private one on loopback that ends with the gang.
 
-    Attributes:
-        cluster: the private cluster, if this gang started one.
-
     Raises:
         GangError: nothing answers at the address, or the cluster is too small.
     """
@@ -265,7 +262,6 @@ class Place:
 
     Attributes:
         gpu: its GPU's index on the node, -1 for none.
-        device: its torch device.
         host: the node's name.
     """
 
@@ -725,7 +721,6 @@ class PrivateCluster:
         options: further options of `ray.init`.
 
     Attributes:
-        processes: the processes that Ray started.
         servers: those of them that the cluster cannot do without, with their names.
     """
 

@@ -390,7 +390,6 @@ class _Node:
     Attributes:
         is_over: all ranks have answered, or the job has failed with `failure` or `error`.
         record: called with the outcome of each rank; by default it adds to `outcomes`.
-        to_start: ranks that node 0 asks this node to start.
     """
 
     node_rank: int

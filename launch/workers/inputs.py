@@ -76,9 +76,6 @@ _CHOSEN, _STEP_DOWN = 4.0, 0.125
 class RoutingSource:
     """Logits f32 `[T, E]` for every step, layer and rank, the same wherever they are asked for.
 
-    Args:
-        model: what the model is called in traces.
-
     Raises:
         ConfigError: the recorded run is of another model.
     """

@@ -69,10 +69,8 @@ class Rows:
 
     Args:
         about: what all rows of this run say: versions, machine, commit, seed, command, ceilings.
-        total: rows that were asked for.
         before: of an earlier run, the same on every rank. Those that say the same of all but command and ceilings are
             taken for measured, where there is a commit to know their code by.
-        speaks: whether this is rank 0.
     """
 
     def __init__(self, about: Row, total: int, before: Sequence[Row], *, speaks: bool) -> None:

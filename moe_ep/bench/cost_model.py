@@ -42,8 +42,6 @@ class Machine:
         alone_us: more of them where there is one rank, which sorts tokens by expert and adds them up.
         memory_efficiency, compute_efficiency: shares of those rates that the experts reach.
         wire_efficiency: share of the links' rate that dispatch and combine reach.
-        route_us: of router and mapping.
-        memory_bytes: of one GPU.
 
     Raises:
         ValueError: a number that is not above 0, or not finite.
@@ -79,7 +77,6 @@ class Step:
 
     Attributes:
         bottleneck: the largest of memory, compute, links, network and latency.
-        active_experts: of the busiest rank.
         link_bytes, network_bytes: that leave a GPU in the dispatch.
         weights_bytes: of all MoE layers of the model on one rank.
         tokens_per_s: of all ranks through all MoE layers of the model.
@@ -307,7 +304,6 @@ class Spread:
     """Of one token, on average.
 
     Attributes:
-        ranks, hosts: that have one of its experts.
         variance: of the number of its experts on one rank, whose mean is top_k / R.
     """
 
@@ -318,12 +314,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a step asks of the busiest of R ranks with T tokens each.
-
-    Attributes:
-        rows: expert assignments.
-        active_experts: experts with tokens.
-    """
+    """What a step asks of the busiest of R ranks with T tokens each."""
 
     rows: float
     active_experts: float

@@ -50,7 +50,6 @@ class BenchLayers:
         capacity: max_num_tokens of the layers.
         eplb: with one redundant slot a rank, and experts placed by `balance`, which moves them: take weights that no
             other layers share.
-        input_dtype, batch_balance: of the layers.
         weights: of each copy; they keep what was packed from one set of layers to the next.
     """
 

@@ -52,8 +52,6 @@ class _ExpertParts(NamedTuple):
     """The tensors of all experts, or their rows where they are fused.
 
     Attributes:
-        infos: by name, where each lies.
-        parts: by name, what each holds.
         names: of the whole tensors in the files.
     """
 

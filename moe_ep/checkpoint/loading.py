@@ -491,7 +491,6 @@ def read_linear(
 
     Args:
         size: (out_features, in_features).
-        device: where it is unpacked and stays.
         beside: a tensor of the module that is no part of the linear layer.
 
     Raises:

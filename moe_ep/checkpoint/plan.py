@@ -26,7 +26,6 @@ class StoredTensor:
 
     Attributes:
         info: its bytes; of a fused tensor, those of one expert.
-        layout: what it is.
         part: the part of those bytes, as rows of outputs; empty for all of them.
         transposed: whether outputs run along the last dimension on disk.
     """
@@ -231,9 +230,6 @@ def find_linear(
 class ExpertTensors:
     """The tensors of all experts of one layer.
 
-    Args:
-        quantization: of the layer's experts.
-
     Raises:
         CheckpointError: more or fewer experts on disk than in the config, fused tensors of a format that has none here,
             or of other shapes than the config says.
@@ -406,7 +402,6 @@ class Slot:
         param_name: the layer's parameter; empty for a tensor that must equal its layout's default.
         shard_id: w1, w2 or w3.
         expert_id: physical expert; fused shared ones follow the redundant ones.
-        layout: of the tensor.
         stored: how it is taken out of what is read; None for the default.
         part: the part of the tensor that this expert is; empty for all of it.
     """
@@ -493,9 +488,7 @@ class _Linear:
 
     Attributes:
         found: its tensors on disk by suffix; stem + suffix is what one would be called, unless names says otherwise.
-        layouts: of all tensors that it may have.
         expert_layouts: of the expert's part of them, smaller where several experts share the tensors.
-        index: which of these this is.
     """
 
     stem: str

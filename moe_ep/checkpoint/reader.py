@@ -54,7 +54,6 @@ class TensorInfo:
     """Where a tensor lies.
 
     Attributes:
-        file: the shard that holds it.
         offset: first byte, counted from the start of the file.
         nbytes: its size; the bytes are row-major and little-endian.
     """
@@ -638,7 +637,6 @@ class _Batch:
 
     Attributes:
         runs: `(offset in the file, position in the buffer, bytes)` of ranges without a gap.
-        tensors: each with its position in the buffer.
         spans: ranges of the buffer whose tensors have one dtype, in order.
         is_suspect: whether one of the tensors holds NaN or infinity.
     """

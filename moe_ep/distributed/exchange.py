@@ -196,12 +196,7 @@ def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
 
 
 class Exchange(Protocol):
-    """Whole numbers of every rank, again and again.
-
-    Attributes:
-        rank, size: of this process in the group.
-        timeout_s: deadline of every exchange.
-    """
+    """Whole numbers of every rank, again and again."""
 
     rank: int
     size: int
@@ -255,7 +250,6 @@ class SharedMemoryExchange:
 
     Args:
         path: a `shared_file` of these sizes.
-        detector: of the ranks that share it.
         width: number of values in an answer.
         timeout_s: deadline of every question.
         num_questions: questions are numbered anew from 0 after so many; even.

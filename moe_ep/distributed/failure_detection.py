@@ -130,13 +130,10 @@ class FailureDetector:
 
     Args:
         prefix: of the keys in the store; the same on every rank, and never used for other ranks or a second detector.
-        rank, size: of this process in the group.
         members: the group's ranks in the default group; None if their processes are not known.
 
     Attributes:
-        rank, size: as given.
         epoch: how often ranks were excluded.
-        live: the ranks that were not.
         has_ended: a rank has asked who failed. The group's steps have come to an end, and no rank need wait any longer.
         logs_refusals: log what other ranks refuse, for waits on the device, which the host cannot end.
     """
@@ -346,8 +343,6 @@ class FailureDetector:
         """The error for a wait that failed, with the failed ranks where they are known.
 
         Args:
-            story: what did not happen.
-            cause: what the wait ended with.
             ranks: how messages number the ranks of the group; None for their own numbers.
         """
         number: Callable[[int], int] = (lambda rank: rank) if ranks is None else ranks.__getitem__

@@ -73,8 +73,6 @@ def plan_batch(
         counts: integer `[R, E]`, rows that each source rank has for each logical expert.
         physical_to_logical: integer `[P]`, the expert in each slot, slots in rank order; -1 for an empty slot. Where
             ep_size does not divide P, the first ranks have one slot more.
-        ep_size: R.
-        spare_slots: scratch slots of each rank.
         copy_cost_rows: rows that a copy must take off the maximum to pay; every copy takes off more.
         tolerance: no copies are made for a maximum within this share above the mean.
 

@@ -42,9 +42,6 @@ class SideChannel:
         process_group: the EP ranks. Making the channel is a collective step of them.
         timeout_s: deadline of every exchange.
 
-    Attributes:
-        rank, size: of this process in the group.
-
     Raises:
         EplbError: a rank did not take part in making it before the deadline.
     """
@@ -88,7 +85,6 @@ class SideChannel:
 
         Args:
             what: for the message, completes "the ranks could not exchange ...".
-            values: at least one.
 
         Raises:
             EplbError: a rank did not take part before the deadline.

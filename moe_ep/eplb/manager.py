@@ -56,7 +56,6 @@ class EPLBManager:
         listener: is told what happens (`moe_ep.eplb.events`); what it raises is logged, and nothing else comes of it.
 
     Attributes:
-        placement: where the experts are.
         totals: what was done so far.
 
     Raises:

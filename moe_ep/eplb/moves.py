@@ -57,7 +57,6 @@ def plan_moves(old: Array, new: Array, num_ranks: int, rank: int, ranks_per_host
 
     Args:
         old, new: integer `[P]`, the logical expert of each slot, P / num_ranks slots to a rank.
-        rank: whose moves.
         ranks_per_host: consecutive ranks that share a host; None where all do.
     """
     num_slots = len(old) // num_ranks

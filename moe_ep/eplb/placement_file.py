@@ -32,8 +32,6 @@ class PlacementFile:
 
     Attributes:
         model: a checksum that says which model the placement is for (`model_checksum`).
-        ep_size: R ranks.
-        num_experts: E.
         physical_to_logical: int64 `[L, P]`.
 
     Raises:

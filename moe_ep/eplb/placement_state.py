@@ -25,7 +25,6 @@ class PlacementState:
 
     Args:
         physical_to_logical: integer `[L, P]`, where the experts are.
-        num_experts: E.
         num_ranks: ranks that hold the slots, as many each.
 
     Attributes:

@@ -17,7 +17,6 @@ def measure_load(counts: torch.Tensor, num_ranks: int, step: int) -> LoadReport:
 
     Args:
         counts: int64 `[S, L, P]` of physical experts, summed over ranks, slots in rank order.
-        step: steps that had ended.
     """
     slots = counts.unflatten(2, (num_ranks, -1))
     per_rank = slots.sum(dim=3)

@@ -29,9 +29,6 @@ class PlannerProcess:
 
     Args:
         limit_s: seconds that a plan may take.
-
-    Attributes:
-        process: the child.
     """
 
     def __init__(self, limit_s: float) -> None:

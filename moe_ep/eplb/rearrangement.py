@@ -43,8 +43,6 @@ class Job(NamedTuple):
     """A rearrangement that is due.
 
     Attributes:
-        number: which one it is, from 1 on.
-        step: after which it is due.
         counts: int32 `[S, L, P]` of this rank, to be planned from; None with a target.
         target: the placement to go to, where somebody gave one.
     """

@@ -78,8 +78,6 @@ def rebalance_experts(
         weight: loads of the logical experts `[L, E]`, any real dtype.
         num_replicas: P, slots of all ranks together, a multiple of num_ranks.
         num_groups: groups that the experts divide into; where num_nodes divides it, a group stays on one host.
-        num_nodes: hosts.
-        num_ranks: ranks of all hosts.
         policy: a name in `moe_ep.registry.EPLB_POLICIES`.
         old_physical_to_logical: the present placement `[L, P]`; None where nothing is placed and moves are free.
         window: counts of each step `[S, L, E]`. With it "incremental" plans are refined against the variation between

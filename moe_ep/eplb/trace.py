@@ -32,7 +32,6 @@ class RoutingTrace:
         layer: integer `[N]`, the position among the MoE layers, from 0.
         step: integer `[N]`, from 0.
         rank: integer `[N]`, the EP rank that had the token.
-        num_experts: logical experts of a layer.
         model: what the model calls itself; a trace is of use for that model only.
 
     Raises:

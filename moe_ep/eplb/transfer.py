@@ -32,7 +32,6 @@ class MessageTransport:
     Args:
         group: says which the EP ranks' group is, used by nobody else at the same time; None for one rank, or when it is
             closed.
-        timeout_s: deadline of one layer.
         is_hopeless: says whether a rank has failed, so that no message will come from it.
         left: where `close` leaves the group for another transport, by timeout, unless messages are under way in it;
             None where it is the caller's.

@@ -114,8 +114,6 @@ class _Part(NamedTuple):
 
     Attributes:
         addresses: where slot 0 begins, by rank, as this process sees it.
-        slot_bytes: of one expert.
-        start: where it goes in a row.
     """
 
     addresses: list[int]

@@ -57,7 +57,6 @@ class Conversation:
         chat_template: a name of one of the checkpoint's templates, or a template; None for its default.
         add_generation_prompt: whether the text ends with the beginning of an answer; None where the line does not say.
         continue_final_message: whether the model goes on with the last message; a text names the field of it.
-        variables: further variables of the template.
         others: the names of all other fields of the line.
         is_text: whether the line is a text that --chat makes a message.
     """
@@ -109,11 +108,7 @@ class Conversation:
 
 
 class ConversationRenderer:
-    """Renders conversations with the templates of a tokenizer; `close` ends the process that runs them.
-
-    Args:
-        tokenizer: of transformers.
-    """
+    """Renders conversations with the templates of a tokenizer; `close` ends the process that runs them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -29,12 +29,6 @@ class FusedModules:
 
     Fused forms are found by trying: a norm, a router or a rotary embedding is replaced if one of the known forms gives
     the result of the model's own code on an example.
-
-    Args:
-        routers: whether routers are replaced too.
-
-    Attributes:
-        forwards: each module that is replaced, with its fused form.
     """
 
     def __init__(self, model: torch.nn.Module, *, routers: bool = True) -> None:

@@ -88,11 +88,7 @@ def _runs(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def refuses_invariance(model: Any, layers: Sequence[Any]) -> str | None:
-    """Why the model's own parts cannot keep a token's bits the same in every batch; None if they can.
-
-    Args:
-        layers: of its cache.
-    """
+    """Why the model's own parts cannot keep a token's bits the same in every batch; None if they can."""
     config = model.config.get_text_config()
     for layer in layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):

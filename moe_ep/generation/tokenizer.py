@@ -23,9 +23,6 @@ class ModelTokenizer:
 
     `close` ends the process that renders chat templates.
 
-    Attributes:
-        tokenizer: of transformers.
-
     Raises:
         ConfigError: there is none that can be read without code of its own.
     """

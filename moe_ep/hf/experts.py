@@ -60,7 +60,6 @@ class ExpertsShape:
     """The shape of one experts module.
 
     Attributes:
-        name: its path in the model.
         swiglu_limit: as in `FusedMoE`.
         num_identities: experts that return what they read, whose ids follow the others'.
     """

@@ -55,7 +55,6 @@ def load_without_experts(
         reader: of the checkpoint. Nothing is fetched, and no code of the checkpoint is run.
         dtype: of weights and activations; None for the config's.
         attn_implementation: of transformers; None for its choice.
-        device: where the model goes.
 
     Raises:
         CheckpointError: tensors that are missing.

@@ -45,7 +45,6 @@ class StepDispatcher(LayerDispatcher):
         coordinator: knows the step that all ranks are making; None where they call their layers in lockstep.
         decode_max_num_tokens: the capacity of the second backend, for steps in which no rank has more tokens; None
             without one.
-        decode_backend: its name.
     """
 
     def __init__(
@@ -111,7 +110,6 @@ class RoutedExperts(FusedMoE):
             the others have. None where the ranks call their layers in lockstep by themselves.
         decode_max_num_tokens: with it, steps in which no rank has more tokens than this use a second backend of that
             capacity, which can be captured in a CUDA graph; all others use the layer's own.
-        decode_backend: its name.
         num_identities: experts that return what they read, whose ids follow the others'.
 
     Attributes:

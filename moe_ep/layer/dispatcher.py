@@ -20,9 +20,6 @@ class LayerDispatcher:
     Args:
         method: makes the backend (`maybe_make_prepare_finalize`).
         process_group: the layer's ranks; None for the default group.
-
-    Attributes:
-        groups: the layer's process groups.
     """
 
     def __init__(

@@ -48,7 +48,6 @@ class LayerEplbState(FixedTensors):
         logical_to_physical_map: int `[E, max_replicas]`, -1 padded.
         logical_replica_count: int `[E]`.
         replica_rule: which replica a token takes (`moe_ep.eplb.config.REPLICA_RULES`).
-        is_balanced: returns whether an EPLBManager balances the layer.
         is_moving: returns whether fetched experts are not yet in their slots on this rank.
         finish_moving: returns when none are, as `EPLBManager.finish`; a collective step of the ranks.
         in_doubt: whether other ranks may have another placement of this layer, as a rearrangement failed.

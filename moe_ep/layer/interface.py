@@ -20,8 +20,6 @@ class MoELayer(FixedTensors):
     """What `FusedMoE` has; its parameters are the experts of this rank, `[El, ...]`.
 
     Attributes:
-        layer_name: its name in graphs and messages.
-        num_experts: logical routed experts E.
         slots: which local slot holds which expert.
         loader: copies checkpoint tensors into the parameters.
         expert_map: int32 `[physical + shared]`, global -> local, -1 if not local; None if every expert is local.

@@ -114,7 +114,6 @@ class LatentProjections(nn.Module):
 
     Args:
         weights: down `[L, K]`, up `[K, L]`, and the weight `[L]` of an RMS norm of the experts' sum, or None.
-        eps: of that norm.
     """
 
     def __init__(self, weights: LatentWeights, eps: float, dtype: torch.dtype) -> None:

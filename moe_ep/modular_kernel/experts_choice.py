@@ -43,7 +43,6 @@ def choose_experts(
     Args:
         asked: "auto", or a registry name, which is then used for both formats.
         weights: w13 and w2 in the canonical quantized form; empty if they are plain.
-        device: the device of the weights.
 
     Raises:
         ValueError: an unknown name; the known ones are listed.

@@ -37,7 +37,6 @@ class InputRows:
 
     Attributes:
         dtype: torch.int8 or torch.float8_e4m3fn if they may be rounded to it; None for rows as they are.
-        why: who chose that.
     """
 
     dtype: torch.dtype | None

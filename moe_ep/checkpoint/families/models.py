@@ -37,7 +37,6 @@ class Family:
         intermediate_size: the config's key for N.
         text_config: extracts the language model's config, under the keys that the other functions read.
         names: fields of `MoEModelSpec` that locate and interpret tensors.
-        fields: the fields that depend on the config.
         limits: the config's keys for clamp limits; any other such key is refused.
     """
 

@@ -90,8 +90,6 @@ class NVFP4Config(QuantizationConfig):
     """nvfp4.
 
     Attributes:
-        weight_name: suffix of the codes.
-        global_name: suffix of the global scale.
         global_divides: whether the global scale divides; experts get its reciprocal.
     """
 

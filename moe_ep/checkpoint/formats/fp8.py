@@ -55,7 +55,6 @@ class Float8Config(QuantizationConfig):
     """One scheme of e4m3 weights.
 
     Attributes:
-        scale: which weights share a scale.
         scale_name: weight_scale or weight_scale_inv, the suffix of the layer's parameters.
         divides: whether scales divide; experts get their reciprocals.
     """

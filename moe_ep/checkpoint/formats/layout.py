@@ -44,7 +44,6 @@ class TensorLayout:
             of gate and up are concatenated.
         held: the dtype of the layer's parameter: None for the first of `dtypes`, or the layer's own dtype if several
             float types are accepted. Bytes held as floats are the bits of e8m0 numbers, powers of two.
-        other_names: names in files of other writers.
         in_order: for an INDEX, the groups of sorted columns: the meaning of -1, which writers leave for experts that
             calibration never reached.
     """
@@ -76,7 +75,6 @@ class ScaleShape:
         kind: TENSOR (one), CHANNEL (`[N, 1]`), GROUP (`[N, ceil(K / columns)]`) or BLOCK
             (`[ceil(N / rows), ceil(K / columns)]`).
         columns: input columns of a group or block; 1 if all share the scale.
-        rows: output rows of a block.
     """
 
     kind: Kind

@@ -132,7 +132,6 @@ class ModuleSchemes:
         quant_method: the name in config.json.
         schemes: (module patterns, their scheme or None for plain ones); the first match decides, and `Linear` matches
             modules that no other entry does.
-        ignored: patterns of plain modules.
 
     Raises:
         CheckpointError: no scheme is supported.

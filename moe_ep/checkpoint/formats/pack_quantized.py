@@ -50,7 +50,6 @@ class PackQuantizedConfig(QuantizationConfig):
 
     Attributes:
         bits: 4 or 8.
-        scale: which weights share a scale.
         symmetric: whether there are no zero points.
         scattered: whether the columns of a group may be scattered ("actorder": "group"); without a weight_g_idx in the
             file they are in order.

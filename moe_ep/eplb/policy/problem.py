@@ -18,7 +18,6 @@ class Problem:
         weight: loads of the logical experts, float64 `[L, E]`.
         num_replicas: P, the slots of all ranks together.
         num_groups: groups that the experts divide into; those of a group stay on one host where hosts divide groups.
-        num_nodes: hosts.
         num_ranks: R; P / R slots to a rank.
         old: the present placement, int64 `[L, P]`, or None where nothing is placed.
         tolerance: the share above the reachable maximum rank load at which an incremental plan stops.
