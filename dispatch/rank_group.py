@@ -113,7 +113,7 @@ class RankGroup:
         return Steps(self, name, device)
 
     def wait_for_sizes(self, name: str, have_come: Callable[[], bool]) -> None:
-        """Waits on the host; DispatchTimeoutError if they are not there before the deadline, or if a rank has failed."""
+        """Waits on the host; DispatchTimeoutError if they do not come before the deadline, or a rank has failed."""
         try:
             self.detector.wait_until(self.timeout_s, have_come)
         except RuntimeError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import moe_ep
 from moe_ep.bench.results import peak_memory
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
-from moe_ep.distributed.exchange import gather_texts
+from moe_ep.distributed.exchange import gather_values
 from moe_ep.distributed.membership import Membership
 from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.eplb.trace import model_name
@@ -82,9 +81,9 @@ def run_generate(
     folder = config.model if config.model is not None else demo_checkpoint()
     tokenizer = ModelTokenizer(folder)
     if membership is None:
-        prompts = prompts[_share("first", first)[0] :]
+        prompts = prompts[gather_values("first", first)[0] :]
         mine = prompts[rank_env.rank :: rank_env.world_size]
-        requests, refused = _together(_share("requests", _tokenized(tokenizer, rank_env.rank, mine)))
+        requests, refused = _together(gather_values("requests", _tokenized(tokenizer, rank_env.rank, mine)))
     else:
         prompts = prompts[first:]
         requests, refused = _together([_tokenized(tokenizer, rank_env.rank, prompts)])
@@ -192,11 +191,6 @@ def _together(by_rank: Sequence[dict[str, Any]]) -> tuple[list[Request], list[di
     if not everything:
         raise ConfigError(refused[0]["error"])
     return sorted(everything, key=lambda request: request.index), refused
-
-
-def _share(what: str, mine: Any) -> list[Any]:
-    """What every rank gives, by rank, as JSON: nothing that other processes send is unpickled."""
-    return [json.loads(text) for text in gather_texts(what, json.dumps(mine))]
 
 
 def _load(

@@ -143,7 +143,7 @@ class Clock:
         Where it would, so would all that come later.
         """
         if self._seconds is not None and not self._is_over:
-            ends = self._spent() + _LONGER * self._longest.get(phase, 0.0)
+            ends = time.time() - self._started + _LONGER * self._longest.get(phase, 0.0)
             self._is_over = slowest_rank([ends])[0] > self._seconds
         return self._is_over
 
@@ -157,9 +157,6 @@ class Clock:
     def note(self, phase: str, took_s: float) -> None:
         """What a row took."""
         self._longest[phase] = max(took_s, self._longest.get(phase, 0.0))
-
-    def _spent(self) -> float:
-        return time.time() - self._started
 
 
 def _is_of_any_code(commit: str) -> bool:
@@ -222,7 +219,8 @@ def run_scaling(
         rows = Rows(
             _about(rank_env, config, command, ceilings),
             sum(len(asked) for *_, asked in plan),
-            _of_rank_0(before),
+            # Each process that torchrun started has read a file of its own host; rank 0's counts.
+            gather_values("rows of before", list(before))[0] if dist.is_initialized() else before,
             speaks=rank_env.rank == 0,
         )
         gc.freeze()  # so that collecting what a row leaves is quick
@@ -264,11 +262,6 @@ def _measure_all(
 
 def _in_words(setting: Setting) -> str:
     return f"{setting.num_tokens} tokens a rank in {setting.phase}, {' '.join(setting[2:5])}, EPLB {setting.eplb}"
-
-
-def _of_rank_0(before: Sequence[Row]) -> Sequence[Row]:
-    """A collective step of all ranks: each process that torchrun started has read a file of its own host."""
-    return gather_values("rows of before", list(before))[0] if dist.is_initialized() else before
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,10 +128,8 @@ def predict(
     there = K * wire_bytes + (4 * -(-K // 128) if wire_bytes == 1 else 0)
     rows_link, rows_network = rows_sent(geometry, ep_size, tokens_per_rank, machine.gpus_per_host, two_level)
     load = busiest_rank(geometry, ep_size, tokens_per_rank)
-    weights_us, products_us = experts_floors_us(geometry, load, machine)
-    weights_us, products_us = weights_us / machine.memory_efficiency, products_us / machine.compute_efficiency
-    fixed_us = machine.experts_latency_us + (machine.alone_us if ep_size == 1 else 0.0)
-    experts_us = fixed_us + weights_us + products_us
+    _, weights_us, products_us = experts = _experts_us(geometry, load, machine, ep_size)
+    experts_us = sum(experts)
     dispatch_us, parts = _wire(rows_link * there, rows_network * there, ep_size, machine)
     combine_us, _ = _wire(rows_link * K * 2, rows_network * K * 2, ep_size, machine)
     shares = {"memory": weights_us, "compute": products_us, **{name: 2 * us for name, us in parts.items()}}
@@ -159,6 +157,13 @@ def experts_floors_us(geometry: Geometry, load: Load, machine: Machine) -> tuple
     return memory * 1e6, compute * 1e6
 
 
+def _experts_us(geometry: Geometry, load: Load, machine: Machine, ep_size: int) -> tuple[float, float, float]:
+    """Microseconds of one rank's experts: fixed, to read weights, and of products."""
+    weights_us, products_us = experts_floors_us(geometry, load, machine)
+    fixed_us = machine.experts_latency_us + (machine.alone_us if ep_size == 1 else 0.0)
+    return fixed_us, weights_us / machine.memory_efficiency, products_us / machine.compute_efficiency
+
+
 def uneven_step_us(
     geometry: Geometry,
     tokens_per_rank: int,
@@ -177,12 +182,8 @@ def uneven_step_us(
     """
     ep_size = len(rows)
     even = predict(geometry, ep_size, tokens_per_rank, machine)
-    fixed_us = machine.experts_latency_us + (machine.alone_us if ep_size == 1 else 0.0)
-    experts_us = 0.0
-    for rank in range(ep_size):
-        load = Load(rows=float(rows[rank]), active_experts=float(active_experts[rank]))
-        weights_us, products_us = experts_floors_us(geometry, load, machine)
-        experts_us = max(experts_us, weights_us / machine.memory_efficiency + products_us / machine.compute_efficiency)
+    loads = [Load(rows=float(r), active_experts=float(a)) for r, a in zip(rows, active_experts, strict=True)]
+    experts_us = max(sum(_experts_us(geometry, load, machine, ep_size)) for load in loads)
     host, busiest = machine.gpus_per_host, 0.0
     for rank in range(ep_size):
         for mine, other in ((1, 2), (2, 1)):
@@ -190,7 +191,7 @@ def uneven_step_us(
             near = sum(peer // host == rank // host for peer in peers) * geometry.bytes_per_expert
             far = len(peers) * geometry.bytes_per_expert - near
             busiest = max(busiest, near / machine.link_bytes_per_s, far / machine.network_bytes_per_s)
-    return even.step_us - even.experts_us + fixed_us + experts_us + busiest / machine.wire_efficiency * 1e6
+    return even.step_us - even.experts_us + experts_us + busiest / machine.wire_efficiency * 1e6
 
 
 def _wire(link_bytes: float, network_bytes: float, ep_size: int, machine: Machine) -> tuple[float, dict[str, float]]:

@@ -72,34 +72,20 @@ def measure_row(
         WrongOutputError: the output differs from the reference by more than its dtype allows.
     """
     with one_pass(layers.layers, num_tokens):
-        return _measure(layers, routing, num_tokens, ceilings, chain, repeats, limit_s, seed, group)
-
-
-def _measure(
-    layers: BenchLayers,
-    routing: Routing,
-    num_tokens: int,
-    ceilings: Ceilings,
-    chain: int,
-    repeats: int,
-    limit_s: float | None,
-    seed: int,
-    group: dist.ProcessGroup | None,
-) -> dict[str, Any]:
-    batches = layers.batches(routing, num_tokens, chain, seed)
-    if layers.eplb:
-        layers.balance(layers.batches(routing, num_tokens, chain, seed + 1, popularity_seed=seed))
-    _check(layers, batches[0])
-    if layers.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(layers.device)
-    graph = layers.device.type == "cuda" and layers.layers[0].prepare_finalize.supports_cuda_graph()
-    call: Callable[[int], object] = lambda i: layers.call(i, batches[i])  # noqa: E731
-    times = time_calls(
-        call, device=layers.device, chain=chain, repeats=repeats, limit_s=limit_s, graph=graph, together=_barrier
-    )
-    timing = timing_of(slowest_rank(times))
-    stage_us = _stage_times(layers, call, chain, graph)
-    load = _load(layers, batches, group)
+        batches = layers.batches(routing, num_tokens, chain, seed)
+        if layers.eplb:
+            layers.balance(layers.batches(routing, num_tokens, chain, seed + 1, popularity_seed=seed))
+        _check(layers, batches[0])
+        if layers.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(layers.device)
+        graph = layers.device.type == "cuda" and layers.layers[0].prepare_finalize.supports_cuda_graph()
+        call: Callable[[int], object] = lambda i: layers.call(i, batches[i])  # noqa: E731
+        times = time_calls(
+            call, device=layers.device, chain=chain, repeats=repeats, limit_s=limit_s, graph=graph, together=_barrier
+        )
+        timing = timing_of(slowest_rank(times))
+        stage_us = _stage_times(layers, call, chain, graph)
+        load = _load(layers, batches, group)
     return {
         **_rates(layers, timing, num_tokens),
         "mode": "graph" if graph else "eager",

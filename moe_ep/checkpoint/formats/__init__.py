@@ -44,16 +44,8 @@ __all__ = [
 ModelQuantization = QuantizationConfig | ModuleSchemes
 
 
-def _gptq(values: Mapping[str, Any]) -> ModelQuantization:
-    return _with_exceptions(values, GPTQConfig.from_dict)
-
-
-def _awq(values: Mapping[str, Any]) -> ModelQuantization:
-    return _with_exceptions(values, AWQConfig.from_dict)
-
-
 def _with_exceptions(
-    values: Mapping[str, Any], scheme_of: Callable[[Mapping[str, Any]], QuantizationConfig]
+    scheme_of: Callable[[Mapping[str, Any]], QuantizationConfig], values: Mapping[str, Any]
 ) -> ModelQuantization:
     """One scheme, with exceptions by GPTQModel's `dynamic` or a list of plain modules."""
     scheme = scheme_of(values)
@@ -101,36 +93,31 @@ def _mxfp8(values: Mapping[str, Any]) -> ModelQuantization:
     return _fp8({"weight_block_size": [1, MXFP8_GROUP], "activation_scheme": "dynamic", **values})
 
 
-def _fbgemm_fp8(values: Mapping[str, Any]) -> ModelQuantization:
-    rows = Float8Config(scale=ScaleShape(Kind.CHANNEL), input_dtype=torch.float8_e4m3fn)
-    return ModuleSchemes("fbgemm_fp8", [((EVERY_LINEAR,), rows)], values.get("modules_to_not_convert") or ())
-
-
-def _int8_rows(values: Mapping[str, Any]) -> ModelQuantization:
-    rows = IntQuantizedConfig(scale=ScaleShape(Kind.CHANNEL), input_dtype=torch.int8)
-    return ModuleSchemes("w8a8_int8", [((EVERY_LINEAR,), rows)], values.get("ignore") or ())
+def _everywhere(method: str, scheme: Scheme, ignored: str, values: Mapping[str, Any]) -> ModelQuantization:
+    """One scheme for all linear layers but those that the key `ignored` lists."""
+    return ModuleSchemes(method, [((EVERY_LINEAR,), scheme)], values.get(ignored) or ())
 
 
 def _int8_blocks(values: Mapping[str, Any]) -> ModelQuantization:
     shape = ScaleShape.of_blocks(f"{QUANT_CONFIG}weight_block_size", values.get("weight_block_size"))
     blocks = IntQuantizedConfig(scale=shape, input_dtype=torch.int8)
-    ignored = values.get("ignored_layers") or values.get("modules_to_not_convert") or ()
-    return ModuleSchemes("blockwise_int8", [((EVERY_LINEAR,), blocks)], ignored)
+    ignored = "ignored_layers" if values.get("ignored_layers") else "modules_to_not_convert"
+    return _everywhere("blockwise_int8", blocks, ignored, values)
 
 
-def _mxfp4(values: Mapping[str, Any]) -> ModelQuantization:
-    return ModuleSchemes("mxfp4", [((EVERY_LINEAR,), MXFP4Config())], values.get("modules_to_not_convert") or ())
+_FP8_ROWS = Float8Config(scale=ScaleShape(Kind.CHANNEL), input_dtype=torch.float8_e4m3fn)
+_INT8_ROWS = IntQuantizedConfig(scale=ScaleShape(Kind.CHANNEL), input_dtype=torch.int8)
 
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization | None]] = {
-    "gptq": _gptq,
-    "awq": _awq,
+    "gptq": partial(_with_exceptions, GPTQConfig.from_dict),
+    "awq": partial(_with_exceptions, AWQConfig.from_dict),
     compressed_tensors.METHOD: compressed_tensors.compressed_tensors_schemes,
     "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm_fp8,
-    "mxfp4": _mxfp4,
+    "fbgemm_fp8": partial(_everywhere, "fbgemm_fp8", _FP8_ROWS, "modules_to_not_convert"),
+    "mxfp4": partial(_everywhere, "mxfp4", MXFP4Config(), "modules_to_not_convert"),
     "mxfp8": _mxfp8,
-    "w8a8_int8": _int8_rows,
+    "w8a8_int8": partial(_everywhere, "w8a8_int8", _INT8_ROWS, "ignore"),
     "blockwise_int8": _int8_blocks,
     **dict.fromkeys(modelopt.METHODS, modelopt.modelopt_schemes),
     **dict.fromkeys(auto_round.METHODS, auto_round.auto_round_schemes),
@@ -139,21 +126,15 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization | None]] = {
 }
 
 
-def _method_of_hf_quant_config(settings: Mapping[str, Any]) -> str:
-    return modelopt.METHODS[0]
-
-
-def _method_of_quantize_config(settings: Mapping[str, Any]) -> str:
-    return "awq" if settings.keys() & {"w_bit", "q_group_size", "zero_point"} else "gptq"
-
-
 # Files of settings beside config.json, and the quant_method of settings without one.
 SETTINGS_BESIDE: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "hf_quant_config.json": _method_of_hf_quant_config,
-    "quantize_config.json": _method_of_quantize_config,
+    "hf_quant_config.json": lambda settings: modelopt.METHODS[0],
+    "quantize_config.json": lambda settings: (
+        "awq" if settings.keys() & {"w_bit", "q_group_size", "zero_point"} else "gptq"
+    ),
     "quant_config.json": lambda settings: "awq",
     "quantization_config.json": lambda settings: auto_round.METHOD,
-    "quant_cfg.json": _method_of_hf_quant_config,
+    "quant_cfg.json": lambda settings: modelopt.METHODS[0],
 }
 
 
