@@ -26,7 +26,7 @@ _OTHERS = ("MOE_EP_GANG_", "MOE_EP_TEST_", "MOE_EP_TEXT_MOE")
 _has_warned = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EnvVar(Generic[T]):
     """One variable: `VAR.get()` returns its parsed value, or the default's if it is unset or empty."""
 
@@ -94,16 +94,16 @@ def _whole_number(raw: str) -> int:
 
 
 def _switch(raw: str) -> bool:
-    if raw not in ("0", "1"):
-        raise ValueError("it must be 0 or 1")
-    return raw == "1"
+    return _one_of("0", "1")(raw) == "1"
 
 
-def _log_level(raw: str) -> str:
-    level = raw.upper()
-    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ValueError("it must be DEBUG, INFO, WARNING or ERROR")
-    return level
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def parse(raw: str) -> str:
+        if raw not in allowed:
+            raise ValueError(f"it must be {', '.join(allowed[:-1])} or {allowed[-1]}")
+        return raw
+
+    return parse
 
 
 def _backend_name(raw: str) -> str:
@@ -117,94 +117,56 @@ def _backend_name(raw: str) -> str:
 
 # The values of MOE_EP_INPUT_DTYPE and --input-dtype.
 INPUT_DTYPE_NAMES = ("none", "int8", "fp8", "checkpoint")
-
-
-def _input_dtype(raw: str) -> str:
-    if raw not in INPUT_DTYPE_NAMES:
-        raise ValueError(f"it must be {', '.join(INPUT_DTYPE_NAMES[:-1])} or {INPUT_DTYPE_NAMES[-1]}")
-    return raw
-
+_log_level = _one_of("DEBUG", "INFO", "WARNING", "ERROR")
 
 ALL2ALL_BACKEND = EnvVar(
-    name="MOE_EP_ALL2ALL_BACKEND",
-    parse=_backend_name,
-    default="auto",
-    meaning="dispatch backend of layers made with all2all_backend='auto'",
+    "MOE_EP_ALL2ALL_BACKEND", _backend_name, "auto", "dispatch backend of layers made with all2all_backend='auto'"
 )
 BATCH_INVARIANT = EnvVar(
-    name="MOE_EP_BATCH_INVARIANT",
-    parse=_switch,
-    default="0",
-    meaning="1: layers that are made without batch_invariant have it, so that a token's result does not depend on the "
-    "batch",
-)
+    "MOE_EP_BATCH_INVARIANT", _switch, "0",
+    "1: layers that are made without batch_invariant have it, so that a token's result does not depend on the batch",
+)  # fmt: skip
 CACHE_DIR = EnvVar(
-    name="MOE_EP_CACHE_DIR",
-    parse=user_path,
-    default=(os.environ.get("XDG_CACHE_HOME") or "~/.cache") + "/moe_ep",
-    meaning="where made checkpoints, compiled kernels and tuned choices are kept",
-)
+    "MOE_EP_CACHE_DIR", user_path, (os.environ.get("XDG_CACHE_HOME") or "~/.cache") + "/moe_ep",
+    "where made checkpoints, compiled kernels and tuned choices are kept",
+)  # fmt: skip
 CHUNK_SIZE = EnvVar(
-    name="MOE_EP_CHUNK_SIZE",
-    parse=_positive_int,
-    default="16384",
-    meaning="rows that experts in the Standard format compute at a time; bounds their scratch",
-)
+    "MOE_EP_CHUNK_SIZE", _positive_int, "16384",
+    "rows that experts in the Standard format compute at a time; bounds their scratch",
+)  # fmt: skip
 DISPATCH_TIMEOUT_S = EnvVar(
-    name="MOE_EP_DISPATCH_TIMEOUT_S",
-    parse=_seconds,
-    default="300",
-    meaning="seconds a collective step of dispatch, combine or start-up may take before the rank gives up",
-)
+    "MOE_EP_DISPATCH_TIMEOUT_S", _seconds, "300",
+    "seconds a collective step of dispatch, combine or start-up may take before the rank gives up",
+)  # fmt: skip
 INPUT_DTYPE = EnvVar(
-    name="MOE_EP_INPUT_DTYPE",
-    parse=_input_dtype,
-    default="checkpoint",
-    meaning="rows that quantized experts compute with. int8 or fp8: rounded to it, on GPUs where that is faster, which "
+    "MOE_EP_INPUT_DTYPE", _one_of(*INPUT_DTYPE_NAMES), "checkpoint",
+    "rows that quantized experts compute with. int8 or fp8: rounded to it, on GPUs where that is faster, which "
     "changes results by some 1.8 or 4.4 % of their size; checkpoint: on GPUs to what the checkpoint was made for; "
     "none: as they are",
-)
+)  # fmt: skip
 LOG_LEVEL = EnvVar(
-    name="MOE_EP_LOG_LEVEL",
-    parse=_log_level,
-    default="WARNING",
-    meaning="DEBUG, INFO, WARNING or ERROR, for the moe_ep loggers",
-)
+    "MOE_EP_LOG_LEVEL", lambda raw: _log_level(raw.upper()), "WARNING",
+    "DEBUG, INFO, WARNING or ERROR, for the moe_ep loggers",
+)  # fmt: skip
 NVSHMEM_FORCE_DEVICE_API = EnvVar(
-    name="MOE_EP_NVSHMEM_FORCE_DEVICE_API",
-    parse=_switch,
-    default="0",
-    meaning="1: the NVSHMEM backends treat every other rank as one of another host (for tests on one host)",
-)
+    "MOE_EP_NVSHMEM_FORCE_DEVICE_API", _switch, "0",
+    "1: the NVSHMEM backends treat every other rank as one of another host (for tests on one host)",
+)  # fmt: skip
 NVSHMEM_NUM_SMS = EnvVar(
-    name="MOE_EP_NVSHMEM_NUM_SMS",
-    parse=_whole_number,
-    default="0",
-    meaning="SMs that nvshmem_high_throughput moves rows with; 0: its own choice",
+    "MOE_EP_NVSHMEM_NUM_SMS", _whole_number, "0", "SMs that nvshmem_high_throughput moves rows with; 0: its own choice"
 )
 NVSHMEM_TIMEOUT_S = EnvVar(
-    name="MOE_EP_NVSHMEM_TIMEOUT_S",
-    parse=_seconds_or_off,
-    default="10",
-    meaning="seconds that a kernel of the NVSHMEM backends waits for another rank before it ends with an error; off: "
-    "without end",
-)
-RANKS_PER_HOST = EnvVar(
-    name="MOE_EP_RANKS_PER_HOST",
-    parse=_whole_number,
-    default="0",
-    meaning="so many ranks each are taken for a host of their own (for tests of several hosts on one); 0: none are",
-)
-
-REPLAY_MAX_TOKENS = EnvVar(
-    name="MOE_EP_REPLAY_MAX_TOKENS",
-    parse=_whole_number,
-    default="256",
-    meaning="most tokens of a layer's call in a transformers model that is replayed from a CUDA graph of the layer "
-    "after four calls of its shape (over ranks: with nvshmem_low_latency alone); 0: none is",
-)
-
-ALL: tuple[EnvVar, ...] = (
-    ALL2ALL_BACKEND, BATCH_INVARIANT, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, INPUT_DTYPE, LOG_LEVEL,
-    NVSHMEM_FORCE_DEVICE_API, NVSHMEM_NUM_SMS, NVSHMEM_TIMEOUT_S, RANKS_PER_HOST, REPLAY_MAX_TOKENS,
+    "MOE_EP_NVSHMEM_TIMEOUT_S", _seconds_or_off, "10",
+    "seconds that a kernel of the NVSHMEM backends waits for another rank before it ends with an error; off: no limit",
 )  # fmt: skip
+RANKS_PER_HOST = EnvVar(
+    "MOE_EP_RANKS_PER_HOST", _whole_number, "0",
+    "this many consecutive ranks count as one host (for tests of several hosts on one); 0: off",
+)  # fmt: skip
+REPLAY_MAX_TOKENS = EnvVar(
+    "MOE_EP_REPLAY_MAX_TOKENS", _whole_number, "256",
+    "most tokens of a layer's call in a transformers model that is replayed from a CUDA graph of the layer after four "
+    "calls of its shape (over ranks: with nvshmem_low_latency alone); 0: none is",
+)  # fmt: skip
+
+ALL: tuple[EnvVar, ...] = tuple(value for value in vars().values() if isinstance(value, EnvVar))

@@ -16,7 +16,7 @@ _MOST_PORTS = 1 << 16
 _SECONDS = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3, 25.6e-3, 0.1, 0.4, 1.6)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
     """One metric: its kind is histogram, gauge or counter."""
 
@@ -26,57 +26,38 @@ class Metric:
     labels: tuple[str, ...] = ("rank",)
 
 
-DISPATCH_SECONDS = Metric(name="moe_ep_dispatch_seconds", kind="histogram", text="dispatch of one layer's pass")
-COMBINE_SECONDS = Metric(name="moe_ep_combine_seconds", kind="histogram", text="combine of one layer's pass")
-EXPERTS_SECONDS = Metric(name="moe_ep_experts_seconds", kind="histogram", text="experts of one layer's pass")
+DISPATCH_SECONDS = Metric("moe_ep_dispatch_seconds", "histogram", "dispatch of one layer's pass")
+COMBINE_SECONDS = Metric("moe_ep_combine_seconds", "histogram", "combine of one layer's pass")
+EXPERTS_SECONDS = Metric("moe_ep_experts_seconds", "histogram", "experts of one layer's pass")
 RANK_TOKENS = Metric(
-    name="moe_ep_rank_tokens",
-    kind="gauge",
-    text="assignments of this rank's tokens to the experts of a rank, mean of a layer's pass",
-    labels=("rank", "expert_rank"),
-)
-BALANCEDNESS = Metric(
-    name="moe_ep_balancedness",
-    kind="gauge",
-    text="mean over maximum of the ranks' loads; of this rank's tokens, and of all ranks' where EPLB sums them",
-)
-A2A_BYTES = Metric(
-    name="moe_ep_a2a_bytes_total",
-    kind="counter",
-    text="bytes of rows that dispatch sends to, and combine receives from, other ranks; estimated from sampled passes",
-    labels=("rank", "direction"),
-)
-EPLB_MOVES = Metric(
-    name="moe_ep_eplb_moves_total", kind="counter", text="experts that a rank had to receive, all ranks"
-)
-EPLB_PLAN_SECONDS = Metric(name="moe_ep_eplb_plan_seconds", kind="histogram", text="planning of a placement")
-BATCH_COPIES = Metric(
-    name="moe_ep_batch_copies_total",
-    kind="counter",
-    text="experts copied for single batches, all ranks; estimated from sampled passes",
-)
-BATCH_COPY_BYTES = Metric(
-    name="moe_ep_batch_copy_bytes_total",
-    kind="counter",
-    text="bytes of experts copied for single batches, all ranks; estimated from sampled passes",
-)
-BATCH_BALANCE_SECONDS = Metric(
-    name="moe_ep_batch_balance_seconds", kind="histogram", text="exchange of a batch's counts, and its plan"
-)
-BATCH_COPY_SECONDS = Metric(
-    name="moe_ep_batch_copy_seconds", kind="histogram", text="what is left to wait for of a batch's copied experts"
-)
-RANKS = Metric(name="moe_ep_ranks", kind="gauge", text="ranks of a gang whose ranks come and go")
-RECOVERIES = Metric(name="moe_ep_recoveries_total", kind="counter", text="ranks that the others went on without")
-RECOVERY_SECONDS = Metric(
-    name="moe_ep_recovery_seconds", kind="histogram", text="from the decision that the ranks change to their first step"
-)
-
-ALL = (
-    DISPATCH_SECONDS, COMBINE_SECONDS, EXPERTS_SECONDS, RANK_TOKENS, BALANCEDNESS, A2A_BYTES, EPLB_MOVES,
-    EPLB_PLAN_SECONDS, BATCH_COPIES, BATCH_COPY_BYTES, BATCH_BALANCE_SECONDS, BATCH_COPY_SECONDS, RANKS,
-    RECOVERIES, RECOVERY_SECONDS,
+    "moe_ep_rank_tokens", "gauge", "assignments of this rank's tokens to the experts of a rank, mean of a layer's pass",
+    ("rank", "expert_rank"),
 )  # fmt: skip
+BALANCEDNESS = Metric(
+    "moe_ep_balancedness", "gauge",
+    "mean over maximum of the ranks' loads; of this rank's tokens, and of all ranks' where EPLB sums them",
+)  # fmt: skip
+A2A_BYTES = Metric(
+    "moe_ep_a2a_bytes_total", "counter",
+    "bytes of rows that dispatch sends to, and combine receives from, other ranks; estimated from sampled passes",
+    ("rank", "direction"),
+)  # fmt: skip
+EPLB_MOVES = Metric("moe_ep_eplb_moves_total", "counter", "experts that a rank had to receive, all ranks")
+EPLB_PLAN_SECONDS = Metric("moe_ep_eplb_plan_seconds", "histogram", "planning of a placement")
+_SAMPLED = "copied for single batches, all ranks; estimated from sampled passes"
+BATCH_COPIES = Metric("moe_ep_batch_copies_total", "counter", f"experts {_SAMPLED}")
+BATCH_COPY_BYTES = Metric("moe_ep_batch_copy_bytes_total", "counter", f"bytes of experts {_SAMPLED}")
+BATCH_BALANCE_SECONDS = Metric(
+    "moe_ep_batch_balance_seconds", "histogram", "exchange of a batch's counts, and its plan"
+)
+BATCH_COPY_SECONDS = Metric("moe_ep_batch_copy_seconds", "histogram", "time left to wait for a batch's copied experts")
+RANKS = Metric("moe_ep_ranks", "gauge", "ranks of an elastic gang")
+RECOVERIES = Metric("moe_ep_recoveries_total", "counter", "ranks that the others went on without")
+RECOVERY_SECONDS = Metric(
+    "moe_ep_recovery_seconds", "histogram", "from the decision that the ranks change to their first step"
+)  # fmt: skip
+
+ALL = tuple(value for value in vars().values() if isinstance(value, Metric))
 
 
 class MetricsSink(ABC):
