@@ -62,12 +62,12 @@ def gather_texts(
     """The texts of the group's ranks, in their order.
 
     Args:
-        name: what for; the n-th exchange of a name on one rank is the n-th on every other.
-        ranks: of the group, this one among them; None for all.
+        name: identifies the exchange; the n-th exchange of a name on one rank is the n-th on every other.
+        ranks: the ranks of the group that take part, including this one; None for all.
         timeout_s: how long to wait for the others; None for `deadline_of` the group.
 
     Raises:
-        DispatchTimeoutError: a rank did not come; `ranks` holds those, as ranks of the group.
+        DispatchTimeoutError: ranks did not come; its `ranks` holds their numbers in the group.
     """
     group = group or dist.distributed_c10d._get_default_group()
     detector, store = FailureDetector.of(group), rendezvous_store()
@@ -101,7 +101,7 @@ def gather_texts(
             list(reasons) or missing,
         ) from None
     found = [get_text(store, key) for key in keys.values()]
-    # Whoever has come to this exchange has read all of the one before.
+    # A rank in this exchange has read all texts of the previous one.
     with suppress(RuntimeError):
         delete_text(store, f"{prefix}/{number - 1}/{detector.rank}", _lengths.get(prefix, 0))
     _lengths[prefix] = len(text)
@@ -136,7 +136,7 @@ def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 
 def count_exchanges_anew() -> None:
-    """Forgets the numbers of the exchanges so far, as the default group is made again, over a store without them."""
+    """Resets the numbers of the exchanges; called when the default group is made again over a fresh store."""
     _counts.clear()
     _lengths.clear()
 
@@ -145,7 +145,7 @@ def check_agreement(name: str, settings: Mapping[str, object], group: dist.Proce
     """Checks that all ranks have the same settings.
 
     Raises:
-        ValueError: they do not; every rank gets the same sentence, which names what differs and where.
+        ValueError: they differ; the message is the same on every rank, and names what differs and where.
         DispatchTimeoutError: a rank did not come.
     """
     told = [json.loads(text) for text in gather_texts(name, json.dumps(settings, default=str), group)]
@@ -166,7 +166,7 @@ def answers_of_ranks(question: Hashable, mine: Any, process_group: dist.ProcessG
 
     Args:
         question: the same on every rank; of a tuple, the first item says its kind. A rank's answer never changes.
-        mine: this rank's answer, anything that JSON has.
+        mine: this rank's answer, as JSON allows.
     """
     group = process_group or dist.distributed_c10d._get_default_group()
     known = _answers.setdefault(group, {})
@@ -178,7 +178,7 @@ def answers_of_ranks(question: Hashable, mine: Any, process_group: dist.ProcessG
 
 
 def this_host() -> str:
-    """`machine`, followed by a number if MOE_EP_RANKS_PER_HOST makes one machine pass for several."""
+    """`machine`, followed by a number if MOE_EP_RANKS_PER_HOST divides one machine into several hosts."""
     ranks_per_host = env.RANKS_PER_HOST.get()
     return f"{machine()}#{dist.get_rank() // ranks_per_host}" if ranks_per_host else machine()
 
@@ -196,7 +196,7 @@ def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
 
 
 class Exchange(Protocol):
-    """Whole numbers of every rank, again and again."""
+    """A repeated exchange of whole numbers between all ranks."""
 
     rank: int
     size: int
@@ -268,9 +268,9 @@ class SharedMemoryExchange:
     @staticmethod
     @contextmanager
     def shared_file(size: int, width: int, folder: Path | None = None) -> Iterator[Path]:
-        """A file of zeros during the block, by which the ranks that open it share memory; OSError if there is no room.
+        """Yields a file of zeros through which ranks share memory; OSError if there is no space.
 
-        On Linux it is memory of this process, of which nothing is left where the process dies.
+        On Linux it is memory of this process and disappears with it.
         """
         if folder is None and hasattr(os, "memfd_create"):
             handle = os.memfd_create("moe_ep")
@@ -305,7 +305,7 @@ class SharedMemoryExchange:
 
 
 class GlooExchange:
-    """Numbers and tensors over gloo connections of their own, beside everything that the model does.
+    """Exchanges numbers and tensors over its own gloo connections, independently of the model's.
 
     Args:
         prefix: of the addresses in the store; the same on every rank, never used twice.
@@ -318,7 +318,7 @@ class GlooExchange:
         self.rank, self.size, self.timeout_s = detector.rank, detector.size, timeout_s
         self._detector = detector
         store = dist.PrefixStore(prefix, rendezvous_store())
-        # Not on torch.distributed's list: a group of some ranks that is there cannot be ended and made again.
+        # Not registered with torch.distributed, where a group of some ranks cannot be destroyed and made again.
         with detector.waiting(timeout_s):
             made: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
         self.group: dist.ProcessGroup | None = made

@@ -33,17 +33,17 @@ from moe_ep.errors import DispatchTimeoutError, MoeEpError, RanksChangedError, r
 
 logger = logging.getLogger(__name__)
 
-# How long ranks have to answer, and how long the store may take beside that.
+# Limits for the ranks' answers, and for the store in addition.
 _ANSWER_S, _STORE_S = 3.0, 3.0
 # The most that `FailureDetector.verdict` takes.
 VERDICT_S = _ANSWER_S + _STORE_S
-# The process that holds the store may be one that has ended.
+# The process that serves the store may have ended.
 _STORE_OF_THE_DEAD_S = 1.0
 _POLL_S = 0.05
 # A wait goes on this long after a rank has ended: what it had sent may still arrive.
 _DEATH_GRACE_S = 1.0
-# A rank that refused its batch may come back with another one for so long. Of every wait: ranks that all failed in one
-# step and all go on do not reach the next one at the same moment.
+# A rank that refused its batch may return with another one within this time of every wait: ranks that failed in one
+# step and go on do not all reach the next one at the same moment.
 _REFUSAL_GRACE_S = 3.0
 # Transports may time out slightly early; from 90 % of the deadline on a wait counts as timed out.
 _SURELY_IN_TIME = 0.9
@@ -88,7 +88,7 @@ def end_all_waits(why: str) -> None:
 
 
 class Verdict(NamedTuple):
-    """What is known after a wait has failed.
+    """The ranks that failed, as known after a failed wait.
 
     Attributes:
         late: a rank has waited until its deadline; otherwise connections broke off.
@@ -124,9 +124,9 @@ class Verdict(NamedTuple):
 
 
 class FailureDetector:
-    """What this process knows of the ranks of a group, and of its own waits for them.
+    """Watches the ranks of a group, and this process's waits for them.
 
-    As a context it is the start of a collective step (`__enter__`).
+    As a context manager it marks the start of a collective step (`__enter__`).
 
     Args:
         prefix: of the keys in the store; the same on every rank, and never used for other ranks or a second detector.
@@ -178,7 +178,7 @@ class FailureDetector:
 
     @contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
-        """Around a wait for other ranks that has this deadline and raises RuntimeError."""
+        """Surrounds a wait for other ranks that has this deadline and raises RuntimeError."""
         started, waiting = time.monotonic(), self._waiting
         waiting.append(None)
         try:
@@ -186,7 +186,7 @@ class FailureDetector:
         except MoeEpError:  # an error of this rank's own, which has nothing to do with others
             raise
         except RuntimeError:
-            waiting.append(None)  # stays: this rank has waited in vain, and is about to ask for a verdict
+            waiting.append(None)  # stays: the wait failed, and this rank is about to ask for a verdict
             self._late |= not self.has_ended and time.monotonic() - started > _SURELY_IN_TIME * seconds
             raise
         finally:
@@ -270,7 +270,7 @@ class FailureDetector:
             self._refuse(f"refused its batch: {error}")
 
     def report(self, error: BaseException) -> None:
-        """Tells the peers that this rank has failed by itself and does not come to the step that they wait for."""
+        """Tells the peers that this rank has failed and will not come to the step that they wait for."""
         if not isinstance(error, DispatchTimeoutError) and self._key("refused", self.rank) not in _standing:
             self._refuse(f"failed: {type(error).__name__}: {error}")
 
@@ -293,7 +293,7 @@ class FailureDetector:
                 rendezvous_store().set(key, "")
 
     def refusals(self) -> dict[int, str]:
-        """Why other ranks do not take part at present, by rank, as it completes "rank 1 ...".
+        """Why other ranks do not take part at present; the reasons complete "rank 1 ...".
 
         Raises:
             RuntimeError: the store cannot be reached, and no process is known to have ended.
@@ -369,7 +369,7 @@ class FailureDetector:
             raise RuntimeError(self._ended_by)
 
     def listen(self, store: dist.Store) -> None:
-        """Answers once a rank asks who failed, and learns what other ranks refuse."""
+        """Answers when a rank asks who failed, and reads what other ranks refuse."""
         if self.has_ended:
             return
         if self._processes is not None:
@@ -425,5 +425,5 @@ class FailureDetector:
         return f"{self._prefix}/{kind}/{rank}"
 
 
-# Keys of what this process refuses at present; any backend of a group that takes part again withdraws the group's.
+# Keys of this process's present refusals. A backend of a group that takes part again withdraws the group's.
 _standing: set[str] = set()

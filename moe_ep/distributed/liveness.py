@@ -1,8 +1,8 @@
-"""Which processes of the job have ended, as their kernels tell it.
+"""Finds processes of the job that have ended, through the operating system.
 
-On one machine a process is looked up by its number and start time. Across machines each rank holds a connection to the
-others, over which nothing is ever sent: the kernel of a machine resets it when the process ends, whatever that process
-was doing, and where the machine itself is gone, keepalive probes fail within seconds.
+On one machine a process is looked up by its number and start time. Across machines each rank holds an idle connection
+to the others. The kernel resets it when the process ends, and if the machine is gone, keepalive probes fail within
+seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def machine() -> str:
 
 
 def _process_space() -> str:
-    """Where process numbers mean the same: a machine, or a container that has numbers of its own."""
+    """Identifies the pid namespace: a machine, or a container with its own."""
     with suppress(OSError):
         return f"{machine()} {os.readlink('/proc/self/ns/pid')}"
     return machine()

@@ -1,7 +1,7 @@
-"""Which ranks a gang has at present: epochs that all members learn of through a store, and groups made anew for each.
+"""The present ranks of an elastic gang: a sequence of epochs in a store, and new process groups for each epoch.
 
-    membership = Membership(store, rank)         # a worker; the store is served by no rank, so that any rank may die
-    membership.follow(callback)                  # callback(membership): makes anew what depends on the ranks
+    membership = Membership(store, rank)         # in a worker; no rank serves the store, so that any rank may die
+    membership.follow(callback)                  # callback(membership): rebuilds what depends on the ranks
     membership.settle()                          # meets the others, makes the process group, runs the callbacks
     try:
         ...                                      # collective steps of the present ranks
@@ -9,9 +9,9 @@
         membership.settle(error)                 # the same for the next epoch; raises `error` if there is none
 
 Who decides. An epoch is a numbered set of ranks. `MembershipLog.propose` writes the next one with a compare-and-set, so
-the first proposal wins and all processes see the same sequence. A launcher proposes a rank's removal as soon as it sees
-its process end; that needs no majority. Ranks that merely cannot be reached are removed by `Membership.settle` after a
-deadline has passed, if the others are the majority of the epoch or half of it: whoever can propose has the store.
+the first proposal wins and all processes see the same sequence. A launcher proposes a rank's removal as soon as its
+process ends; that needs no majority. Ranks that cannot be reached are removed by `Membership.settle` after a deadline,
+if the others are at least half of the epoch. Only a side that reaches the store can propose.
 
 What a launcher does (`moe_ep.launch.gangs.elastic`): it serves the store, writes epoch 0, gives every worker a
 `Membership`, proposes removals and admissions through a `MembershipLog`, and ends the processes of removed ranks.
@@ -48,15 +48,15 @@ from moe_ep.errors import DispatchTimeoutError, GangError, RanksChangedError, ra
 
 logger = logging.getLogger(__name__)
 
-# How often members look for a new epoch, and how often they show that they live.
+# Intervals at which members look for a new epoch, and show that they are alive.
 _POLL_S, _HEARTBEAT_S = 0.03, 0.2
-# How long an error may precede the news of the change that caused it.
+# How long an error may come before the epoch that explains it.
 _NEWS_S = 3.0
-# A group whose construction a removal interrupts may still be completed for so long.
+# The construction of a group that a removal interrupts may still complete within this time.
 _GRACE_S = 0.3
-# A rank that is silent for this share of the deadline is stopped, or cannot be reached.
+# A rank that is silent for this share of the deadline counts as stopped or out of reach.
 _SILENT = 0.8
-# A launcher has so long to say that a process ended.
+# Limit for the launcher to report that a process ended.
 _LAUNCHER_S = 0.5
 _STEP_S = 0.005
 _PREFIX = "moe_ep/membership"
@@ -77,10 +77,10 @@ class Epoch:
     Attributes:
         number: from 0.
         ranks: in rising order.
-        removed: ranks of the epoch before that are gone, each with the cause, which completes "rank 1 ...".
-        admitted: ranks that the epoch before did not have.
-        decided_at: seconds since 1970, of the clock of whoever proposed it.
-        last_seen: of removed ranks, when they last showed that they live, where that is known.
+        removed: ranks of the previous epoch that are gone, each with the cause, which completes "rank 1 ...".
+        admitted: ranks that the previous epoch did not have.
+        decided_at: seconds since 1970, by the clock of the proposer.
+        last_seen: last sign of life of removed ranks, if known.
     """
 
     number: int
@@ -107,11 +107,11 @@ class Epoch:
 
 
 class MembershipLog:
-    """The epochs of a gang in its store; a process may have several.
+    """The epochs of a gang in its store. A process may have several such objects.
 
     Args:
-        store: of the gang, over a connection that no wait blocks.
-        first: the ranks of epoch 0, from the launcher; None for a gang that has begun.
+        store: the gang's store, over a connection that no wait blocks.
+        first: the ranks of epoch 0, given by the launcher; None if the gang has started.
 
     Attributes:
         first: epoch 0.
@@ -138,15 +138,15 @@ class MembershipLog:
         return set(self._ever)
 
     def next_of(self, epoch: Epoch) -> Epoch | None:
-        """The epoch that follows, where it was decided."""
+        """The following epoch; None if it is not decided yet."""
         key = _key(epoch.number + 1)
         return Epoch.from_json(self.store.get(key).decode()) if self.store.check([key]) else None
 
     def propose(self, remove: Mapping[int, str] | None = None, admit: Collection[int] = ()) -> Epoch:
-        """Removes and admits ranks, and returns the epoch in which that is so.
+        """Removes and admits ranks; returns the epoch that has the change.
 
         Args:
-            remove: ranks, each with the cause; those that are gone already are left out.
+            remove: ranks with their causes; ranks that are already gone are ignored.
         """
         while True:
             epoch = self.latest()
@@ -164,10 +164,10 @@ class MembershipLog:
             )
             self.store.compare_set(_key(after.number), "", after.to_json())
 
-    # A rank that leaves: it is asked to, the others prepare for that, and then it is removed.
+    # Leaving: a rank is asked to leave, the others prepare, and then it is removed.
 
     def ask_to_leave(self, rank: int) -> None:
-        """Asks the launcher to take a rank out when the others are ready for that."""
+        """Asks the launcher to remove a rank when the others are ready."""
         self.store.set(f"{_PREFIX}/asked/{rank}", "")
 
     def asked_to_leave(self) -> list[int]:
@@ -175,11 +175,11 @@ class MembershipLog:
         return [rank for rank in self.latest().ranks if self.store.check([f"{_PREFIX}/asked/{rank}"])]
 
     def withdraw(self, rank: int) -> None:
-        """Leaves a rank in that was asked to leave."""
+        """Cancels the request that a rank leaves."""
         self.store.delete_key(f"{_PREFIX}/asked/{rank}")
 
     def let_leave(self, rank: int) -> None:
-        """Has the ranks prepare for a rank's leaving; the launcher does so for one rank at a time."""
+        """Tells the ranks to prepare for a rank's leaving; called by the launcher for one rank at a time."""
         self.store.set(f"{_PREFIX}/leaving", str(rank))
 
     def leaving(self) -> int | None:
@@ -188,30 +188,30 @@ class MembershipLog:
         return int(self.store.get(key)) if self.store.check([key]) else None
 
     def say_ready(self, leaving: int, rank: int, problem: str = "") -> None:
-        """Says that a rank is ready to go on without another one, or what keeps it from that."""
+        """Reports that a rank can go on without another one, or why it cannot."""
         self.store.set(f"{_PREFIX}/ready/{leaving}/{rank}", problem)
 
     def ready_without(self, leaving: int) -> list[str] | None:
-        """The problems of the ranks, empty texts for none; None until all have said that they are ready."""
+        """The ranks' problems, empty for none; None until all have reported."""
         keys = [f"{_PREFIX}/ready/{leaving}/{rank}" for rank in self.latest().ranks]
         return [self.store.get(key).decode() for key in keys] if self.store.check(keys) else None
 
     def last_seen(self, rank: int) -> float | None:
-        """When a rank last showed that it lives; None if it never did."""
+        """The time of a rank's last sign of life; None if there was none."""
         key = f"{_PREFIX}/alive/{rank}"
         return float(self.store.get(key)) if self.store.check([key]) else None
 
     def report(self, epoch: Epoch, rank: int, values: Mapping[str, float]) -> None:
-        """Says that a rank serves in an epoch, and what it took."""
+        """Reports that a rank serves in an epoch, and the costs of the change."""
         self.store.set(f"{_PREFIX}/serves/{epoch.number}/{rank}", json.dumps(dict(values)))
 
     def reports(self, epoch: Epoch) -> list[dict[str, float]] | None:
-        """What all ranks of an epoch have said; None until they have."""
+        """The reports of all ranks of an epoch; None until all have reported."""
         keys = [f"{_PREFIX}/serves/{epoch.number}/{rank}" for rank in epoch.ranks]
         return [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else None
 
     def finish(self) -> None:
-        """Says that the gang's work is done: members that look for others need not wait for them."""
+        """Marks the gang's work as done, so that members that settle do not wait for others."""
         self.store.set(f"{_PREFIX}/finished", "")
 
     @property
@@ -226,8 +226,8 @@ class Membership:
     """One member's view of its gang (the module's docstring).
 
     Args:
-        store: of the gang; it must outlive every rank. Clones of it are used.
-        rank: of this process, for good.
+        store: the gang's store, which must outlive every rank; connections to it are cloned.
+        rank: this process's rank, which never changes.
         device: "cpu", or the GPU of this rank.
         timeout_s: deadline of every collective step; None for MOE_EP_DISPATCH_TIMEOUT_S.
 
@@ -250,7 +250,7 @@ class Membership:
         self._has_groups, self._num_called = False, 0
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._watching = MembershipLog(_clone(store))
-        # Of other ranks: what they last showed, and when this process saw it first.
+        # The last heartbeat of each other rank, and when this process first saw it.
         self._beats: dict[int, tuple[float, float]] = {}
         self._preparing: list[Callable[[int], None]] = []
         self._wants_to_leave, self._prepared = False, set[int]()
@@ -265,12 +265,12 @@ class Membership:
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
-        """The ranks that the gang began with."""
+        """The initial ranks of the gang."""
         return self.log.first.ranks
 
     @property
     def ep_rank(self) -> int:
-        """This member's place among the ranks."""
+        """This member's position among the ranks."""
         return self.ranks.index(self.rank)
 
     @property
@@ -278,55 +278,55 @@ class Membership:
         return len(self.ranks)
 
     def check(self) -> None:
-        """Raises RanksChangedError where there is an epoch that this member has not settled in.
+        """Raises RanksChangedError if there is an epoch that this member has not settled in.
 
-        To be called between steps: a member that is alone waits for no other, and would not learn of one that joins.
+        To be called between steps: a single member waits for no other, and would not notice one that joins.
         """
         if self._is_outdated():
             raise RanksChangedError(f"the ranks have changed since epoch {self.epoch.number}")
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The present ranks' group; None for one rank."""
+        """The process group of the present ranks; None for one rank."""
         return dist.group.WORLD if self.ep_size > 1 else None
 
     def follow(self, callback: Callback) -> None:
-        """Has `settle` call this on every member, after those added before it."""
+        """Adds a callback that `settle` runs on every member, in the order of adding."""
         self._callbacks.append(callback)
 
     def before_leaving(self, callback: Callable[[int], None]) -> None:
-        """Has this called, in a thread, with a rank that is to leave, before it does; it returns when this rank is
-        ready for that, and raises where it cannot be."""
+        """Adds a callback that runs in a thread before a rank leaves, with that rank. It returns when this member is
+        ready, or raises if it cannot be."""
         self._preparing.append(callback)
 
     def ask_to_leave(self) -> None:
-        """Asks for this rank to be taken out; for a signal handler, too."""
+        """Requests that this rank leaves; may be called in a signal handler."""
         self._wants_to_leave = True
 
     def remove(self, ranks: Mapping[int, str]) -> None:
-        """Removes ranks that are known to be gone, each with the cause; returns when it is decided."""
+        """Removes ranks that are known to be gone, with their causes; returns when that is decided."""
         self.log.propose(remove=ranks)
 
     def admit(self, ranks: Collection[int]) -> None:
-        """Takes in ranks whose processes have a `Membership` and call `settle`."""
+        """Admits ranks whose processes have a `Membership` and call `settle`."""
         self.log.propose(admit=ranks)
 
     def finish(self) -> None:
-        """Says that all work is done, so that members that settle end too."""
+        """Marks all work as done, so that members that settle end too."""
         self.log.finish()
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Returns when this member and all others of the newest epoch have a group and what depends on it.
+        """Makes the process group of the newest epoch and runs the callbacks, together with all other members.
 
-        In an epoch that has them already, only callbacks that were added since are called. A rank that was never in an
-        epoch is admitted by it.
+        If that was done for this epoch, only callbacks that were added since are run. A rank that was in no epoch yet
+        is admitted.
 
         Args:
-            error: what a step failed with; it is raised again if the ranks do not change.
+            error: the error of a failed step; it is raised again if the ranks do not change.
 
         Raises:
             RemovedError: this rank is not in the newest epoch.
-            FinishedError: another rank has said that all work is done.
+            FinishedError: another rank has marked all work as done.
         """
         if error is not None:
             logger.debug("rank %d left epoch %d: %s", self.rank, self.epoch.number, error)
@@ -360,7 +360,7 @@ class Membership:
                 return
 
     def close(self) -> None:
-        """Ends the thread; a second time does no harm."""
+        """Ends the thread. A second call does nothing."""
         self._closed.set()
 
     # ---- Changes
@@ -376,7 +376,7 @@ class Membership:
                     self._look_who_leaves()
                 newest = self._watching.latest()
             except RuntimeError as error:
-                # Only the launcher's end takes the store away, and it ends its workers.
+                # The store ends only with the launcher, which ends its workers.
                 logger.debug("the gang's store cannot be reached: %s", error)
                 continue
             with self._lock:
@@ -404,15 +404,15 @@ class Membership:
         self.log.say_ready(leaving, self.rank, problem)
 
     def _remove_silent(self) -> None:
-        """Removes ranks whose processes have not shown for nearly the deadline that they live, as one that is stopped.
+        """Removes ranks without a sign of life for nearly the deadline, such as stopped ones.
 
-        A rank that lives and does not come to a step is found by those that wait for it.
+        A rank that is alive but does not come to a step is found by the ranks that wait for it.
         """
         now, epoch = time.monotonic(), self._watching.latest()
         silent = []
         for rank in set(epoch.ranks) - {self.rank}:
             beat = self._watching.last_seen(rank)
-            if beat is None:  # it has not begun
+            if beat is None:  # it has not started
                 continue
             if self._beats.get(rank, (None, 0.0))[0] != beat:
                 self._beats[rank] = beat, now
@@ -423,7 +423,7 @@ class Membership:
             self._watching.propose(remove=dict.fromkeys(silent, why))
 
     def _await_change(self, error: BaseException) -> None:
-        """Returns when there is a newer epoch than the present one; raises the error if none comes."""
+        """Waits for a newer epoch; raises the error if none comes."""
         began = time.monotonic()
         while not self._is_outdated():
             waited = time.monotonic() - began
@@ -431,7 +431,7 @@ class Membership:
                 raise error
             if self.log.is_finished:
                 raise FinishedError("the work is done")
-            # A launcher that sees a death says more of it.
+            # A launcher that sees the death knows the cause.
             if waited > _LAUNCHER_S and isinstance(error, DispatchTimeoutError) and error.ranks:
                 self._remove_failed(error)
             time.sleep(_STEP_S)
@@ -441,7 +441,7 @@ class Membership:
             return self._seen.number > self.epoch.number
 
     def _remove_failed(self, error: DispatchTimeoutError) -> None:
-        """Removes the ranks that a verdict names, where the others may go on without them."""
+        """Removes the ranks that a verdict names, if the others may go on without them."""
         group = self.group
         dead = set() if group is None else set(failure_detection.FailureDetector.of(group).dead())
         found = {self.ranks[at]: at in dead for at in error.ranks if at < self.ep_size}
@@ -461,7 +461,7 @@ class Membership:
     def _make_groups(self, epoch: Epoch) -> None:
         self._abandon()
         self._meet(epoch)
-        # A stuck construction holds its connection.
+        # A construction that hangs keeps its connection.
         connection = _clone(self._store)
         name = f"{_PREFIX}/epoch/{epoch.number}"
         made: list[BaseException | None] = []

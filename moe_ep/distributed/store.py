@@ -1,6 +1,6 @@
-"""The store of the rendezvous, by which ranks reach each other when collective steps cannot.
+"""Access to the rendezvous store, through which ranks reach each other when collective steps fail.
 
-A thread of each process looks there for what other ranks ask, so that a rank answers whatever it is doing.
+A thread of each process polls the store for questions of other ranks, so that a busy rank answers too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How often the thread looks. Whoever waits for an answer must give it several times as long.
+# Polling interval of the thread. A wait for an answer must last several times as long.
 LOOK_S = 0.5
 _CLOSE_S = 1.0
 # The store refuses values of more than 8 MiB; a character is at most 4 bytes.

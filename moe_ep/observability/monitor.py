@@ -229,11 +229,11 @@ class LayerMonitor(Listener):
         self._sink.put(metrics.BATCH_COPY_BYTES, num_copies * expert_bytes * self._sample_every, rank=self._rank)
 
     def on_ranks(self, num_ranks: int, num_lost: int, seconds: float) -> None:
-        """What to tell of ranks that come and go, when those of now begin their first step.
+        """Reports a change of an elastic gang's ranks, when the present ranks begin their first step.
 
         Args:
-            num_lost: ranks that are gone since the call before.
-            seconds: since it was decided that the ranks change.
+            num_lost: ranks lost since the last call.
+            seconds: since the change was decided.
         """
         self._sink.put(metrics.RANKS, num_ranks, rank=self._rank)
         self._sink.put(metrics.RECOVERIES, num_lost, rank=self._rank)
