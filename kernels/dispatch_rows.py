@@ -66,10 +66,7 @@ def weighted_rows(
         weights: f32 `[M, topk]`; None for a plain sum.
         send_rows: `[M, K]`, rounded once from f32.
     """
-    total = torch.zeros(send_rows.shape, dtype=torch.float32, device=send_rows.device)
-    for slot in range(slots.size(1)):
-        total += _taken(expert_output, slots[:, slot], None if weights is None else weights[:, slot])
-    send_rows.copy_(total)
+    _plain_sum(expert_output, slots, weights, send_rows)
 
 
 @operator("output", "received", suits=_has_contiguous_rows)
@@ -84,20 +81,18 @@ def sum_rows(
         output: `[T, K]`, rounded once from f32.
         weights: f32, of the shape of slots, contiguous; None for a plain sum.
     """
-    total = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
-    for slot in range(slots.size(1)):
-        total += _taken(received, slots[:, slot], None if weights is None else weights[:, slot])
-    output.copy_(total)
+    _plain_sum(received, slots, weights, output)
 
 
-def _taken(source: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """source[slots] in f32, weighted; 0 for slots of -1."""
-    if not source.size(0):
-        return torch.zeros((), dtype=torch.float32, device=source.device)
-    rows = source[slots.long().clamp(min=0)].float()
-    if weights is not None:
-        rows = rows * weights[:, None]
-    return torch.where(slots[:, None] >= 0, rows, 0.0)
+def _plain_sum(source: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, target: torch.Tensor) -> None:
+    """Slots of -1 add 0."""
+    total = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
+    for slot in range(slots.size(1) if source.size(0) else 0):
+        rows = source[slots[:, slot].long().clamp(min=0)].float()
+        if weights is not None:
+            rows = rows * weights[:, slot, None]
+        total += torch.where(slots[:, slot, None] >= 0, rows, 0.0)
+    target.copy_(total)
 
 
 # A thread moves 16 bytes at a time. Rows are split until there are this many programs, to occupy a large GPU twice;
