@@ -65,6 +65,15 @@ def dequantize_rows(
     return choose_form(dequantize_rows_reference, triton_dequantize_rows, rows)(quantized, rows, code_dtype)
 
 
+def dequantize_codes(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Converts codes `[T, K]` in int8 or e4m3 with f32 scales `[T, ceil(K / 128)]` to `[T, K]` of `dtype`.
+
+    Columns must be adjacent; rows may lie anywhere that is a multiple of 4 bytes (`split_rows`).
+    """
+    rows = codes.new_empty(codes.shape, dtype=dtype)
+    return choose_form(dequantize_codes_reference, triton_dequantize_codes, rows)(codes, scales, rows)
+
+
 def check_code_dtype(dtype: torch.dtype) -> None:
     """Raises ValueError for a dtype that rows are not quantized to."""
     if dtype not in (torch.float8_e4m3fn, torch.int8):
@@ -150,7 +159,12 @@ def dequantize_rows_reference(
 ) -> torch.Tensor:
     """dequantize_rows in plain torch, on any device; writes `rows` and returns it."""
     packed = quantized.clone(memory_format=torch.contiguous_format)  # scales are read as f32, wherever rows begin
-    return rows.copy_(row_values(*split_rows(packed, rows.size(1), dtype)))
+    return dequantize_codes_reference(*split_rows(packed, rows.size(1), dtype), rows)
+
+
+def dequantize_codes_reference(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """dequantize_codes in plain torch, on any device; writes `rows` and returns it."""
+    return rows.copy_(row_values(codes, scales))
 
 
 # As measured: 16 columns per thread, and blocks that extend little beyond the end of a row.
@@ -429,20 +443,25 @@ def triton_dequantize_rows(
     # Scales are read as f32, in place if their places allow it.
     if quantized.stride(1) != 1 or quantized.stride(0) % 4 or quantized.storage_offset() % 4:
         quantized = quantized.clone(memory_format=torch.contiguous_format)
+    return triton_dequantize_codes(*split_rows(quantized, rows.size(1), dtype), rows)
+
+
+def triton_dequantize_codes(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Writes `rows` and returns it; arguments as in `dequantize_codes`, not checked."""
     num_tokens, hidden_size = rows.shape
     block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
     block_groups = max(1, block // GROUP_SIZE)
     kernel, more = _dequantize_int8_kernel, {}
-    if dtype != torch.int8:
+    if codes.dtype != torch.int8:
         early = comes_early(rows.device)
         kernel, more = dequantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "EARLY": early, "launch_pdl": early}
     kernel[(num_tokens, cdiv(hidden_size, block_groups * GROUP_SIZE))](
-        quantized,
-        quantized[:, scale_offset(hidden_size) :].view(torch.float32),
+        codes.view(torch.uint8),
+        scales,
         rows,
         hidden_size,
-        quantized.stride(0),
-        quantized.stride(0) // 4,
+        codes.stride(0),
+        scales.stride(0),
         rows.stride(0),
         GROUP=GROUP_SIZE,
         BLOCK_GROUPS=block_groups,

@@ -117,6 +117,19 @@ DEVICE void bulk_prefetch(const void* from, u32 num_bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
 }
 
+// A word, or half of one, of shared memory; volatile, so that it is read here and not kept from before.
+DEVICE u32 load_shared_u32(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+DEVICE u32 load_shared_u16(u32 address) {
+  u16 value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+  return value;
+}
+
 // 16 bytes; zeros behind the first valid_bytes (0 or 16).
 DEVICE void copy_async_16(u32 to, const void* from, u32 valid_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid_bytes) : "memory");

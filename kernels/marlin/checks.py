@@ -18,6 +18,7 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.compute import partials_numel
 from moe_ep.kernels.marlin.types import WeightType, check_input_dtype
 from moe_ep.kernels.marlin.weights import WeightPair, check_activation_dtype, check_weights
+from moe_ep.quantization.input_rows import INPUT_DTYPES
 
 # Names of the tensors of one GEMM, with its number in place of the braces; all but the first two may be None.
 PARTS = ("w{}", "w{}_scale", "w{}_zeros", "bias{}", "global_scale{}", "g_idx{}", "sort_indices{}")
@@ -256,5 +257,5 @@ def _check_rows(pair: WeightPair, hidden_states: torch.Tensor) -> None:
         raise ValueError(f"hidden_states has {hidden_states.size(-1)} columns; w1 takes {pair.w13.num_columns}")
     if hidden_states.device != pair.device:
         raise ValueError(f"hidden_states is on {hidden_states.device} and w1 on {pair.device}; move one")
-    if not hidden_states.is_contiguous():
+    if not hidden_states.is_contiguous() and hidden_states.dtype not in INPUT_DTYPES:
         raise ValueError("hidden_states is not contiguous; pass hidden_states.contiguous()")

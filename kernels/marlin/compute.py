@@ -1,7 +1,7 @@
 """Computes the experts from arguments that were checked: in plain torch on the CPU, with kernels on a GPU.
 
-Hopper has its own kernels (hopper.py; eight_bit.py where rows may be rounded). Other GPUs from sm_80 on, and Hopper for
-cases that its own kernels do not support, run those of ampere.py. All read the same packed layout.
+Hopper has its own kernels (hopper.py). Other GPUs from sm_80 on, and Hopper for
+cases that its own kernels do not support, run those of ampere.py; where rows may be rounded, both those of eight_bit.py. All read the same packed layout.
 
 The kernels write 16-bit numbers, and beside f16 gate times up or an expert's own result may exceed 65504. So behind
 every f16 launch comes another one in bf16, for the experts (batched rows) or tokens whose results are not finite. Its
@@ -25,6 +25,7 @@ from moe_ep.kernels.marlin.params import Rows, experts_params
 from moe_ep.kernels.marlin.plain import ActivationFunction, compute_expert
 from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.kernels.mul_sum import mul_sum
+from moe_ep.kernels.quantize import dequantize_codes
 from moe_ep.kernels.reference import to_local_ids
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, tl
 from moe_ep.registry import operator
@@ -53,6 +54,7 @@ def run_experts(
     hidden: torch.Tensor,
     partials: torch.Tensor,
     ampere_only: bool = False,
+    row_scales: torch.Tensor | None = None,
 ) -> None:
     """Computes every expert's rows. The caller has checked all arguments, and all are on one GPU.
 
@@ -62,6 +64,7 @@ def run_experts(
         hidden: scratch for the activation's output, N numbers per row.
         partials: f32 scratch of partials_numel numbers.
         ampere_only: do not use Hopper's own kernels, so that tests can run those of other GPUs on it.
+        row_scales: of rows that were sent in 8 bits, where `takes_eight_bit`.
 
     Raises:
         BackendUnavailableError: the GPU is older than sm_80.
@@ -70,15 +73,16 @@ def run_experts(
     pair.once(_check_starts)
     _check_start("intermediate_cache13", partials)
     _check_start("intermediate_cache2", hidden)
-    _check_start("hidden_states", hidden_states)
+    if row_scales is None:
+        _check_start("hidden_states", hidden_states)
     _check_start("output", output)
     if pair.batch_invariant and not pair.once(_hopper_serves):
         raise BackendUnavailableError(
             "batch_invariant is set and Hopper's kernels cannot compute these experts (act-order in w2, or scales with "
             "two spacings); choose experts='reference', or leave it out"
         )
-    if not ampere_only and takes_eight_bit(pair, rows):
-        eight_bit.run(output, hidden_states, pair, rows, partials)
+    if takes_eight_bit(pair, rows):
+        eight_bit.run(output, hidden_states, pair, rows, partials, row_scales, ampere_only)
         return
     if ampere_only or not pair.once(_hopper_serves):
         ampere.launch(output, hidden_states, pair, rows, hidden, partials)
@@ -171,28 +175,40 @@ def compute_tokens(
     moe_sum: SumFunction | None = None,
     row_scales: torch.Tensor | None = None,
 ) -> None:
-    """`fused_marlin_moe` into `output` `[T, K]`, with weights on the output; row_scales as in `compute_batch`."""
+    """`fused_marlin_moe` into `output` `[T, K]`, with weights on the output.
+
+    Args:
+        row_scales: of rows that came quantized (reference.compute_rows). On a GPU they are converted back where experts
+            do not multiply rows of 8 bits.
+    """
     num_tokens, topk = topk_ids.shape
     if num_tokens == 0:
         return
     slots_numel = num_tokens * topk * pair.w13.num_columns
     if activation_func is None and hidden_states.is_cuda:
-        slots = _scratch(intermediate_cache13, slots_numel, hidden_states).view(num_tokens, topk, -1)
         rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
-        hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, hidden_states)
-        numbers = None if not takes_eight_bit(pair, rows) else -(-eight_bit.scratch_bytes(pair, rows.max_rows) // 4)
-        partials = _partials(intermediate_cache13, num_tokens * topk, hidden_states, slots_numel, numbers)
-        run_experts(slots, hidden_states, pair, rows, hidden, partials)
-        if hidden_states.dtype is torch.float16 and moe_sum is None:
+        rounds = takes_eight_bit(pair, rows)
+        if row_scales is not None:
+            hidden_states, row_scales = eight_bit.in_sent_form(hidden_states, row_scales)
+            if not rounds:
+                hidden_states, row_scales = dequantize_codes(hidden_states, row_scales, pair.act_dtype), None
+        like = hidden_states.new_empty(0, dtype=pair.act_dtype)
+        slots = _scratch(intermediate_cache13, slots_numel, like).view(num_tokens, topk, -1)
+        hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, like)
+        numbers = None if not rounds else -(-eight_bit.scratch_bytes(pair, rows.max_rows) // 4)
+        partials = _partials(intermediate_cache13, num_tokens * topk, like, slots_numel, numbers)
+        run_experts(slots, hidden_states, pair, rows, hidden, partials, row_scales=row_scales)
+        if pair.act_dtype is torch.float16 and moe_sum is None:
             mul_sum(slots, topk_weights, output, topk_ids, expert_map)
             is_bad = ~output.isfinite().all(dim=1, keepdim=True)
             ids = torch.where(is_bad, topk_ids, -1)
             twin, rows = pair.once(_Bf16Twin), sort_by_expert(ids, pair.num_experts, expert_map)
             twin.refresh(rows.num_tokens)
             slots, hidden = slots.view(torch.bfloat16), hidden.view(torch.bfloat16)
-            run_experts(slots, hidden_states.to(torch.bfloat16), twin.pair, rows, hidden, partials)
-            again = mul_sum(slots, topk_weights, torch.empty_like(output), ids, expert_map)
-            output.copy_(torch.where(is_bad, again, output))
+            again = hidden_states.to(torch.bfloat16) if row_scales is None else hidden_states
+            run_experts(slots, again, twin.pair, rows, hidden, partials, row_scales=row_scales)
+            results = mul_sum(slots, topk_weights, torch.empty_like(output), ids, expert_map)
+            output.copy_(torch.where(is_bad, results, output))
             return
     else:
         wide = wide_dtype(pair.act_dtype)
@@ -202,7 +218,7 @@ def compute_tokens(
         mul_sum(slots, topk_weights, output, topk_ids, expert_map)
     else:
         is_local = to_local_ids(topk_ids, expert_map)[..., None] >= 0
-        moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(hidden_states.dtype), output)
+        moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(pair.act_dtype), output)
 
 
 def compute_slots(

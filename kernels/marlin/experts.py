@@ -32,6 +32,7 @@ from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, check_input_dtype, we
 from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.modular_kernel.contracts import Compilation, ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.quantization.canonical_weights import CanonicalWeights
+from moe_ep.quantization.input_rows import dtype_name
 from moe_ep.scalar_type import ScalarType
 
 _SCRATCH = ("workspace13", "workspace2")
@@ -115,14 +116,17 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return None
         if moe_config.batch_invariant:
             return "batch_invariant is set, and on a GPU the number of rows decides whether they are rounded"
-        if not hopper.runs_on(device):
-            major, minor = torch.cuda.get_device_capability(device)
-            return f"this GPU has compute capability {major}.{minor}; the kernels for 8-bit rows run on 9.0 (Hopper)"
+        kind, capability = weight_type(quant.quant_type_id), jit.capability(device.index or 0)
+        if quant.measured_rows_only and not eight_bit.is_measured(kind, dtype, capability):
+            return (
+                f"{dtype_name(dtype)} rows beside {kind.scalar_type} weights were not measured on a GPU of compute "
+                f"capability {capability[0]}.{capability[1]} yet; name the dtype to take them"
+            )
         if moe_config.num_local_experts > hopper.MOST_EXPERTS:
             return f"there are {moe_config.num_local_experts} experts on a rank; 8-bit rows take {hopper.MOST_EXPERTS}"
         return eight_bit.unfit_reason(
-            weight_type(quant.quant_type_id),
             dtype,
+            capability,
             MoEActivation.parse(moe_config.activation),
             (moe_config.hidden_dim, moe_config.intermediate_size_per_partition),
             (quant.w1_scale.size(1), quant.w2_scale.size(1)),  # type: ignore[union-attr]
@@ -195,9 +199,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return pair
 
     def takes_quantized_rows(self) -> bool:
-        # The kernels read rows of 16 bits.
-        is_on_cpu = self._device.type == "cpu"
-        return is_on_cpu and self.quant_config.input_dtype is not None and not self.moe_config.batch_invariant
+        return self.may_round_rows() and not self.moe_config.batch_invariant
 
     def _rows(self, step: Step) -> tuple[torch.Tensor, torch.dtype]:
         """The rows, and the dtype of the activations; ValueError for quantized rows that are not taken."""
@@ -206,10 +208,10 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return rows, rows.dtype
         if not self.takes_quantized_rows() or rows.dtype != self.quant_config.input_dtype:
             raise ValueError(
-                f"a1q_scale comes with rows of {rows.dtype}; these experts take such rows on the CPU, of their "
-                f"input_dtype ({self.quant_config.input_dtype}): dequantize them before"
+                f"a1q_scale comes with rows of {rows.dtype}; these experts take rows of their input_dtype "
+                f"({self.quant_config.input_dtype}), on a GPU not in batches: dequantize them before"
             )
-        return rows.contiguous(), self.moe_config.in_dtype
+        return rows, self.moe_config.in_dtype
 
     def _output_dtype(self, step: Step, act_dtype: torch.dtype) -> torch.dtype:
         """What the output must be: f32 is accepted where the modular kernel may ask for it."""
@@ -305,7 +307,15 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
 
     def may_round_rows(self) -> bool:
         dtype = self.quant_config.input_dtype
-        return dtype is not None and (self._device.type != "cuda" or eight_bit.has_kernel(self._kind, dtype))
+        if dtype is None or self._device.type != "cuda":
+            return dtype is not None
+        return eight_bit.has_kernel(dtype, jit.capability(self._device.index or 0))
+
+    def takes_quantized_rows(self) -> bool:
+        # The kernel that reads them as they were sent was not measured yet.
+        return super().takes_quantized_rows() and not (
+            self._device.type == "cuda" and self.quant_config.measured_rows_only
+        )
 
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
         slots = -(-num_slots * K // 128) * 128

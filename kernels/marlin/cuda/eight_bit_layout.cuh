@@ -9,10 +9,19 @@
 #pragma once
 #include "params.cuh"
 
+// Whether the input's rows came in 8 bits, with a scale for every 128 columns instead of one a row.
+#ifndef SENT_ROWS
+#define SENT_ROWS 0
+#endif
+
+#ifndef TILE_TOKENS
+#define TILE_TOKENS 128
+#endif
+
 constexpr int kGroupColumns = 128;  // columns of a pipeline stage, and of `hidden` that share a scale
 constexpr float kLargestCode = ROWS_INT8 ? 127.0f : 448.0f;
 constexpr float kLeastScale = 8.673617379884035e-19f;  // 2^-60
-constexpr int kTileTokens = 128;                       // the most rows of a tile
+constexpr int kTileTokens = TILE_TOKENS;               // the most rows of a tile
 constexpr int kStartMultiple = 16;
 
 // The token tiles of one expert: as few as possible, of about equal size.
@@ -46,6 +55,9 @@ struct Tables {
     }
   }
 };
+
+// The scales of a lane's tokens lie together for every 16 of a tile: token 8 j + 2 t + i at 4 t + 2 j + i (j, i < 2).
+DEVICE int scale_place(int token) { return token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2; }
 
 // The larger one; NaN if either is NaN, so that a row with a NaN has the scale NaN and its results are NaN too.
 DEVICE float max_or_nan(float a, float b) {

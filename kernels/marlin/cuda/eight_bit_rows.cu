@@ -1,8 +1,9 @@
-// Quantizes the rows of all experts to 8 bits, one scale a row: the input of w13 in eight_bit_sm90.cu.
+// Quantizes the rows of all experts to 8 bits, one scale a row: the input of w13 in eight_bit_sm90.cu and _sm80.cu.
 //
 //   scale[r] = max(max |x[r]| / kLargestCode, 2^-60);  codes[r, permuted k] = round(x[r, k] / scale[r])
 //
 // In: rows of 16-bit numbers, gathered by sorted ids. Out: codes and scales, laid out as eight_bit_layout.cuh says.
+// With SENT_ROWS rows come as codes with a scale for every 128 columns; both are copied, bit for bit, to their places.
 // A block quantizes a row at a time and reads it once: every thread keeps 32 columns in registers while the block finds
 // the largest magnitude. The host launches columns / 32 threads, rounded up to whole warps.
 //
@@ -17,7 +18,11 @@ constexpr int kMaxWarps = 32;
 struct RowsParams {
   ExpertsParams experts;
   u8* codes;      // [capacity, columns]
-  float* scales;  // [capacity]
+  float* scales;  // [capacity], or [ceil(columns / 128), capacity] with SENT_ROWS
+  // Of SENT_ROWS: codes are at gemm[0].input; strides of rows, in bytes and in floats.
+  const float* sent_scales;
+  i64 sent_stride, sent_scale_stride;
+  int capacity;
 };
 
 // Sixteen columns of a row.
@@ -47,6 +52,70 @@ struct Columns {
   }
 };
 
+// Sixteen columns of a row that was sent, in the order of eight_bit_layout.cuh.
+DEVICE uint4 in_packed_order(const u32* words) {
+  return make_uint4(permute_bytes(words[0], words[2], 0x5140), permute_bytes(words[0], words[2], 0x7362),
+                    permute_bytes(words[1], words[3], 0x5140), permute_bytes(words[1], words[3], 0x7362));
+}
+
+// A block copies row `row_id`, number `row` of its expert, whose rows begin at `start`.
+DEVICE void copy_sent_row(const RowsParams& params, i64 row_id, int start, int row) {
+  int columns = params.experts.gemm[0].columns;
+  const u8* from = reinterpret_cast<const u8*>(params.experts.gemm[0].input) + row_id * params.sent_stride;
+  u8* to = params.codes + (start + row) * (i64)columns;
+  bool aligned = reinterpret_cast<u64>(from) % 16 == 0;
+  for (int first = threadIdx.x * kChunk; first < columns; first += blockDim.x * kChunk) {
+    u32 words[4];
+    if (aligned) {
+      *reinterpret_cast<uint4*>(words) = __ldg(reinterpret_cast<const uint4*>(from + first));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) words[i] = __ldg(reinterpret_cast<const u32*>(from + first) + i);
+    }
+    *reinterpret_cast<uint4*>(to + first) = in_packed_order(words);
+  }
+  int groups = (columns + kGroupColumns - 1) / kGroupColumns;
+  for (int group = threadIdx.x; group < groups; group += blockDim.x) {
+    params.scales[group * (i64)params.capacity + start + scale_place(row)] =
+        params.sent_scales[row_id * params.sent_scale_stride + group];
+  }
+}
+
+// A block quantizes a row; `largest_of` has room for a number a warp, which other rows do not use until two further on.
+DEVICE void quantize_row(const RowsParams& params, i64 row_id, i64 row, float* largest_of) {
+  int columns = params.experts.gemm[0].columns, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+  const u16* from = params.experts.gemm[0].input + row_id * columns;
+  Columns x[kChunks];
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChunks; i++) {
+    int first = (i * blockDim.x + threadIdx.x) * kChunk;
+    bool valid = first < columns;
+    const uint4* words = reinterpret_cast<const uint4*>(from + first);
+    x[i].pairs[0] = valid ? __ldg(words) : make_uint4(0, 0, 0, 0);
+    x[i].pairs[1] = valid ? __ldg(words + 1) : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kChunks; i++) largest = max_or_nan(largest, x[i].largest());
+  for (int d = 1; d < 32; d *= 2) largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, d));
+  if (threadIdx.x % 32 == 0) largest_of[warp] = largest;
+  __syncthreads();
+  for (int w = 0; w < num_warps; w++) largest = max_or_nan(largest, largest_of[w]);
+  float scale = max_or_nan(__fdiv_rn(largest, kLargestCode), kLeastScale), inverse = __frcp_rn(scale);
+  if (threadIdx.x == 0) params.scales[row] = scale;
+  u8* to = params.codes + row * columns;
+#pragma unroll
+  for (int i = 0; i < kChunks; i++) {
+    int first = (i * blockDim.x + threadIdx.x) * kChunk;
+    u32 out[4];
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+      out[t] = x[i].codes_at(2 * t, scale, inverse) | x[i].codes_at(2 * t + 1, scale, inverse) << 16;
+    }
+    if (first < columns) *reinterpret_cast<uint4*>(to + first) = make_uint4(out[0], out[1], out[2], out[3]);
+  }
+}
+
 extern "C" __global__ void eight_bit_rows(const __grid_constant__ RowsParams params) {
   const ExpertsParams& p = params.experts;
   extern __shared__ int memory[];
@@ -54,41 +123,15 @@ extern "C" __global__ void eight_bit_rows(const __grid_constant__ RowsParams par
   Tables tables(memory, p.num_experts);
   if (threadIdx.x < 32) tables.make(p, threadIdx.x);
   __syncthreads();
-  int columns = p.gemm[0].columns, total = tables.firsts[p.num_experts];
-  int warp = threadIdx.x / 32, num_warps = blockDim.x / 32, parity = 0;
+  int total = tables.firsts[p.num_experts], parity = 0;
   for (int place = blockIdx.x; place < total; place += gridDim.x, parity ^= 1) {
     int expert = find_expert(tables.firsts, p.num_experts, 1, place);
-    i64 row = tables.starts[expert] + place - tables.firsts[expert];
-    const u16* from = p.gemm[0].input + (i64)(p.row_ids[place] / p.ids_divisor) * columns;
-    Columns x[kChunks];
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kChunks; i++) {
-      int first = (i * blockDim.x + threadIdx.x) * kChunk;
-      bool valid = first < columns;
-      const uint4* words = reinterpret_cast<const uint4*>(from + first);
-      x[i].pairs[0] = valid ? __ldg(words) : make_uint4(0, 0, 0, 0);
-      x[i].pairs[1] = valid ? __ldg(words + 1) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < kChunks; i++) largest = max_or_nan(largest, x[i].largest());
-    for (int d = 1; d < 32; d *= 2) largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, d));
-    // Two buffers, so that one barrier a row is enough.
-    if (threadIdx.x % 32 == 0) largest_of[parity][warp] = largest;
-    __syncthreads();
-    for (int w = 0; w < num_warps; w++) largest = max_or_nan(largest, largest_of[parity][w]);
-    float scale = max_or_nan(__fdiv_rn(largest, kLargestCode), kLeastScale), inverse = __frcp_rn(scale);
-    if (threadIdx.x == 0) params.scales[row] = scale;
-    u8* to = params.codes + row * columns;
-#pragma unroll
-    for (int i = 0; i < kChunks; i++) {
-      int first = (i * blockDim.x + threadIdx.x) * kChunk;
-      u32 out[4];
-#pragma unroll
-      for (int t = 0; t < 4; t++) {
-        out[t] = x[i].codes_at(2 * t, scale, inverse) | x[i].codes_at(2 * t + 1, scale, inverse) << 16;
-      }
-      if (first < columns) *reinterpret_cast<uint4*>(to + first) = make_uint4(out[0], out[1], out[2], out[3]);
+    int start = tables.starts[expert], row = place - tables.firsts[expert];
+    i64 row_id = p.row_ids[place] / p.ids_divisor;
+    if constexpr (SENT_ROWS) {
+      copy_sent_row(params, row_id, start, row);
+    } else {
+      quantize_row(params, row_id, start + row, largest_of[parity]);
     }
   }
 }

@@ -515,6 +515,7 @@ struct Shared {
   TileSlice slice[kQueuedSlices];
   int first_reduction;                // number of this CTA's first
   const u16* gathered[kLargeTokens];  // addresses of the rows of a tile
+  int output_rows[2][kLargeTokens];   // of a w2 tile's tokens, for each warpgroup
   Schedule schedule;
 };
 
@@ -1120,6 +1121,27 @@ DEVICE Affine load_affine(const GemmParams& gemm, int expert, int first, int g) 
   return affine;
 }
 
+// Waits until this warpgroup's asynchronous copies have landed.
+DEVICE void warpgroup_barrier_after_copies() {
+  copies_async_wait();
+  if (threadIdx.x < 128) {
+    named_barrier<4, 128>();
+  } else {
+    named_barrier<5, 128>();
+  }
+}
+
+// The output rows of a w2 tile's tokens, where ids are sorted, are copied to shared memory while the products are made:
+// read one after the other by the epilogue, they would take longer than the tile's sums.
+DEVICE void fetch_output_rows(const ExpertsParams& p, Shared& shared, const TileSlice& g) {
+  if (g.phase == 0 || !p.sorted) return;
+  const int* ids = p.row_ids + shared.schedule.row_start(p.num_experts)[g.expert] + g.first_token;
+  warpgroup_barrier_after_copies();  // the tile before has read its own
+  for (int token = threadIdx.x % 128; token < g.tokens; token += 128) {
+    copy_async_4(shared_address(&shared.output_rows[threadIdx.x / 128][token]), ids + token);
+  }
+}
+
 // Stores a warp's part of a tile: for every token 16 outputs (gated) or 32, half as many if it has one row block.
 template <bool kActivate>
 struct TileStore {
@@ -1131,7 +1153,8 @@ struct TileStore {
   bool present, two_row_blocks;  // present: the weights have the warp's rows
   Affine affine[2];
 
-  DEVICE TileStore(const ExpertsParams& p, Schedule& s, const TileSlice& g) {
+  // of_tile: output rows of the tile's tokens, where ids are sorted.
+  DEVICE TileStore(const ExpertsParams& p, Schedule& s, const TileSlice& g, const int* of_tile) {
     const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;"
@@ -1144,7 +1167,7 @@ struct TileStore {
     odd = lane % 2;
     row_bytes = 2 * width;
     to = reinterpret_cast<u8*>(gemm.output + (kGate ? first / 2 + odd * 8 + lane % 4 / 2 * 4 : first + lane % 4 * 4));
-    ids = !kActivate && p.sorted ? p.row_ids + rows_before + token : nullptr;
+    ids = !kActivate && p.sorted ? of_tile + lane / 4 : nullptr;
     row = kActivate ? rows_before + token : g.expert * p.max_rows + token;
     tokens = kGate && odd && !two_row_blocks ? 0 : g.tokens - lane / 4;
 #pragma unroll
@@ -1184,10 +1207,11 @@ struct TileStore {
 // Stores a tile by a loop over 64 tokens, which keeps code small: instructions that run for the first time come from
 // memory. Large tiles are unrolled; there are many of them.
 template <bool kActivate, int kMaxTokens>
-DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const TileSlice& g, SumsOf<kMaxTokens>& sums) {
+DEVICE void store_tile(const ExpertsParams& p, Shared& shared, const TileSlice& g, SumsOf<kMaxTokens>& sums) {
   constexpr int kTogether = kMaxTokens == kLargeTokens ? kMaxTokens : 64;  // tokens
   constexpr int kGroups = kMaxTokens == kLargeTokens ? 2 : 4;
-  TileStore<kActivate> tile(p, s, g);
+  if (!kActivate && p.sorted) warpgroup_barrier_after_copies();
+  TileStore<kActivate> tile(p, shared.schedule, g, shared.output_rows[threadIdx.x / 128]);
   if (!tile.present) return;
 #pragma unroll 1
   for (int first = 0; first < g.tokens; first += kTogether) {
@@ -1222,7 +1246,8 @@ DEVICE void run_reductions(const ExpertsParams& p, Schedule& s, int number) {
     if (a.groups <= 0) continue;
     if (threadIdx.x < shape.units_per_tile) wait_at_least(unit_flag(p, 1, a.tile.work_unit + threadIdx.x), 1);
     named_barrier<1, kConsumerThreads>();
-    TileStore<false> tile(p, s, a.tile);
+    const int* ids = p.row_ids + s.row_start(p.num_experts)[a.tile.expert] + a.tile.first_token;
+    TileStore<false> tile(p, s, a.tile, ids);
     if (!tile.present) continue;
 #pragma unroll 1
     for (int group = a.first_group; group < a.first_group + a.groups; group++) {
@@ -1235,7 +1260,8 @@ DEVICE void run_reductions(const ExpertsParams& p, Schedule& s, int number) {
 
 // Everything after a slice's last step.
 template <int kMaxTokens>
-DEVICE void finish_slice(const ExpertsParams& p, Schedule& s, const TileSlice& g, SumsOf<kMaxTokens>& sums) {
+DEVICE void finish_slice(const ExpertsParams& p, Shared& shared, const TileSlice& g, SumsOf<kMaxTokens>& sums) {
+  Schedule& s = shared.schedule;
   if constexpr (kMaxTokens != kLargeTokens) {  // large tiles are whole
     if (g.from > 0 || s.phase[g.phase].units_per_tile > 0) {
       publish_unit<kMaxTokens>(p, g, sums);
@@ -1244,9 +1270,9 @@ DEVICE void finish_slice(const ExpertsParams& p, Schedule& s, const TileSlice& g
     if (g.to < s.phase[g.phase].steps) fixup_tile<kMaxTokens>(p, s, g, sums);
   }
   if (g.phase == 1) {
-    store_tile<false, kMaxTokens>(p, s, g, sums);
+    store_tile<false, kMaxTokens>(p, shared, g, sums);
   } else {
-    store_tile<true, kMaxTokens>(p, s, g, sums);
+    store_tile<true, kMaxTokens>(p, shared, g, sums);
     publish_tile(p, g);
   }
 }
@@ -1377,7 +1403,7 @@ DEVICE void multiply_tall(TallSums& sums, int tokens, int steps, bool one_group,
 
 // Stores the tile's first 256 rows, then the others.
 template <bool kActivate>
-DEVICE void store_tall(const ExpertsParams& p, Schedule& s, TileSlice g, TallSums& sums) {
+DEVICE void store_tall(const ExpertsParams& p, Shared& shared, TileSlice g, TallSums& sums) {
   SumsOf<kSmallTokens> part;
   int end = g.first_row + g.tile_rows;
 #pragma unroll 1
@@ -1389,11 +1415,11 @@ DEVICE void store_tall(const ExpertsParams& p, Schedule& s, TileSlice g, TallSum
       part[block][j] = sums[block][j];
       sums[block][j] = sums[block + 2][j];
     }
-    store_tile<kActivate, kSmallTokens>(p, s, g, part);
+    store_tile<kActivate, kSmallTokens>(p, shared, g, part);
   }
 }
 
-DEVICE void run_tall_slice(const ExpertsParams& p, Schedule& s, const TileSlice& g, Ring<kSmallTokens>& ring) {
+DEVICE void run_tall_slice(const ExpertsParams& p, Shared& shared, const TileSlice& g, Ring<kSmallTokens>& ring) {
   TallSums sums;
   bool one_group = p.gemm[g.phase].groups == 1, gathered = are_gathered(p, g.phase);
   int steps = g.to - g.from;
@@ -1403,9 +1429,9 @@ DEVICE void run_tall_slice(const ExpertsParams& p, Schedule& s, const TileSlice&
     multiply_tall<3>(sums, g.tokens, steps, one_group, gathered, ring);
   }
   if (g.phase == 1) {
-    store_tall<false>(p, s, g, sums);
+    store_tall<false>(p, shared, g, sums);
   } else {
-    store_tall<true>(p, s, g, sums);
+    store_tall<true>(p, shared, g, sums);
     publish_tile(p, g);
   }
 }
@@ -1414,12 +1440,13 @@ DEVICE void run_tall_slice(const ExpertsParams& p, Schedule& s, const TileSlice&
 
 template <int kMaxTokens>
 DEVICE void run_slice(const ExpertsParams& p, Shared& shared, const TileSlice& g, Ring<kMaxTokens>& ring) {
+  fetch_output_rows(p, shared, g);
   if constexpr (kHasTall && kMaxTokens == kSmallTokens) {
-    if (g.tile_rows > kTileRows) return run_tall_slice(p, shared.schedule, g, ring);
+    if (g.tile_rows > kTileRows) return run_tall_slice(p, shared, g, ring);
   }
   SumsOf<kMaxTokens> sums;
   multiply_slice<kMaxTokens>(sums, g, p.gemm[g.phase].groups == 1, are_gathered(p, g.phase), ring);
-  finish_slice<kMaxTokens>(p, shared.schedule, g, sums);
+  finish_slice<kMaxTokens>(p, shared, g, sums);
 }
 
 template <int kMaxTokens>

@@ -134,7 +134,8 @@ class FusedMoEMethodBase(ABC):
         quant_config = self.get_fused_moe_quant_config(layer).with_dispatch_dtype(layer.dispatch_dtype)
         rows = self.input_rows(layer)
         log_once(rows, layer.input_dtype, layer.parallel_config)
-        return make_experts(name, self.moe_config, quant_config.with_input_dtype(rows.dtype), **kwargs)
+        quant_config = quant_config.with_input_dtype(rows.dtype, measured_only=layer.input_dtype == CHECKPOINT)
+        return make_experts(name, self.moe_config, quant_config, **kwargs)
 
     def checkpoint_input_dtype(self) -> torch.dtype | None:
         """The activations that the checkpoint was made for, if they are int8 or e4m3."""
@@ -153,7 +154,7 @@ class FusedMoEMethodBase(ABC):
         if dtype is None:
             return InputRows(None, "the weights were not made for 8-bit rows")
         device = self.gemm_weights(layer)[0].device
-        quant_config, name = self.get_fused_moe_quant_config(layer).with_input_dtype(dtype), ""
+        quant_config, name = self.get_fused_moe_quant_config(layer).with_input_dtype(dtype, asked == CHECKPOINT), ""
         refusal = quant_config.refuses_rows_of(dtype)
         if refusal is None:
             name, kwargs = self.experts_names(layer)[FusedMoEActivationFormat.Standard], self.expert_kwargs(layer)

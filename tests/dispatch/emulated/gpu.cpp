@@ -220,7 +220,7 @@ void* shared(int number, size_t bytes) {
   auto& memory = running->block->shared[number];
   if (!memory) {
     memory.reset(new char[bytes]);
-    memset(memory.get(), 0xab, bytes);
+    memset(memory.get(), 0xff, bytes);
   }
   return memory.get();
 }

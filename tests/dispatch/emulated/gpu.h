@@ -26,7 +26,7 @@
 #define __noinline__
 
 namespace emulated {
-constexpr int kLanes = 32, kBarriers = 3, kMostBrought = 32;
+constexpr int kLanes = 32, kBarriers = 4, kMostBrought = 64;
 // Who knows of a store, so that a fence of theirs is one behind it.
 enum Scope { THREAD, WARP, BLOCK, RANK, SYSTEM };
 

@@ -1,0 +1,281 @@
+// A tile of experts with 8-bit rows as the kernels for sm_90 and sm_80 share it: a pipeline stage, widening what a lane
+// reads of it, promotion of sums, the epilogues.
+//
+// A tile is 256 weight rows (operand A, in registers) x up to kTileTokens tokens (operand B); eight warps have 32 rows
+// each, as two times 16. Of the weights a lane has rows g and g + 8, columns 4 t to 4 t + 3, then the same 16 columns
+// further on; its sums lie as in wgmma.cuh.
+// Promotion: the tensor cores add up the products of one group of columns; the sum, times the scales of its weight row
+// and (kTokenScales) of its token, is added to an f32 sum.
+// Epilogue of w13: gate and up rows alternate, so 256 rows make 128 columns of hidden, one scale group of every token.
+#pragma once
+#include "eight_bit_layout.cuh"
+#include "eight_bit_widen.cuh"
+#include "epilogue.cuh"
+#include "mma.cuh"
+
+static_assert(kGated, "a tile of w13 makes 128 columns of hidden where gate and up alternate");
+
+#if ROWS_INT8
+using Sum = int;
+#else
+using Sum = float;
+#endif
+
+// ==== A stage ====
+
+constexpr int kTileRows = 256;
+constexpr int kConsumerWarps = 8;
+constexpr int kConsumerThreads = 32 * kConsumerWarps;
+
+constexpr bool kGrouped = GROUPS_PER_STEP > 0;
+constexpr int kGroups = kGrouped ? GROUPS_PER_STEP : 1;  // of a step
+constexpr int kBlockColumns = 32;                        // of a product of the tensor cores
+// Whether tokens have a scale for every 128 columns in w13 (SENT_ROWS) and in w2.
+constexpr bool kTokenScales[2] = {SENT_ROWS != 0, true};
+
+// Codes of weights (repack.py), of tokens (wgmma.cuh), scales and zero points of weights, scales of tokens.
+constexpr int kPieceBytes = 16 * kBlockColumns * kBits / 8;  // 16 rows x 32 columns
+constexpr int kStripBytes = 64 * kGroupColumns * kBits / 8;  // 64 rows x 128 columns
+constexpr int kScaleRowBytes = kTileRows * kScaleBytes;
+constexpr int kTokensPlace = kTileRows / 64 * kStripBytes;
+constexpr int kScalesPlace = kTokensPlace + kTileTokens * kGroupColumns;
+constexpr int kZerosPlace = kScalesPlace + (kGrouped ? kGroups * kScaleRowBytes : 0);
+constexpr int kTokenScalesPlace = kZerosPlace + (kHasZeros ? kGroups * kScaleRowBytes : 0);
+constexpr int kStageBytes = (kTokenScalesPlace + kTileTokens * 4 + 1023) / 1024 * 1024;  // tokens begin at 1024 bytes
+
+struct EightBitParams {
+  TensorMap tokens[2];  // codes of the input, codes of hidden; of sm_90 alone
+  ExpertsParams experts;
+  const float* row_scales;  // [capacity], of the input; with SENT_ROWS as hidden_scales
+  u8* hidden;               // [capacity, columns of w2]
+  float* hidden_scales;     // [ceil(columns of w2 / 128), capacity]
+  int capacity;             // rows
+};
+
+struct TileSlice {
+  int phase, expert, first_row, first_token, tokens;  // phase -1: there are no more
+};
+
+// What the epilogue of w13 needs of shared memory.
+struct Largest {
+  float of_warp[kConsumerWarps][kTileTokens];  // magnitudes of a tile's results
+  float inverse_scale[kTileTokens];
+};
+
+DEVICE int steps_of(const ExpertsParams& p, int phase) {
+  return (p.gemm[phase].columns + kGroupColumns - 1) / kGroupColumns;
+}
+DEVICE int row_tiles_of(const ExpertsParams& p, int phase) { return (p.gemm[phase].rows + kTileRows - 1) / kTileRows; }
+DEVICE int tiles_of(const ExpertsParams& p, const Tables& tables, int phase) {
+  return tables.tiles[p.num_experts] * row_tiles_of(p, phase);
+}
+
+// A tile of a phase: expert by expert, then weight rows, then tokens.
+DEVICE TileSlice tile_of(const ExpertsParams& p, const Tables& tables, int phase, int tile) {
+  TileSlice g;
+  g.phase = phase;
+  int row_tiles = row_tiles_of(p, g.phase);
+  g.expert = find_expert(tables.tiles, p.num_experts, row_tiles, tile);
+  int rest = tile - tables.tiles[g.expert] * row_tiles, rows = rows_of(p, g.expert);
+  TokenTiles tokens(rows);
+  int row_tile = quotient(rest, tokens.count);
+  g.first_row = row_tile * kTileRows;
+  g.first_token = (rest - row_tile * tokens.count) * tokens.each;
+  g.tokens = min(rows - g.first_token, tokens.each);
+  return g;
+}
+
+// Where a lane's codes and scales are in a stage.
+struct LanePlace {
+  u32 codes, scales;
+  DEVICE LanePlace() {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    codes = warp / 2 * kStripBytes + warp % 2 * 2 * kPieceBytes + lane * (kPieceBytes / 32);
+    scales = kScalesPlace + (warp * 32 + lane / 4 * 2) * kScaleBytes;
+  }
+};
+
+// What a lane reads of a stage for one group of products: 16 weight rows x kBlocks x 32 columns, their scales, zero
+// points.
+template <int kBlocks>
+struct Packed {
+  u32 codes[kBlocks][kBits / 2];
+  u32 scales, zeros;
+
+  DEVICE void load(u32 codes_from, u32 scales_from) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; n++) load_words_at<0>(codes_from + n * 4 * kPieceBytes, codes[n]);
+    if constexpr (kGrouped) scales = kScaleBytes == 2 ? load_shared_u32(scales_from) : load_shared_u16(scales_from);
+    if constexpr (kHasZeros) zeros = load_shared_u32(scales_from + kZerosPlace - kScalesPlace);
+  }
+
+  // Half `half` (16 rows) and group `group` of a warp's rows and a step's columns.
+  DEVICE void load_part(u32 stage, const LanePlace& own, int half, int group) {
+    load(stage + own.codes + half * kPieceBytes + group * kBlocks * 4 * kPieceBytes,
+         stage + own.scales + half * 16 * kScaleBytes + group * kScaleRowBytes);
+  }
+
+  // Operand A of block n.
+  DEVICE void widen(int n, u32 (&a)[4]) const {
+    const u32* w = codes[n];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      if constexpr (kBits == 4) {
+        u32 low = kHasZeros ? zero_bytes(zeros & 0xffff) : 0, high = kHasZeros ? zero_bytes(zeros >> 16) : 0;
+        widen_four_bits(w[k], low, high, a[2 * k], a[2 * k + 1]);
+      } else {
+        widen_eight_bits(w[2 * k % (kBits / 2)], w[(2 * k + 1) % (kBits / 2)], a[2 * k], a[2 * k + 1]);
+      }
+    }
+  }
+
+  // Scales of rows g (low) and g + 8.
+  DEVICE float low() const { return scale_of(kScaleBytes == 2 ? scales & 0xffff : scales & 0xff); }
+  DEVICE float high() const { return scale_of(kScaleBytes == 2 ? scales >> 16 : scales >> 8); }
+
+ private:
+  static DEVICE float scale_of(u32 bits) {
+    if constexpr (kScaleBytes == 2) return to_float(bits);
+    return __uint_as_float(bits == 0 ? 0x00400000u : bits << 23);  // e8m0: 2^(bits - 127)
+  }
+};
+
+// ==== Sums ====
+
+// Sums of a lane: [16 of its warp's 32 rows][8 tokens][row g, row g + 8][two tokens].
+template <int kTokens, typename T = float>
+using SumsOf = T[2][kTokens / 2];
+
+// sums += part times the scales of the lane's rows, where they have groups, and of the tokens.
+template <int kTokens, int kPhase>
+DEVICE void promote(float* sums, const Sum* part, float low, float high, u32 token_scales) {
+#pragma unroll
+  for (int j = 0; j < kTokens / 16; j++) {
+    float token[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    if constexpr (kTokenScales[kPhase]) load_shared(token, token_scales + 64 * j);
+#pragma unroll
+    for (int i = 8 * j; i < 8 * j + 8; i++) {
+      float scale = kGrouped ? (i % 4 < 2 ? low : high) : 1.0f;
+      if constexpr (kTokenScales[kPhase]) scale *= token[i % 8 / 4 * 2 + i % 2];
+      sums[i] = fmaf((float)part[i], scale, sums[i]);
+    }
+  }
+}
+
+// What the sums of rows g and g + 8 are multiplied by at last: the unit of codes, and scales that are one a row.
+DEVICE SumScale sum_scale_of(const ExpertsParams& p, const TileSlice& g, int half) {
+  SumScale unit = {kCodeUnit, kCodeUnit};
+  if constexpr (!kGrouped) {
+    const GemmParams& gemm = p.gemm[g.phase];
+    int row = g.first_row + threadIdx.x / 32 * 32 + half * 16 + threadIdx.x % 32 / 4 * 2;
+    if (row < gemm.rows) {
+      u32 pair = *reinterpret_cast<const u32*>(gemm.scales + (g.expert * (i64)gemm.rows + row) * 2);
+      unit.low *= to_float(pair & 0xffff), unit.high *= to_float(pair >> 16);
+    }
+  }
+  return unit;
+}
+
+// ==== Epilogue of w13: activation, scales, codes ====
+
+// Activated results in place of the sums of gates: [16 rows][8 tokens][row g][two tokens]; zeros beyond the last row.
+template <int kTokens>
+DEVICE void activate_sums(const EightBitParams& params, const TileSlice& g, const u32* row_scales,
+                          SumsOf<kTokens>& sums) {
+  const GemmParams& gemm = params.experts.gemm[0];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const float2* scales = reinterpret_cast<const float2*>(row_scales) + lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int first = g.first_row + warp * 32 + half * 16, column = first / 2 + lane / 4;
+    bool valid = first < gemm.rows;
+    SumScale unit = sum_scale_of(params.experts, g, half);
+    float alpha[2] = {unit.low, unit.high}, bias[2] = {0.0f, 0.0f};
+    if (gemm.alphas != nullptr) {
+      alpha[0] *= gemm.alphas[g.expert * gemm.alphas_per_expert];
+      alpha[1] *= gemm.alphas[(g.expert + 1) * gemm.alphas_per_expert - 1];
+    }
+    if (gemm.bias != nullptr && valid) {
+      const u16* biases = gemm.bias + (i64)g.expert * gemm.rows;
+      bias[0] = to_float(biases[column]), bias[1] = to_float(biases[gemm.rows / 2 + column]);
+    }
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; j++) {
+      float2 scale = SENT_ROWS ? make_float2(1.0f, 1.0f) : scales[4 * j];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float token = i ? scale.y : scale.x;
+        float gate = sums[half][4 * j + i] * (token * alpha[0]) + bias[0];
+        float up = sums[half][4 * j + 2 + i] * (token * alpha[1]) + bias[1];
+        sums[half][4 * j + i] = valid ? activate(gate, up) : 0.0f;
+      }
+    }
+  }
+}
+
+// The scale of a tile's 128 columns of hidden for every token: its inverse in shared memory, itself in hidden_scales.
+template <int kTokens>
+DEVICE void find_scales(const EightBitParams& params, Largest& largest_of, const TileSlice& g, int row,
+                        SumsOf<kTokens>& sums) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; j++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float largest = max_or_nan(fabsf(sums[0][4 * j + i]), fabsf(sums[1][4 * j + i]));
+      for (int d = 4; d < 32; d *= 2) largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, d));
+      if (lane < 4) largest_of.of_warp[warp][8 * j + 2 * lane + i] = largest;
+    }
+  }
+  named_barrier<1, kConsumerThreads>();
+  int token = threadIdx.x;
+  if (token < kTokens) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kConsumerWarps; w++) largest = max_or_nan(largest, largest_of.of_warp[w][token]);
+    float scale = max_or_nan(largest / kLargestCode, kLeastScale);
+    largest_of.inverse_scale[token] = 1.0f / scale;
+    int group = g.first_row / kTileRows;
+    if (token < g.tokens) params.hidden_scales[(i64)group * params.capacity + row + scale_place(token)] = scale;
+  }
+  named_barrier<1, kConsumerThreads>();
+}
+
+// Activates, rounds and stores a tile of hidden; row_scales: of its input rows, without SENT_ROWS.
+template <int kTokens>
+DEVICE void store_hidden(const EightBitParams& params, const Tables& tables, Largest& largest_of, const TileSlice& g,
+                         const u32* row_scales, SumsOf<kTokens>& sums) {
+  const ExpertsParams& p = params.experts;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = tables.starts[g.expert] + g.first_token;
+  activate_sums<kTokens>(params, g, row_scales, sums);
+  find_scales<kTokens>(params, largest_of, g, row, sums);
+  int column = g.first_row / 2 + warp * 16, width = p.gemm[1].columns;
+  u8* to = params.hidden + (row + lane / 4) * (i64)width + column + lane % 4 * 4;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; j++) {
+    const float2 inverse = *reinterpret_cast<const float2*>(&largest_of.inverse_scale[8 * j + lane % 4 * 2]);
+    // Columns g and g + 8 of either token side by side; after the transpose a lane has columns 2 t, 2 t + 8, 2 t + 1 and
+    // 2 t + 9 of one token.
+    u32 first = code_pair(sums[0][4 * j] * inverse.x, sums[1][4 * j] * inverse.x);
+    u32 second = code_pair(sums[0][4 * j + 1] * inverse.y, sums[1][4 * j + 1] * inverse.y);
+    u32 codes = transpose_8x8(first | second << 16);
+    if (8 * j + lane / 4 < g.tokens && column < width) *reinterpret_cast<u32*>(to + 8 * j * (i64)width) = codes;
+  }
+}
+
+// ==== Epilogue of w2 ====
+
+template <int kTokens>
+DEVICE void store_output(const ExpertsParams& p, const TileSlice& g, const u32* output_rows, SumsOf<kTokens>& sums) {
+  int width = p.gemm[1].rows;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int first = g.first_row + threadIdx.x / 32 * 32 + half * 16;
+    if (first >= width) break;
+    u16* to = p.gemm[1].output + first + threadIdx.x % 4 * 4;
+    auto put = [&](int token, const u32* out) {
+      *reinterpret_cast<uint2*>(to + (i64)output_rows[token] * width) = make_uint2(out[0], out[1]);
+    };
+    finish_rows<kTokens, false>(p, g.expert, g.tokens, first, sums[half], 0, sum_scale_of(p, g, half), put);
+  }
+}

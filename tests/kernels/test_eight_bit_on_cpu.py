@@ -1,0 +1,69 @@
+"""The kernels with 8-bit rows, run whole on an emulated GPU: every pair of rows and weights, tails, rows as sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.kernels.marlin.checks import PARTS, check_weight_pair
+from moe_ep.kernels.marlin.compute import sort_by_expert
+from moe_ep.kernels.marlin.plain import compute_expert
+from moe_ep.kernels.marlin.types import WEIGHT_TYPES
+from moe_ep.kernels.marlin.weights import WeightPair
+from moe_ep.kernels.quantize import quantize_rows, split_rows
+from moe_ep.layer.methods import relative_error
+from moe_ep.scalar_type import scalar_types
+from tests.dispatch.emulated_gpu import COMPILER
+from tests.kernels.emulated_experts import Emulated
+from tests.kernels.marlin_cases import E, arguments, make
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+# Rows, weights, group size, (K, N), rows came in 8 bits, the kernel for older GPUs.
+CASES: list[tuple[torch.dtype, str, int, tuple[int, int], bool, bool]] = [
+    (FP8, "float4_e2m1f", 32, (192, 64), False, False),
+    (FP8, "uint4", 64, (320, 192), True, False),
+    (FP8, "uint4b8", -1, (256, 128), False, False),
+    (FP8, "float8_e4m3fn", -1, (192, 64), False, False),
+    (INT8, "uint4b8", 128, (256, 128), True, False),
+    (INT8, "uint4", 32, (192, 64), False, True),
+    (INT8, "uint8b128", -1, (320, 192), True, True),
+]
+
+
+def pair_of(rows: torch.dtype, name: str, group: int, shape: tuple[int, int]) -> WeightPair:
+    (K, N), kind = shape, WEIGHT_TYPES[getattr(scalar_types, name).id]
+    first, second = make(kind, group, 2 * N, K, True, 1), make(kind, group, K, N, False, 2)
+    given = arguments(first, second, kind, MoEActivation.SILU)
+    parts = [[given[name] for name in names] for names in _names()]
+    return check_weight_pair(kind, MoEActivation.SILU, torch.bfloat16, True, *map(tuple, parts), input_dtype=rows)
+
+
+def _names() -> list[list[str]]:
+    return [[part.format(which) for part in PARTS] for which in (1, 2)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_a_launch_computes_what_plain_torch_does(case: tuple[Any, ...], tmp_path: Path) -> None:
+    """Experts of one row, none and more than a tile; rows in random order; results within 0.003 of the torch form."""
+    rows_dtype, name, group, shape, sent, older = case
+    pair, K = pair_of(rows_dtype, name, group, shape), shape[0]
+    counts = [1, 0, 70 if older else 133]
+    rng = torch.Generator().manual_seed(4)
+    ids = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)] + [-1] * 2)
+    ids = ids[torch.randperm(len(ids), generator=rng)].view(-1, 1)
+    tokens = (torch.randn(len(ids), K, generator=rng) * torch.rand(len(ids), 1, generator=rng)).bfloat16()
+    given, scales = (tokens, None) if not sent else split_rows(quantize_rows(tokens, rows_dtype), K, rows_dtype)
+    output = torch.full((len(ids), K), float("nan"), dtype=torch.bfloat16)
+    Emulated(tmp_path, pair, sent, older).run(output, given, sort_by_expert(ids, E), scales)
+    assert output[ids[:, 0] < 0].isnan().all()
+    for expert, count in enumerate(counts):
+        chosen = ids[:, 0] == expert
+        if count:
+            expected = compute_expert(given[chosen], pair, expert, scales=None if scales is None else scales[chosen])
+            assert relative_error(output[chosen], expected) < 0.003, expert
