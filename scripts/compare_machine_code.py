@@ -34,6 +34,7 @@ from moe_ep.dispatch.nvshmem.low_latency import BatchLayout
 from moe_ep.kernels import align, eplb_map, jit
 from moe_ep.kernels.marlin import ampere, eight_bit, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
+from moe_ep.quantization.input_rows import INPUT_DTYPES
 from moe_ep.scalar_type import scalar_types
 
 _ACT_DTYPES = (torch.bfloat16, torch.float16)
@@ -47,6 +48,7 @@ _GROUPS = {
 # K, top-k, ranks: DeepSeek-V3 on one host, GPT-OSS, odd sizes, one rank.
 _BATCHES = ((7168, 8, 8), (2880, 4, 4), (2000, 32, 3), (2048, 1, 1), (4096, 6, 16))
 _CLUSTERS = (1, 8)
+_EIGHT_BIT_PAIRS = [(dtype, kind) for dtype, kinds in INPUT_DTYPES.items() for kind in kinds]
 _LIMIT = 10.0
 # Of the attributes in .nv.info: the form whose bytes follow, and EIATTR_PARAM_CBANK (symbol, offset, size).
 _SIZED, _PARAM_CBANK = 4, 0x0A
@@ -110,6 +112,15 @@ def _experts() -> Iterator[Build]:
                     if part == "experts" or activation == silu:
                         chosen = limit is None and (is_quick or part == "rows")
                         yield f"{_short(input_dtype)} {part} {name} {_short(act)}", source, "sm_90a", chosen
+    for (input_dtype, scalar_type), sent, older in itertools.product(_EIGHT_BIT_PAIRS, (False, True), (False, True)):
+        kind = WEIGHT_TYPES[scalar_type.id]
+        for groups in (4,) if scalar_type == scalar_types.float4_e2m1f else (0, 1, 4):
+            if older and input_dtype != torch.int8:
+                continue
+            numbers = (kind, input_dtype, torch.bfloat16, groups, silu)
+            for part, source in eight_bit.kernel_sources(*numbers, sent=sent, older=older).items():
+                name = f"{_short(input_dtype)} {part} {kind.scalar_type} {groups} sent={sent:d}"
+                yield name, source, "sm_80" if older else "sm_90a", groups == 4 and not sent
     for phase in (0, 1):
         yield f"ampere gather w{(13, 2)[phase]}", ampere.gather_source(phase), "sm_80", True
 

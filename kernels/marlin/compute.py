@@ -1,7 +1,8 @@
 """Computes the experts from arguments that were checked: in plain torch on the CPU, with kernels on a GPU.
 
-Hopper has its own kernels (hopper.py). Other GPUs from sm_80 on, and Hopper for
-cases that its own kernels do not support, run those of ampere.py; where rows may be rounded, both those of eight_bit.py. All read the same packed layout.
+Hopper has its own kernels (hopper.py). Other GPUs from sm_80 on, and Hopper for cases that its own kernels do not
+support, run those of ampere.py. Where rows may be rounded, both have those of eight_bit.py. All read the same packed
+layout.
 
 The kernels write 16-bit numbers, and beside f16 gate times up or an expert's own result may exceed 65504. So behind
 every f16 launch comes another one in bf16, for the experts (batched rows) or tokens whose results are not finite. Its

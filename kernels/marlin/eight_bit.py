@@ -336,15 +336,11 @@ def kernel_sources(
     experts = numbers | {"GROUPS_PER_STEP": str(groups), **activation_defines(activation, clamp_limit)}
     sources = {"rows": jit.KernelSource(CUDA / "eight_bit_rows.cu", "eight_bit_rows", tuple(numbers.items()))}
     if not older:
-        sources["experts"] = jit.KernelSource(
-            CUDA / "eight_bit_sm90.cu", "eight_bit_experts", tuple(experts.items())
-        )
+        sources["experts"] = jit.KernelSource(CUDA / "eight_bit_sm90.cu", "eight_bit_experts", tuple(experts.items()))
         return sources
     for phase in (0, 1):
         defines = experts | {"TILE_TOKENS": str(_OLDER_TILE_TOKENS), "PHASE": str(phase)}
-        sources[f"gemm{phase}"] = jit.KernelSource(
-            CUDA / "eight_bit_sm80.cu", "eight_bit_gemm", tuple(defines.items())
-        )
+        sources[f"gemm{phase}"] = jit.KernelSource(CUDA / "eight_bit_sm80.cu", "eight_bit_gemm", tuple(defines.items()))
     return sources
 
 

@@ -10,11 +10,9 @@ import ctypes
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import eight_bit
 from moe_ep.kernels.marlin.hopper import groups_per_step
 from moe_ep.kernels.marlin.params import CUDA, Rows
@@ -60,11 +58,15 @@ def for_cpu(name: str, text: str) -> str:
     if name == "eight_bit_sm80.cu":
         begin, end = text.index("DEVICE void commit_copies()"), text.index("// ==== Copies ====")
         text = text[:begin] + text[end:]
-    text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) memory\[\];",
-                  r"\1* memory = reinterpret_cast<\1*>(emulated::dynamic());", text)
+    text = re.sub(
+        r"extern __shared__ (?:__align__\(\d+\) )?(\w+) memory\[\];",
+        r"\1* memory = reinterpret_cast<\1*>(emulated::dynamic());",
+        text,
+    )
     text = text.replace('extern "C" __global__', "__global__")
-    return re.sub(r"__shared__ ([^;]+?) (\w+)((?:\[\w+\])+);",
-                  r"auto& \2 = emulated::shared<\1\3, __COUNTER__>();", text)
+    return re.sub(
+        r"__shared__ ([^;]+?) (\w+)((?:\[\w+\])+);", r"auto& \2 = emulated::shared<\1\3, __COUNTER__>();", text
+    )
 
 
 def write_sources(folder: Path) -> None:
@@ -76,30 +78,41 @@ def write_sources(folder: Path) -> None:
 
 
 def command_for(folder: Path, defines: dict[str, str]) -> list[str]:
-    flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-U_FORTIFY_SOURCE"]
+    flags = ["-std=c++17", "-O1", "-w", "-Wno-psabi", "-ffp-contract=off", "-fPIC", "-U_FORTIFY_SOURCE"]
     folders = [f"-I{HOST}", f"-I{SOURCES}", f"-I{folder}"]
     return [str(COMPILER), *flags, *folders, *(f"-D{name}={value}" for name, value in defines.items())]
+
+
+def compile_scheduler(folder: Path) -> list[str]:
+    """Objects of what runs the kernels, whichever they are."""
+    objects = []
+    for name in ("gpu", "memory"):
+        objects.append(str(folder / f"{name}.o"))
+        command = [*command_for(folder, {"ACT_BF16": "1"}), "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1]]
+        subprocess.run(command, check=True)
+    return objects
 
 
 class Emulated:
     """The kernels for some weights and rows, compiled for a CPU.
 
     Args:
+        scheduler: of compile_scheduler.
         sent, older: as in eight_bit.kernel_sources.
     """
 
-    def __init__(self, folder: Path, pair: WeightPair, sent: bool = False, older: bool = False) -> None:
-        folder.mkdir(exist_ok=True)
+    def __init__(
+        self, folder: Path, scheduler: list[str], pair: WeightPair, sent: bool = False, older: bool = False
+    ) -> None:
         write_sources(folder)
         spacings = [groups_per_step(w.num_columns, w.scales.size(1)) for w in (pair.w13, pair.w2)]
         groups = 0 if all(w.scales.size(1) == 1 for w in (pair.w13, pair.w2)) else max(spacings)
         sources = eight_bit.kernel_sources(
             pair.kind, pair.input_dtype, pair.act_dtype, groups, pair.activation, pair.clamp_limit, sent, older
         )
-        runs, objects = [], []
+        runs, objects = [], list(scheduler)
         for name, source in sources.items():
-            kernel = "RowsParams, 32" if name == "rows" else "EightBitParams, kThreads"
-            params, threads = kernel.split(", ")
+            params, threads = ("RowsParams", "32") if name == "rows" else ("EightBitParams", "kThreads")
             (folder / f"{name}.cpp").write_text(
                 f'#include "experts.h"\nnamespace {{\n#include "{source.path.name}"\n}}\n'
                 f'extern "C" void run_{name}(const void* p) {{ {source.entry}(*static_cast<const {params}*>(p)); }}\n'
@@ -108,8 +121,7 @@ class Emulated:
             )
             objects.append(f"{name}.o")
             runs.append([*command_for(folder, dict(source.defines)), "-c", f"{name}.cpp", "-o", objects[-1]])
-        scheduler = [str(SOURCES / "gpu.cpp"), str(SOURCES / "memory.cpp")]
-        runs.append([*command_for(folder, {"ACT_BF16": "1"}), "-shared", "-o", "emulated.so", *scheduler, *objects])
+        runs.append([str(COMPILER), "-shared", "-o", "emulated.so", *objects])
         for run in runs:
             subprocess.run(run, cwd=folder, check=True)
         self.library, self.pair, self.sent, self.older = ctypes.CDLL(str(folder / "emulated.so")), pair, sent, older
@@ -128,9 +140,7 @@ class Emulated:
         pair = self.pair
         scratch = torch.full((eight_bit.scratch_bytes(pair, rows.max_rows) + 16,), 0xFF, dtype=torch.uint8)
         scratch = scratch[-scratch.data_ptr() % 16 :]
-        quantizing, multiplying, where = eight_bit.make_params(
-            output, hidden_states, pair, rows, scratch, row_scales
-        )
+        quantizing, multiplying, where = eight_bit.make_params(output, hidden_states, pair, rows, scratch, row_scales)
         session = Session(self.library, 1, seed, blocks=blocks)
         groups = eight_bit.rows_threads(pair.w13.num_columns) // 32
         session.queue_kernel(0, "rows", quantizing, blocks, groups=groups)
@@ -147,3 +157,29 @@ class Emulated:
         assert session.run(), "the kernels hang"
         assert not flags.any()
         return scratch
+
+
+def compile_widening(folder: Path, builds: list[tuple[int, int]]) -> ctypes.CDLL:
+    """Of every build, a WEIGHT_TYPE and ROWS_INT8, `widen_T_R(words, count, zeros_low, zeros_high, low, high)` for four
+    bits, or of pairs of words for eight, and `unit_T_R()`, kCodeUnit."""
+    parts = ['#define ROWS_INT8 0\n#include "experts.h"\n#undef ROWS_INT8\n']
+    for number, is_int8 in builds:
+        name = f"{number}_{is_int8}"
+        parts.append(f"#undef WEIGHT_TYPE\n#define WEIGHT_TYPE {number}\n#define ROWS_INT8 {is_int8}\n")
+        parts.append(f"namespace n{name} {{\n")
+        for header in ("dequant.cuh", "eight_bit_widen.cuh"):
+            text = for_cpu(header, (CUDA / header).read_text())
+            parts.append(re.sub(r"#(pragma once|include .*)", "", text))
+        parts.append(
+            "void widen(const u32* words, int count, u32 z0, u32 z1, u32* low, u32* high) {\n"
+            "  for (int i = 0; i < count; i++) {\n"
+            "    if constexpr (kBits == 4) widen_four_bits(words[i], z0, z1, low[i], high[i]);\n"
+            "    else widen_eight_bits(words[2 * i], words[2 * i + 1], low[i], high[i]);\n"
+            f'  }}\n}}\n}}\n#undef ROWS_INT8\nextern "C" float unit_{name}() {{ return n{name}::kCodeUnit; }}\n'
+            f'extern "C" void widen_{name}(const u32* w, int n, u32 z0, u32 z1, u32* l, u32* h) '
+            f"{{ n{name}::widen(w, n, z0, z1, l, h); }}\n"
+        )
+    (folder / "widen.cpp").write_text("".join(parts))
+    command = [*command_for(folder, {"ACT_BF16": "1"}), "-shared", "widen.cpp", "-o", "widen.so"]
+    subprocess.run([*command, "-Wl,--unresolved-symbols=ignore-all"], cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "widen.so"), mode=1)

@@ -23,13 +23,15 @@ from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.kernels.quantize import round_rows
 from moe_ep.layer.methods.base import relative_error
 from moe_ep.scalar_type import scalar_types
-from tests.kernels.marlin_cases import E, arguments, make
+from tests.kernels.marlin_cases import E, arguments, make, moe_config
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-E4M3, UINT4, UINT4B8, UINT8B128 = (
+E4M3, UINT4, UINT4B8, MXFP4 = (
     WEIGHT_TYPES[kind.id]
-    for kind in (scalar_types.float8_e4m3fn, scalar_types.uint4, scalar_types.uint4b8, scalar_types.uint8b128)
-)
+    for kind in (
+        scalar_types.float8_e4m3fn, scalar_types.uint4, scalar_types.uint4b8, scalar_types.float4_e2m1f,
+    )
+)  # fmt: skip
 SILU, RELU2 = MoEActivation.SILU, MoEActivation.RELU2_NO_MUL
 K, N = 256, 128
 MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "eight_bit_rows_h200.jsonl"
@@ -134,9 +136,35 @@ def test_the_rule_takes_8_bit_rows_where_the_measured_table_has_them_faster() ->
         assert eight_bit.pays(pair, row["rows"]) == (row["ratio"] > 1), row
 
 
-def test_older_gpus_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "capability", lambda index: (8, 0))
-    assert not eight_bit.pays(experts(32, 7168, 2048), 1024)
+@pytest.mark.usefixtures("on_hopper")
+def test_older_gpus_round_to_int8_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, rounds in (((8, 0), True), ((7, 5), False)):
+        monkeypatch.setattr(jit, "capability", lambda index, found=capability: found)
+        assert not eight_bit.pays(experts(32, 7168, 2048), 1024)
+        assert eight_bit.pays(experts(32, 7168, 2048, INT8), 1024) is rounds
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "capability", "measured"),
+    [
+        (INT8, UINT4B8, (9, 0), True), (FP8, E4M3, (9, 0), True), (INT8, UINT4B8, (8, 0), False),
+        (FP8, UINT4B8, (9, 0), False), (FP8, MXFP4, (9, 0), False), (FP8, UINT4, (9, 0), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_checkpoint_takes_measured_pairs_and_a_name_takes_all(
+    dtype: torch.dtype, kind: WeightType, capability: tuple[int, int], measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "capability", lambda index: capability)
+    group, sizes = (32 if kind is MXFP4 else 128), {"hidden_dim": K, "intermediate_size_per_partition": N}
+    first, second = make(kind, group, 2 * N, K, True), make(kind, group, K, N, False)
+    quant = FusedMoEQuantConfig(
+        quant_type_id=kind.scalar_type.id, w1_scale=first.packed.scales, w2_scale=second.packed.scales
+    )
+    for only, expected in ((True, measured), (False, True)):
+        asked = quant.with_input_dtype(dtype, measured_only=only)
+        refusal = MarlinExperts.refuses_input_dtype(moe_config(**sizes), asked, torch.device("cuda"))
+        assert (refusal is None) is expected, refusal
 
 
 def test_experts_round_to_the_dtype_of_their_configuration() -> None:
@@ -163,15 +191,23 @@ def test_experts_round_to_the_dtype_of_their_configuration() -> None:
         MarlinExperts(config, quant.with_input_dtype(INT8))
 
 
-@pytest.mark.parametrize(("input_dtype", "kind"), [(FP8, E4M3), (INT8, UINT4B8), (INT8, UINT4)], ids=str)
-def test_kernels_compile(input_dtype: torch.dtype, kind: WeightType) -> None:
+COMPILED = [
+    (FP8, E4M3, 1, False, False),
+    (INT8, UINT4B8, 1, True, False),
+    (FP8, MXFP4, 4, False, False),
+    (INT8, UINT4, 4, True, True),
+]
+
+
+@pytest.mark.parametrize(("input_dtype", "kind", "groups", "sent", "older"), COMPILED, ids=str)
+def test_kernels_compile(input_dtype: torch.dtype, kind: WeightType, groups: int, sent: bool, older: bool) -> None:
     """Without serialized products, and with next to no spills (of numbers that wait outside of the main loop)."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
-    sources = eight_bit.kernel_sources(kind, input_dtype, torch.bfloat16, 1, SILU)
+    sources = eight_bit.kernel_sources(kind, input_dtype, torch.bfloat16, groups, SILU, sent=sent, older=older)
     for name, source in sources.items():
-        resources = jit.compile_only(source, "sm_90a")
+        resources = jit.compile_only(source, "sm_80" if older else "sm_90a")
         assert "serialized" not in resources.log
-        assert resources.spill_load_bytes <= (0 if name == "rows" else 512)
+        assert resources.spill_load_bytes <= (600 if name == "experts" else 0)
 
 
 def test_compiled_it_is_one_node() -> None:

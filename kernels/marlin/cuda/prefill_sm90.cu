@@ -42,6 +42,7 @@ constexpr int kSmallTokens = 64;
 constexpr int kLargeTokens = 176;
 // Large tiles need room for three stages (four bits), and registers (one fma or multiplication per dequantized pair).
 constexpr bool kHasLarge = ACT_BF16 && (WEIGHT_TYPE == UINT4B8 || WEIGHT_TYPE == NVFP4 || WEIGHT_TYPE == MXFP4);
+constexpr int kMostTokens = kHasLarge ? kLargeTokens : kTileTokens;  // of any tile
 constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 
@@ -513,9 +514,9 @@ struct Shared {
   u64 full[kStages<kTileTokens>], empty[kStages<kTileTokens>];
   u64 slice_full[kQueuedSlices], slice_empty[kQueuedSlices];
   TileSlice slice[kQueuedSlices];
-  int first_reduction;                // number of this CTA's first
-  const u16* gathered[kLargeTokens];  // addresses of the rows of a tile
-  int output_rows[2][kLargeTokens];   // of a w2 tile's tokens, for each warpgroup
+  int first_reduction;               // number of this CTA's first
+  const u16* gathered[kMostTokens];  // addresses of the rows of a tile
+  int output_rows[2][kMostTokens];   // of a w2 tile's tokens, for each warpgroup
   Schedule schedule;
 };
 
