@@ -30,15 +30,20 @@ from moe_ep.kernels.marlin import eight_bit
 from moe_ep.kernels.marlin.compute import partials_numel, run_experts, sort_by_expert
 from moe_ep.kernels.marlin.plain import TOLERANCES
 from moe_ep.kernels.marlin.weights import WeightPair
+from moe_ep.kernels.quantize import quantize_rows, split_rows
 from moe_ep.layer.methods import relative_error
 
-# The rows that are timed beside weights.
-ROWS = {"int4": torch.int8, "uint4": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+# The pairs that are timed: weights as gemm_cases.py names them, and rows.
+PAIRS = {
+    "int4": ("int4", INT8), "uint4": ("uint4", INT8), "int8": ("int8", INT8), "fp8": ("fp8", FP8),
+    "mxfp4": ("mxfp4", FP8), "int4-e4m3": ("int4", FP8), "uint4-e4m3": ("uint4", FP8),
+}  # fmt: skip
 SUSTAINED_US = 4e5
 CHAIN = 3
 COLUMNS = {
     "shape": "shape", "weights": "weights", "input_dtype": "8-bit rows", "rows": "rows", "bf16_us": "bf16 rows",
-    "us": "8-bit rows, us", "ratio": "x", "tflops": "TFLOP/s",
+    "us": "8-bit rows, us", "sent_us": "rows as sent, us", "ratio": "x", "tflops": "TFLOP/s",
     "rows_us": "quantizing", "sustained_bf16_us": "bf16, sustained", "sustained_us": "8-bit, sustained",
     "sustained_ratio": "x, sustained", "clock_mhz": "MHz", "error": "changed by", "taken": "taken",
     "humming_int8": "humming int8", "humming_fp8": "humming fp8", "deepgemm": "DeepGEMM",
@@ -53,13 +58,12 @@ def sustained(call: Callable[[int], object], device: torch.device, about_us: flo
 
 
 def measure(
-    name: str, scheme: str, shape: Shape, row_counts: list[int], device: torch.device
+    name: str, scheme: str, input_dtype: torch.dtype, shape: Shape, row_counts: list[int], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     weights = [
         (make_weights(shape, 2 * shape.N, shape.K, True), make_weights(shape, shape.K, shape.N, False))
         for _ in range(num_copies(shape.num_bytes))
     ]
-    input_dtype = ROWS[scheme]
     dtypes = (None, input_dtype)
     plain, rounding = (
         [WeightPair(shape.type, MoEActivation.SILU, torch.bfloat16, *pair, None, dtype) for pair in weights]
@@ -83,18 +87,28 @@ def measure(
         def quantize(i: int) -> None:
             eight_bit.quantize(tokens, rounding[i % len(rounding)], rows, scratch)  # noqa: B023
 
+        sent = split_rows(quantize_rows(tokens, input_dtype), shape.K, input_dtype)
+
+        def with_sent(i: int) -> None:
+            each = rounding[i % len(rounding)]
+            eight_bit.run(outputs[1], sent[0], each, rows, scratch, sent[1])  # noqa: B023
+
         with_bf16(0)
+        with_sent(0)
+        sent_error = relative_error(outputs[1], outputs[0])
         with_eight_bit(0)
         error = relative_error(outputs[1], outputs[0])
-        if not error < 1.5 * TOLERANCES[input_dtype]:  # these weights are uniform, not normal
-            raise RuntimeError(f"{name} with {count} rows is wrong: relative error {error}")
-        bf16, fp8, alone = (timed(call, device).median for call in (with_bf16, with_eight_bit, quantize))
+        if not max(error, sent_error) < 1.5 * TOLERANCES[input_dtype]:  # these weights are uniform, not normal
+            raise RuntimeError(f"{name} with {count} rows is wrong: relative errors {error}, as sent {sent_error}")
+        bf16, fp8, alone, as_sent = (
+            timed(call, device).median for call in (with_bf16, with_eight_bit, quantize, with_sent)
+        )
         (long_bf16, _), (long_fp8, clock) = (
             sustained(c, device, us) for c, us in ((with_bf16, bf16), (with_eight_bit, fp8))
         )
         yield {
             "shape": name, "weights": scheme, "input_dtype": str(input_dtype).removeprefix("torch."), "rows": count,
-            "bf16_us": bf16, "us": fp8, "ratio": bf16 / fp8,
+            "bf16_us": bf16, "us": fp8, "sent_us": as_sent, "ratio": bf16 / fp8,
             "tflops": 6e-6 * T * shape.K * shape.N / fp8, "rows_us": alone, "sustained_bf16_us": long_bf16,
             "sustained_us": long_fp8, "sustained_ratio": long_bf16 / long_fp8, "clock_mhz": clock, "error": error,
             "taken": "yes" if eight_bit.pays(rounding[0], count) else "no",
@@ -105,15 +119,16 @@ def main() -> None:
     bench = Bench(__doc__)
     parser = bench.parser
     parser.add_argument("--shapes", nargs="+", default=["deepseek-v3", "qwen3-235b", "qwen3-30b"], choices=SHAPES)
-    parser.add_argument("--weights", nargs="+", default=["int4", "fp8"], choices=ROWS)
+    parser.add_argument("--weights", nargs="+", default=["int4", "fp8"], choices=PAIRS)
     parser.add_argument("--rows", type=int, nargs="+", default=[48, 64, 128, 256, 1024])
     parser.add_argument("--peers", nargs="*", default=[], choices=[name for name in OF_PEERS if name != "vllm"])
     parser.add_argument("--peer-seconds", type=float, default=600, help="for one of them, compiling and timing")
     options = bench.parse()
     device = this_gpu()
-    for name, scheme in itertools.product(options.shapes, options.weights):
+    for name, pair in itertools.product(options.shapes, options.weights):
+        scheme, input_dtype = PAIRS[pair]
         shape = with_weights(SHAPES[name], scheme)
-        rows = list(measure(name, scheme, shape, options.rows, device))
+        rows = list(measure(name, scheme, input_dtype, shape, options.rows, device))
         for peer in (each for each in options.peers if takes(each, shape)):
             for times in peer_times(peer, {name: shape}, options.rows, None, options.peer_seconds):
                 for row in rows:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -305,7 +304,9 @@ def _launches(pair: WeightPair, sent: bool, ampere_only: bool) -> _Launches:
 
 
 _MAKE: dict[tuple[bool, bool], Callable[[WeightPair], _Launches]] = {
-    key: functools.partial(_Launches, sent=key[0], older=key[1]) for key in itertools.product((False, True), repeat=2)
+    (sent, older): functools.partial(_Launches, sent=sent, older=older)
+    for sent in (False, True)
+    for older in (False, True)
 }
 
 

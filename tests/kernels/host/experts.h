@@ -66,7 +66,7 @@ inline void wait_for(Barrier& barrier, u32 parity) {
 
 // Copies that a thread issued and did not wait for, in groups.
 struct Copy {
-  void *to;
+  void* to;
   const void* from;
   int bytes, valid;
 };
@@ -98,7 +98,8 @@ struct Matrix {
 
 inline float e4m3(u8 code) {
   const int exponent = code >> 3 & 15, digits = code & 7;
-  const float size = (code & 127) == 127 ? NAN : std::ldexp(exponent ? 8.0f + digits : digits, std::max(exponent, 1) - 10);
+  const float size =
+      (code & 127) == 127 ? NAN : std::ldexp(exponent ? 8.0f + digits : digits, std::max(exponent, 1) - 10);
   return code & 128 ? -size : size;
 }
 
@@ -110,7 +111,9 @@ inline u8 to_e4m3(float f) {
   return sign | (u8)(((exponent + 6) << 3) + (int)std::nearbyint(std::ldexp(size, 3 - exponent)));
 }
 
-inline u8 to_int8(float f) { return f != f ? 0 : (u8)(signed char)std::fmax(std::fmin(std::nearbyint(f), 127.0f), -128.0f); }
+inline u8 to_int8(float f) {
+  return f != f ? 0 : (u8)(signed char)std::fmax(std::fmin(std::nearbyint(f), 127.0f), -128.0f);
+}
 
 #if ROWS_INT8
 inline int value(u8 code) { return (signed char)code; }
@@ -220,7 +223,8 @@ inline void tensor_copy(u32 to, const void* map, int column, int row, u64* barri
   for (int r = 0; r < 32; r++) {
     for (int c = 0; c < 128; c++) {
       const bool inside = row + r < matrix.rows && column + c < matrix.columns;
-      *emulated::at<u8>(to + r * 128 + (c ^ r % 8 * 16)) = inside ? matrix.data[(row + r) * matrix.columns + column + c] : 0;
+      *emulated::at<u8>(to + r * 128 + (c ^ r % 8 * 16)) =
+          inside ? matrix.data[(row + r) * matrix.columns + column + c] : 0;
     }
   }
   emulated::barrier_of(barrier).change(0, -32 * 128);
