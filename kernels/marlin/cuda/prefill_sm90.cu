@@ -509,19 +509,23 @@ DEVICE int* unit_flag(const ExpertsParams& p, int phase, int unit) {
   return p.sync + 2 + p.num_experts + phase * kMaxBlocks + unit;
 }
 
-struct Shared {
+template <int kOutputRows>
+struct SharedOf {
   // These come first, one behind the other: Ring relies on it.
   u64 full[kStages<kTileTokens>], empty[kStages<kTileTokens>];
   u64 slice_full[kQueuedSlices], slice_empty[kQueuedSlices];
   TileSlice slice[kQueuedSlices];
   int first_reduction;               // number of this CTA's first
   const u16* gathered[kMostTokens];  // addresses of the rows of a tile
-  int output_rows[2][kMostTokens];   // of a w2 tile's tokens, for each warpgroup
+  int output_rows[2][kOutputRows];   // of a w2 tile's tokens, for each warpgroup
   Schedule schedule;
 };
 
-static_assert(kRingBytes + sizeof(Shared) + 4 * (kMaxExperts + 1) * sizeof(int) <= kSharedBytes,
-              "no room for experts' tables");
+constexpr int kTableBytes = 4 * (kMaxExperts + 1) * sizeof(int);
+// Tall stages with many scales leave no room for output rows, which the epilogue then reads itself.
+constexpr bool kFetchesOutputRows = kRingBytes + sizeof(SharedOf<kMostTokens>) + kTableBytes <= kSharedBytes;
+using Shared = SharedOf<kFetchesOutputRows ? kMostTokens : 1>;
+static_assert(kRingBytes + sizeof(Shared) + kTableBytes <= kSharedBytes, "no room for experts' tables");
 
 // Behind the ring.
 DEVICE Shared& shared_of(u8* memory) { return *reinterpret_cast<Shared*>(memory + kRingBytes); }
@@ -1135,7 +1139,7 @@ DEVICE void warpgroup_barrier_after_copies() {
 // The output rows of a w2 tile's tokens, where ids are sorted, are copied to shared memory while the products are made:
 // read one after the other by the epilogue, they would take longer than the tile's sums.
 DEVICE void fetch_output_rows(const ExpertsParams& p, Shared& shared, const TileSlice& g) {
-  if (g.phase == 0 || !p.sorted) return;
+  if (!kFetchesOutputRows || g.phase == 0 || !p.sorted) return;
   const int* ids = p.row_ids + shared.schedule.row_start(p.num_experts)[g.expert] + g.first_token;
   warpgroup_barrier_after_copies();  // the tile before has read its own
   for (int token = threadIdx.x % 128; token < g.tokens; token += 128) {
@@ -1211,8 +1215,13 @@ template <bool kActivate, int kMaxTokens>
 DEVICE void store_tile(const ExpertsParams& p, Shared& shared, const TileSlice& g, SumsOf<kMaxTokens>& sums) {
   constexpr int kTogether = kMaxTokens == kLargeTokens ? kMaxTokens : 64;  // tokens
   constexpr int kGroups = kMaxTokens == kLargeTokens ? 2 : 4;
-  if (!kActivate && p.sorted) warpgroup_barrier_after_copies();
-  TileStore<kActivate> tile(p, shared.schedule, g, shared.output_rows[threadIdx.x / 128]);
+  const int* ids = shared.output_rows[threadIdx.x / 128];
+  if constexpr (kFetchesOutputRows) {
+    if (!kActivate && p.sorted) warpgroup_barrier_after_copies();
+  } else {
+    ids = p.row_ids + shared.schedule.row_start(p.num_experts)[g.expert] + g.first_token;
+  }
+  TileStore<kActivate> tile(p, shared.schedule, g, ids);
   if (!tile.present) return;
 #pragma unroll 1
   for (int first = 0; first < g.tokens; first += kTogether) {
