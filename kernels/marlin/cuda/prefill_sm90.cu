@@ -42,7 +42,6 @@ constexpr int kSmallTokens = 64;
 constexpr int kLargeTokens = 176;
 // Large tiles need room for three stages (four bits), and registers (one fma or multiplication per dequantized pair).
 constexpr bool kHasLarge = ACT_BF16 && (WEIGHT_TYPE == UINT4B8 || WEIGHT_TYPE == NVFP4 || WEIGHT_TYPE == MXFP4);
-constexpr int kMostTokens = kHasLarge ? kLargeTokens : kTileTokens;  // of any tile
 constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 
@@ -509,23 +508,18 @@ DEVICE int* unit_flag(const ExpertsParams& p, int phase, int unit) {
   return p.sync + 2 + p.num_experts + phase * kMaxBlocks + unit;
 }
 
-template <int kOutputRows>
-struct SharedOf {
+struct Shared {
   // These come first, one behind the other: Ring relies on it.
   u64 full[kStages<kTileTokens>], empty[kStages<kTileTokens>];
   u64 slice_full[kQueuedSlices], slice_empty[kQueuedSlices];
   TileSlice slice[kQueuedSlices];
-  int first_reduction;               // number of this CTA's first
-  const u16* gathered[kMostTokens];  // addresses of the rows of a tile
-  int output_rows[2][kOutputRows];   // of a w2 tile's tokens, for each warpgroup
+  int first_reduction;                // number of this CTA's first
+  const u16* gathered[kLargeTokens];  // addresses of the rows of a tile
   Schedule schedule;
 };
 
-constexpr int kTableBytes = 4 * (kMaxExperts + 1) * sizeof(int);
-// Tall stages with many scales leave no room for output rows, which the epilogue then reads itself.
-constexpr bool kFetchesOutputRows = kRingBytes + sizeof(SharedOf<kMostTokens>) + kTableBytes <= kSharedBytes;
-using Shared = SharedOf<kFetchesOutputRows ? kMostTokens : 1>;
-static_assert(kRingBytes + sizeof(Shared) + kTableBytes <= kSharedBytes, "no room for experts' tables");
+static_assert(kRingBytes + sizeof(Shared) + 4 * (kMaxExperts + 1) * sizeof(int) <= kSharedBytes,
+              "no room for experts' tables");
 
 // Behind the ring.
 DEVICE Shared& shared_of(u8* memory) { return *reinterpret_cast<Shared*>(memory + kRingBytes); }
@@ -1126,27 +1120,6 @@ DEVICE Affine load_affine(const GemmParams& gemm, int expert, int first, int g) 
   return affine;
 }
 
-// Waits until this warpgroup's asynchronous copies have landed.
-DEVICE void warpgroup_barrier_after_copies() {
-  copies_async_wait();
-  if (threadIdx.x < 128) {
-    named_barrier<4, 128>();
-  } else {
-    named_barrier<5, 128>();
-  }
-}
-
-// The output rows of a w2 tile's tokens, where ids are sorted, are copied to shared memory while the products are made:
-// read one after the other by the epilogue, they would take longer than the tile's sums.
-DEVICE void fetch_output_rows(const ExpertsParams& p, Shared& shared, const TileSlice& g) {
-  if (!kFetchesOutputRows || g.phase == 0 || !p.sorted) return;
-  const int* ids = p.row_ids + shared.schedule.row_start(p.num_experts)[g.expert] + g.first_token;
-  warpgroup_barrier_after_copies();  // the tile before has read its own
-  for (int token = threadIdx.x % 128; token < g.tokens; token += 128) {
-    copy_async_4(shared_address(&shared.output_rows[threadIdx.x / 128][token]), ids + token);
-  }
-}
-
 // Stores a warp's part of a tile: for every token 16 outputs (gated) or 32, half as many if it has one row block.
 template <bool kActivate>
 struct TileStore {
@@ -1158,8 +1131,7 @@ struct TileStore {
   bool present, two_row_blocks;  // present: the weights have the warp's rows
   Affine affine[2];
 
-  // of_tile: output rows of the tile's tokens, where ids are sorted.
-  DEVICE TileStore(const ExpertsParams& p, Schedule& s, const TileSlice& g, const int* of_tile) {
+  DEVICE TileStore(const ExpertsParams& p, Schedule& s, const TileSlice& g) {
     const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;"
@@ -1172,7 +1144,7 @@ struct TileStore {
     odd = lane % 2;
     row_bytes = 2 * width;
     to = reinterpret_cast<u8*>(gemm.output + (kGate ? first / 2 + odd * 8 + lane % 4 / 2 * 4 : first + lane % 4 * 4));
-    ids = !kActivate && p.sorted ? of_tile + lane / 4 : nullptr;
+    ids = !kActivate && p.sorted ? p.row_ids + rows_before + token : nullptr;
     row = kActivate ? rows_before + token : g.expert * p.max_rows + token;
     tokens = kGate && odd && !two_row_blocks ? 0 : g.tokens - lane / 4;
 #pragma unroll
@@ -1212,16 +1184,10 @@ struct TileStore {
 // Stores a tile by a loop over 64 tokens, which keeps code small: instructions that run for the first time come from
 // memory. Large tiles are unrolled; there are many of them.
 template <bool kActivate, int kMaxTokens>
-DEVICE void store_tile(const ExpertsParams& p, Shared& shared, const TileSlice& g, SumsOf<kMaxTokens>& sums) {
+DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const TileSlice& g, SumsOf<kMaxTokens>& sums) {
   constexpr int kTogether = kMaxTokens == kLargeTokens ? kMaxTokens : 64;  // tokens
   constexpr int kGroups = kMaxTokens == kLargeTokens ? 2 : 4;
-  const int* ids = shared.output_rows[threadIdx.x / 128];
-  if constexpr (kFetchesOutputRows) {
-    if (!kActivate && p.sorted) warpgroup_barrier_after_copies();
-  } else {
-    ids = p.row_ids + shared.schedule.row_start(p.num_experts)[g.expert] + g.first_token;
-  }
-  TileStore<kActivate> tile(p, shared.schedule, g, ids);
+  TileStore<kActivate> tile(p, s, g);
   if (!tile.present) return;
 #pragma unroll 1
   for (int first = 0; first < g.tokens; first += kTogether) {
@@ -1256,8 +1222,7 @@ DEVICE void run_reductions(const ExpertsParams& p, Schedule& s, int number) {
     if (a.groups <= 0) continue;
     if (threadIdx.x < shape.units_per_tile) wait_at_least(unit_flag(p, 1, a.tile.work_unit + threadIdx.x), 1);
     named_barrier<1, kConsumerThreads>();
-    const int* ids = p.row_ids + s.row_start(p.num_experts)[a.tile.expert] + a.tile.first_token;
-    TileStore<false> tile(p, s, a.tile, ids);
+    TileStore<false> tile(p, s, a.tile);
     if (!tile.present) continue;
 #pragma unroll 1
     for (int group = a.first_group; group < a.first_group + a.groups; group++) {
@@ -1270,8 +1235,7 @@ DEVICE void run_reductions(const ExpertsParams& p, Schedule& s, int number) {
 
 // Everything after a slice's last step.
 template <int kMaxTokens>
-DEVICE void finish_slice(const ExpertsParams& p, Shared& shared, const TileSlice& g, SumsOf<kMaxTokens>& sums) {
-  Schedule& s = shared.schedule;
+DEVICE void finish_slice(const ExpertsParams& p, Schedule& s, const TileSlice& g, SumsOf<kMaxTokens>& sums) {
   if constexpr (kMaxTokens != kLargeTokens) {  // large tiles are whole
     if (g.from > 0 || s.phase[g.phase].units_per_tile > 0) {
       publish_unit<kMaxTokens>(p, g, sums);
@@ -1280,9 +1244,9 @@ DEVICE void finish_slice(const ExpertsParams& p, Shared& shared, const TileSlice
     if (g.to < s.phase[g.phase].steps) fixup_tile<kMaxTokens>(p, s, g, sums);
   }
   if (g.phase == 1) {
-    store_tile<false, kMaxTokens>(p, shared, g, sums);
+    store_tile<false, kMaxTokens>(p, s, g, sums);
   } else {
-    store_tile<true, kMaxTokens>(p, shared, g, sums);
+    store_tile<true, kMaxTokens>(p, s, g, sums);
     publish_tile(p, g);
   }
 }
@@ -1413,7 +1377,7 @@ DEVICE void multiply_tall(TallSums& sums, int tokens, int steps, bool one_group,
 
 // Stores the tile's first 256 rows, then the others.
 template <bool kActivate>
-DEVICE void store_tall(const ExpertsParams& p, Shared& shared, TileSlice g, TallSums& sums) {
+DEVICE void store_tall(const ExpertsParams& p, Schedule& s, TileSlice g, TallSums& sums) {
   SumsOf<kSmallTokens> part;
   int end = g.first_row + g.tile_rows;
 #pragma unroll 1
@@ -1425,11 +1389,11 @@ DEVICE void store_tall(const ExpertsParams& p, Shared& shared, TileSlice g, Tall
       part[block][j] = sums[block][j];
       sums[block][j] = sums[block + 2][j];
     }
-    store_tile<kActivate, kSmallTokens>(p, shared, g, part);
+    store_tile<kActivate, kSmallTokens>(p, s, g, part);
   }
 }
 
-DEVICE void run_tall_slice(const ExpertsParams& p, Shared& shared, const TileSlice& g, Ring<kSmallTokens>& ring) {
+DEVICE void run_tall_slice(const ExpertsParams& p, Schedule& s, const TileSlice& g, Ring<kSmallTokens>& ring) {
   TallSums sums;
   bool one_group = p.gemm[g.phase].groups == 1, gathered = are_gathered(p, g.phase);
   int steps = g.to - g.from;
@@ -1439,9 +1403,9 @@ DEVICE void run_tall_slice(const ExpertsParams& p, Shared& shared, const TileSli
     multiply_tall<3>(sums, g.tokens, steps, one_group, gathered, ring);
   }
   if (g.phase == 1) {
-    store_tall<false>(p, shared, g, sums);
+    store_tall<false>(p, s, g, sums);
   } else {
-    store_tall<true>(p, shared, g, sums);
+    store_tall<true>(p, s, g, sums);
     publish_tile(p, g);
   }
 }
@@ -1450,13 +1414,12 @@ DEVICE void run_tall_slice(const ExpertsParams& p, Shared& shared, const TileSli
 
 template <int kMaxTokens>
 DEVICE void run_slice(const ExpertsParams& p, Shared& shared, const TileSlice& g, Ring<kMaxTokens>& ring) {
-  fetch_output_rows(p, shared, g);
   if constexpr (kHasTall && kMaxTokens == kSmallTokens) {
-    if (g.tile_rows > kTileRows) return run_tall_slice(p, shared, g, ring);
+    if (g.tile_rows > kTileRows) return run_tall_slice(p, shared.schedule, g, ring);
   }
   SumsOf<kMaxTokens> sums;
   multiply_slice<kMaxTokens>(sums, g, p.gemm[g.phase].groups == 1, are_gathered(p, g.phase), ring);
-  finish_slice<kMaxTokens>(p, shared, g, sums);
+  finish_slice<kMaxTokens>(p, shared.schedule, g, sums);
 }
 
 template <int kMaxTokens>
