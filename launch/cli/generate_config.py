@@ -121,7 +121,7 @@ class GenerateConfig(ElasticOptions):
     )
     graphs: bool = option(True, None, "run passes in CUDA graphs, if the backend and the experts allow it")
     prefill_graphs: str = option(
-        "auto",
+        "off",
         one_of("auto", "on", "off"),
         "read prompts in CUDA graphs of a few sizes, to which passes are padded: auto (if possible), on (pad even if "
         "nothing can be captured) or off",

@@ -286,7 +286,7 @@ class Generation:
         max_length: int | None = None,
         prefill_tokens: int = PREFILL_MAX_NUM_TOKENS,
         graphs: bool = True,
-        prefill_graphs: str = "auto",
+        prefill_graphs: str = "off",
         logprobs: int | None = None,
         records: Records = "nothing",
         on_progress: OnProgress | None = None,
