@@ -5,6 +5,8 @@ They take a `MoELayer`, so that they need not import `moe_ep.layer.fused_moe`, w
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
 from moe_ep.activation import MoEActivation
@@ -16,7 +18,7 @@ from moe_ep.layer.weight_loading import ExpertWeightLoader
 from moe_ep.modular_kernel import FusedMoEModularKernel
 
 
-class MoELayer(FixedTensors):
+class MoELayer(FixedTensors, ABC):
     """What `FusedMoE` has; its parameters are the experts of this rank, `[El, ...]`.
 
     Attributes:
@@ -43,37 +45,37 @@ class MoELayer(FixedTensors):
     apply_router_weight_on_input: bool
 
     @property
+    @abstractmethod
     def groups(self) -> LayerGroups:
         """The process groups of the layer's ranks."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def asks_for_tokens(self) -> bool:
         """Whether the ranks must know each other's number of tokens before a pass."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def modular_kernel(self) -> FusedMoEModularKernel:
         """The backend joined with the experts."""
-        raise NotImplementedError
 
     @property
     def enable_eplb(self) -> bool:
         """Whether ids are mapped to replicas and loads are recorded."""
         return self.eplb_state is not None
 
+    @abstractmethod
     def forward_impl(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The routed experts' output `[T, K]`, or (shared, routed), from `[T, K]` and `[T, E]`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward_routed(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """As `forward_impl`, for choices `[T, top_k]` that the model's own router made."""
-        raise NotImplementedError
 
+    @abstractmethod
     def supports_cuda_graph(self) -> bool:
         """Whether a CUDA graph can capture a pass."""
-        raise NotImplementedError
