@@ -332,8 +332,9 @@ class Membership:
             logger.debug("rank %d left epoch %d: %s", self.rank, self.epoch.number, error)
             self._await_change(error)
         if self.rank not in self.log.all_ranks():
-            self.admit([self.rank])
-            while not self._is_outdated():
+            admitting = self.log.propose(admit=[self.rank])
+            # Epochs before that one may have come while this rank loaded.
+            while self._seen.number < admitting.number:
                 time.sleep(_STEP_S)
         while True:
             with self._lock:
