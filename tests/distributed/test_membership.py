@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
-from moe_ep.distributed.membership import MembershipLog
+from moe_ep.distributed.membership import Membership, MembershipLog
+from moe_ep.errors import RanksChangedError
 
 
 @pytest.fixture
@@ -45,6 +47,21 @@ def test_all_see_one_sequence_whoever_proposes(store: dist.Store) -> None:
     assert all(history == histories[0] for history in histories)
     assert [epoch.number for epoch in histories[0]] == list(range(9))
     assert histories[0][-1].ranks == (8,)
+
+
+def test_a_rank_joins_while_another_change_comes(store: dist.Store) -> None:
+    log = MembershipLog(store, [0])
+    joining = Membership(store, 1)
+    log.propose(remove={0: "died"})
+    while True:  # until it has heard of that
+        try:
+            joining.check()
+        except RanksChangedError:
+            break
+        time.sleep(0.01)
+    joining.settle()
+    assert (joining.ranks, joining.epoch.number) == ((1,), 2)
+    joining.close()
 
 
 def test_what_ranks_report_is_there_when_all_have(store: dist.Store) -> None:
