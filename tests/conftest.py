@@ -9,6 +9,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks import num_gpu_ranks
 
@@ -59,6 +60,14 @@ def pytest_runtest_setup() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """A test that leaves a process group behind fails itself, not whichever test runs after it."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail(f"{item.nodeid} left its default process group behind; call destroy_process_group at its end")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

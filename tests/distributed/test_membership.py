@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from moe_ep.distributed.membership import Membership, MembershipLog
 from moe_ep.errors import RanksChangedError
+from moe_ep.launch.gangs.rendezvous import destroy_process_group
 
 
 @pytest.fixture
@@ -59,9 +60,12 @@ def test_a_rank_joins_while_another_change_comes(store: dist.Store) -> None:
         except RanksChangedError:
             break
         time.sleep(0.01)
-    joining.settle()
-    assert (joining.ranks, joining.epoch.number) == ((1,), 2)
-    joining.close()
+    try:
+        joining.settle()
+        assert (joining.ranks, joining.epoch.number) == ((1,), 2)
+    finally:
+        joining.close()
+        destroy_process_group()
 
 
 def test_what_ranks_report_is_there_when_all_have(store: dist.Store) -> None:
