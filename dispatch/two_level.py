@@ -22,10 +22,18 @@ import torch.distributed as dist
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import check_arguments, check_tensor, wire_dtype
 from moe_ep.dispatch.placement import owners_of
+from moe_ep.dispatch.rank_group import RankGroup
+from moe_ep.dispatch.torch_distributed import RankExchange
 from moe_ep.distributed.exchange import answers_of_ranks, hosts_of
 from moe_ep.distributed.process_groups import subgroup
 from moe_ep.errors import ConfigError
-from moe_ep.modular_kernel.contracts import Dispatched, Dispatcher, FusedMoEActivationFormat, Routing
+from moe_ep.modular_kernel.contracts import (
+    BatchExchange,
+    Dispatched,
+    Dispatcher,
+    FusedMoEActivationFormat,
+    Routing,
+)
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -164,7 +172,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
             level.ranks.is_part_of(group)
         has_room_for_any = all(level.max_num_tokens_per_rank() is None for level in (self.across, self.within))
         self._capacity = None if has_room_for_any else config.max_num_tokens
-        self._num_ranks, self.by_host = config.ep_size, grid.members
+        self._ranks, self.by_host = RankGroup(config, group), grid.members
         self._is_batch_invariant = config.batch_invariant
 
     @classmethod
@@ -185,13 +193,16 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         return self._capacity
 
     def num_dispatchers(self) -> int:
-        return self._num_ranks
+        return self._ranks.size
 
     def output_is_reduced(self) -> bool:
         return True
 
     def accepts_f32_output(self) -> bool:
         return self.within.accepts_f32_output()
+
+    def batch_exchange(self) -> BatchExchange | None:
+        return RankExchange(self._ranks)  # an expert may be copied to any host
 
     def check(self) -> None:
         for level in (self.across, self.within):

@@ -5,8 +5,10 @@ In batch-invariant layers a token's sum has one order wherever its experts are, 
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +79,11 @@ def batch_of(rank: int, batch: str, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def compare(rank: int, world_size: int, backend: str, name: str, moved: bool) -> dict[str, list[int]]:
+    with mock.patch.dict(os.environ, MOE_EP_RANKS_PER_HOST="2" if backend == "two_level" else "0"):
+        return copies_of_batches(rank, backend, name, moved)
+
+
+def copies_of_batches(rank: int, backend: str, name: str, moved: bool) -> dict[str, list[int]]:
     """Checks all batches; returns the copies that were made for each."""
     common = {"all2all_backend": backend, "batch_invariant": True}
     plain, balanced = (make_layer(name, **common, batch_balance=choice) for choice in ("off", ALWAYS))
@@ -111,6 +118,7 @@ def check_copies(results: list[dict[str, list[int]]]) -> None:
     (2, "batched_all_to_all", "int4"),
     (4, "batched_all_to_all", "plain"),
     (4, "all_to_all", "plain"),
+    (4, "two_level", "EPLB"),
 ])  # fmt: skip
 def test_the_same_bits_as_without(world_size: int, backend: str, name: str) -> None:
     check_copies(ranks(world_size).run(compare, backend, name, False))
