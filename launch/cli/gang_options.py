@@ -267,8 +267,6 @@ class ElasticOptions(ModelConfig):
     def check_elastic(self) -> None:
         """Raises OptionError for an option that has no effect without --elastic, or numbers that do not fit."""
         check_needs(self, "elastic", ("min_ranks", "max_ranks", "spare_slots", "when_uncovered"))
-        if self.when_uncovered == "skip":
-            raise OptionError("--when-uncovered is 'skip', which is not there yet; leave it out")
         if self.min_ranks and self.ep_size and self.min_ranks > self.ep_size:
             raise OptionError(f"--min-ranks is {self.min_ranks} and --ep-size {self.ep_size}; start at least as many")
         if self.max_ranks and self.max_ranks < (self.ep_size or self.min_ranks or 1):

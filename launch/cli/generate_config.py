@@ -142,11 +142,6 @@ class GenerateConfig(ElasticOptions):
                 "interrupted run; leave one out"
             )
         self.check_elastic()
-        if self.return_routed_experts is not None and self.elastic:
-            raise OptionError(
-                "--return-routed-experts is given with --elastic, and what a worker records is lost with it; leave one "
-                "out"
-            )
         if self.num_redundant_experts and not (self.eplb or self.elastic):
             raise OptionError(
                 f"--num-redundant-experts is {self.num_redundant_experts} without --eplb or --elastic; add one"

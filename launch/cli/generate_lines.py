@@ -18,7 +18,7 @@ from moe_ep.launch.gangs import progress
 
 # Fields of an output line that may replace those of its prompt.
 _OUTPUT_FIELDS = frozenset(
-    ("kind", "index", "text", "num_prompt_tokens", "num_tokens", "finish", "error", "rank", "logprobs")
+    ("kind", "index", "text", "num_prompt_tokens", "num_tokens", "finish", "error", "rank", "logprobs", "tokens_hit")
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,10 @@ from moe_ep.launch.gangs.progress import workers
 
 if TYPE_CHECKING:
     from moe_ep.rollouts.routing_file import RoutingFile
+
+
+# The routing of one prompt: ids, and weights if they are recorded.
+Recorded = tuple[Any, Any]
 
 
 @dataclass
@@ -86,14 +90,21 @@ class GenerationReport:
         self.of_lost = [told for told in handed_over if told["index"] not in completed and told["finish"] != "refused"]
         everything = (*completed.values(), *self.of_lost)
         self.failed = [told for told in everything if told["finish"] == "failed"]
+        self._prompts_hit = sorted(told["index"] for told in everything if told.get("tokens_hit"))
 
-    def routing(self) -> RoutingFile:
-        """The recorded routing of all ranks."""
+    def routing(self, handed_over: Mapping[int, Recorded]) -> RoutingFile:
+        """The recorded routing of all prompts.
+
+        Args:
+            handed_over: what ranks of an elastic gang recorded, by prompt, including those that were lost.
+        """
         files = [rank.routing for rank in self.ranks if rank.routing is not None]
-        ids, weights = (
-            {index: each for part in parts for index, each in part.items()}
-            for parts in ([file.ids for file in files], [file.weights for file in files])
-        )
+        ids = {index: each for file in files for index, each in file.ids.items()}
+        weights = {index: each for file in files for index, each in file.weights.items()}
+        for index, recorded in handed_over.items():
+            ids[index] = recorded[0]
+            if recorded[1] is not None:
+                weights[index] = recorded[1]
         return replace(files[0], ids=dict(sorted(ids.items())), weights=dict(sorted(weights.items())))
 
     def step_ms(self, kind: str) -> dict[str, float] | None:
@@ -136,6 +147,7 @@ class GenerationReport:
             "commit": checkout_commit(),
             "command": self.command,
             "recoveries": self.recoveries,
+            "prompts_hit": self._prompts_hit,
         }
 
     def _balancedness(self) -> float:

@@ -82,6 +82,7 @@ class StepReport:
         step_ms: of each rank, milliseconds from the barrier before the step to the end of its last layer.
         stage_ms: `[rank][layer]`, milliseconds of each stage.
         loads: `[layer][rank]`, expert assignments to the rank.
+        tokens_hit: of each rank, those of its tokens that went without an expert that was being read again.
     """
 
     step: int
@@ -90,6 +91,7 @@ class StepReport:
     stage_ms: list[list[dict[str, float]]]
     loads: list[list[int]]
     balancedness: list[float]
+    tokens_hit: list[list[int]] = field(default_factory=list)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -179,6 +181,8 @@ class RunReport:
         self.is_complete = False
         self.recoveries: list[dict[str, Any]] = []
         self._last_step = -1
+        # By step: of each rank, the tokens that went without an expert.
+        self._tokens_hit: dict[int, list[list[int]]] = {}
         self._load, self._phases = _Load(), dict[str, _Load]()
         self._stage_ms = {stage: Times() for stage in STAGES}
         # Sums over the last `_num_loads` steps, those of the present ranks.
@@ -226,6 +230,8 @@ class RunReport:
 
     def _add(self, step: StepReport) -> None:
         self._load.add(step)
+        if any(step.tokens_hit):
+            self._tokens_hit[step.step] = step.tokens_hit
         self._phases.setdefault(step.phase, _Load()).add(step)
         if not self._layer_loads or len(self._layer_loads[0]) != len(step.loads[0]):  # other ranks
             self._layer_loads, self._num_loads = [[0] * len(layer) for layer in step.loads], 0
@@ -323,6 +329,7 @@ class RunReport:
             "commit": checkout_commit(),
             "command": self.command,
             "recoveries": self.recoveries,
+            "tokens_hit": [{"step": step, "by_rank": by_rank} for step, by_rank in self._tokens_hit.items()],
         }
 
     def json_lines(self) -> Iterator[str]:

@@ -62,12 +62,15 @@ class ElasticOutcomes:
         self._config, self._end_process, self._on_item = config, end_process, on_item
         self._items = mailbox.ItemReader(store)
         self._epoch = self._log.latest()
-        self._served = -1
+        # The last epochs in which the ranks began their first step, and held all experts.
+        self._served = self._covered = -1
         self._values: dict[int, Any] = {}
         self._failures: list[WorkerFailure] = []
         self.recoveries: list[dict[str, Any]] = []
-        # Losses after which the others do not serve yet, each with the time of the last sign of life.
-        self._open: list[tuple[dict[str, Any], float]] = []
+        # Losses after which the others do not serve yet, and those after which they do but do not hold all experts
+        # yet, each with the time of the last sign of life.
+        self._unserved: list[tuple[dict[str, Any], float]] = []
+        self._uncovered: list[tuple[dict[str, Any], float]] = []
         self._start_rank: Callable[[int], None] | None = None
         self._replacements, self._next_rank = 0, 0
         self._control: ControlServer | None = None
@@ -120,10 +123,13 @@ class ElasticOutcomes:
             self._note(epoch)
         self._take_in()
         self._let_leave()
-        reports = self._log.reports(self._epoch) if self._served < self._epoch.number else None
-        if reports is not None:
-            self._served = self._epoch.number
-            self._serves(reports)
+        if self._covered < self._epoch.number and (reports := self._log.reports(self._epoch)) is not None:
+            if self._served < self._epoch.number:
+                self._served = self._epoch.number
+                self._serves(reports)
+            if all(report["covered_at"] for report in reports):
+                self._covered = self._epoch.number
+                self._covers(reports)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -137,7 +143,10 @@ class ElasticOutcomes:
     def results(self) -> list[Any]:
         """The values of the remaining ranks, in rank order."""
         self.look()
-        self._close(time.time(), 0, 0, 0.0)
+        for loss, seen in self._unserved:
+            loss["serving_s"] = max(time.time() - seen, 0.0)
+        for loss, _ in self._unserved + self._uncovered:  # the work ended before
+            loss |= {"covered_s": None, "experts_read": 0, "bytes_read": 0}
         return [self._values[rank] for rank in self._epoch.ranks]
 
     def _take_in(self) -> None:
@@ -212,7 +221,7 @@ class ElasticOutcomes:
             seen = epoch.last_seen.get(rank, epoch.decided_at)
             loss = {"rank": rank, "cause": cause, "detected_s": max(epoch.decided_at - seen, 0.0)}
             self.recoveries.append(loss)
-            self._open.append((loss, seen))
+            self._unserved.append((loss, seen))
             if cause != _LEFT and self._replacements and self._join(None):
                 self._replacements -= 1
         if len(epoch.ranks) < self._config.min_ranks:
@@ -224,20 +233,29 @@ class ElasticOutcomes:
             raise gang_error(first_cause(self._failures))
 
     def _serves(self, reports: list[dict[str, float]]) -> None:
-        progress.say_plain(f"serving: {len(self._epoch.ranks)} ranks")
-        experts, size = (int(sum(report[key] for report in reports)) for key in ("experts_read", "bytes_read"))
-        covered = max(report["covered_at"] for report in reports)
-        self._close(max(report["serving_at"] for report in reports), experts, size, covered)
-
-    def _close(self, serving_at: float, experts: int, size: int, covered_at: float) -> None:
         """Completes the account of the losses after which the ranks serve again."""
-        for loss, seen in self._open:
+        progress.say_plain(f"serving: {len(self._epoch.ranks)} ranks")
+        serving_at = max(report["serving_at"] for report in reports)
+        for loss, seen in self._unserved:
             loss["serving_s"] = max(serving_at - seen, 0.0)
-            loss["covered_s"] = max(covered_at - seen, 0.0)
-            loss["experts_read"], loss["bytes_read"] = experts, size
             progress.say(
                 f"rank {loss['rank']} is out ({loss['cause']}); {progress.workers(len(self._epoch.ranks))} served "
-                f"again after {loss['serving_s']:.2f} s, with {experts} experts ({size / 2**20:.1f} MiB) read again"
+                f"again after {loss['serving_s']:.2f} s"
             )
+        self._uncovered += self._unserved
+        self._unserved.clear()
+
+    def _covers(self, reports: list[dict[str, float]]) -> None:
+        """Completes the account of the losses after which the ranks hold all experts again."""
+        experts, size = (int(sum(report[key] for report in reports)) for key in ("experts_read", "bytes_read"))
+        covered_at = max(report["covered_at"] for report in reports)
+        for loss, seen in self._uncovered:
+            loss["covered_s"] = max(covered_at - seen, 0.0)
+            loss["experts_read"], loss["bytes_read"] = experts, size
+            if experts:
+                progress.say(
+                    f"all experts were held again after {loss['covered_s']:.2f} s: {experts} were read "
+                    f"({size / 2**20:.1f} MiB)"
+                )
             experts = size = 0  # the first of several losses counts them for all
-        self._open.clear()
+        self._uncovered.clear()

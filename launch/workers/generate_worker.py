@@ -98,6 +98,15 @@ def run_generate(
         relay = CompletionRelay(rank_env.rank, len(prompts), refused)
     else:
         relay = DirectRelay(len(prompts), refused)
+
+    def leave(completion: Completion) -> None:
+        told = _told(tokenizer, completion, rank_env.rank, config.stop)
+        # Otherwise it would be lost with this rank.
+        if membership is not None and completion.routing is not None:
+            ids, weights = completion.routing
+            told["routing"] = ids.numpy(), None if weights is None else weights.numpy()
+        relay.leave(told)
+
     generation = Generation(
         model,
         requests,
@@ -113,9 +122,9 @@ def run_generate(
         logprobs=config.logprobs,
         records=_records(config),
         on_progress=relay.collect,
-        on_completion=lambda completion: relay.leave(_told(tokenizer, completion, rank_env.rank, config.stop)),
+        on_completion=leave,
         membership=membership,
-        on_ranks=lambda: _serves(membership, steps),
+        on_ranks=None if steps.elastic is None else steps.elastic.serves,
     )
     if membership is None:
         dist.barrier()
@@ -152,13 +161,6 @@ def run_generate(
         memory_bytes=peak_memory(device),
         routing=None if config.return_routed_experts is None else _routing(folder, steps, completions),
     )
-
-
-def _serves(membership: Membership | None, steps: StepCoordinator) -> None:
-    """Tells the launcher that the first step of these ranks begins, and what it took to come there."""
-    if membership is not None and steps.elastic is not None:
-        took = steps.elastic.recovery.to_dict() | {"serving_at": time.time()}
-        membership.log.report(membership.epoch, membership.rank, took)
 
 
 def _tokenized(tokenizer: ModelTokenizer, rank: int, prompts: Sequence[PromptLine]) -> dict[str, Any]:
@@ -240,6 +242,8 @@ def _told(tokenizer: ModelTokenizer, completion: Completion, rank: int, stop: st
     }
     if completion.error:
         told["error"] = completion.error
+    if completion.tokens_hit:
+        told["tokens_hit"] = sorted(set(completion.tokens_hit))
     if completion.logprobs:
         told["logprobs"] = [
             _token(tokenizer, index, found.chosen) | {"top": [_token(tokenizer, *best) for best in found.best]}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moe_ep.distributed.exchange import gather_tensors
+from moe_ep.distributed.exchange import gather_tensors, gather_values
 from moe_ep.distributed.passes import one_pass
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import ConfigError
@@ -19,6 +19,7 @@ from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.balancing import Balancing
 from moe_ep.launch.workers.inputs import RoutingSource, TokenSource
 from moe_ep.layer import FusedMoE
+from moe_ep.layer.elastic import ElasticExperts
 from moe_ep.layer.stack import MoEStack
 from moe_ep.observability import stages
 
@@ -94,6 +95,7 @@ class MeasuredSteps:
 
     Args:
         balancing: is told of every step's end; None without EPLB.
+        elastic: the layers' experts in an elastic gang.
         on_step: is given the account of each step, of all ranks, on every rank.
         keep_choices, keep_weights: keep in the report what the tokens chose, and with which weights.
     """
@@ -107,12 +109,14 @@ class MeasuredSteps:
         report: RankReport,
         rank_env: RankEnv,
         *,
+        elastic: ElasticExperts | None = None,
         dtype: torch.dtype,
         on_step: Callable[[StepReport], None],
         keep_choices: bool,
         keep_weights: bool = False,
     ) -> None:
         self._stack, self._source, self._routing, self._balancing = stack, source, routing, balancing
+        self._elastic = elastic
         self._report, self._rank_env, self._dtype = report, rank_env, dtype
         self._keep_choices, self._keep_weights = keep_choices, keep_weights
         self._device = torch.device(rank_env.device)
@@ -157,6 +161,13 @@ class MeasuredSteps:
         if not possible:
             self._report.why_eager = why or "another rank cannot be captured"
 
+    def look_at_cover(self) -> None:
+        """Lets tokens go to all experts again once every rank has read its part of the lost ones; a collective step
+        while tokens skip experts."""
+        elastic = self._elastic
+        if elastic is not None and elastic.skipping is not None and all(gather_values("cover", elastic.has_read)):
+            elastic.end_skipping()
+
     def close(self) -> None:
         """Gives the graph up, where there is one."""
         if self._captured is not None:
@@ -166,6 +177,9 @@ class MeasuredSteps:
     def run(self, step: int, phase: str) -> None:
         """A measured pass; what its tokens chose is looked at after the clock has stopped."""
         x, logits = self.inputs(step)
+        skipping = None if self._elastic is None else self._elastic.skipping
+        if skipping is not None:
+            skipping.take_hits()  # of passes that were not measured
         self._wait_for_all()
         started = time.perf_counter()
         passed = pass_through(self._stack, x, logits) if self._captured is None else self._captured(x, logits)
@@ -186,6 +200,7 @@ class MeasuredSteps:
                 counts = torch.stack([self._load_per_rank(*each) for each in zip(layers, choices, strict=True)])
                 self.forget_load()
         loads = torch.stack(gather_tensors(counts.cpu())).sum(dim=0)
+        hit = [] if skipping is None else gather_values("tokens hit", skipping.take_hits())
         times = _of_all_ranks(step_ms, stage_ms)
         self._on_step(
             StepReport(
@@ -195,6 +210,7 @@ class MeasuredSteps:
                 stage_ms=[stages for _, stages in times],
                 loads=loads.tolist(),
                 balancedness=[balancedness(layer[None]) for layer in loads],
+                tokens_hit=hit,
             )
         )
 

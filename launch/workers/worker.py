@@ -45,6 +45,8 @@ from moe_ep.observability.monitor import LayerMonitor
 from moe_ep.observability.trace import trace_to
 
 _WARM_UP_STEPS = {"cpu": 1, "cuda": 3}
+# How often a run that has no steps left looks whether lost experts have been read.
+_COVER_POLL_S = 0.02
 
 
 def run_worker(
@@ -74,7 +76,8 @@ def run_worker(
             listener = ignore if monitor is None else monitor.on_eplb_event
             balancing = Balancing(config, rank_env, stack, reader, listener) if config.eplb else None
             steps = MeasuredSteps(
-                stack, source, run.routing, balancing, report, rank_env, dtype=run.dtype, on_step=on_step,
+                stack, source, run.routing, balancing, report, rank_env,
+                elastic=run.elastic, dtype=run.dtype, on_step=on_step,
                 keep_choices=config.record_routing is not None,
                 keep_weights=config.record_routed_weights,
             )  # fmt: skip
@@ -143,7 +146,8 @@ class Run:
             load_moe_layer(self.reader, self.spec, self.stack.layers()[number].layer_index, layer, experts)
             return self.reader.bytes_read - before
 
-        elastic = ElasticExperts(membership, [block.moe for block in self.stack.layers()], read)
+        layers = [block.moe for block in self.stack.layers()]
+        elastic = ElasticExperts(membership, layers, read, when_uncovered=self.config.when_uncovered)
         membership.settle()
         return elastic
 
@@ -189,8 +193,10 @@ class Run:
             steps.warm_up(max(step + self.config.steps, 0))
 
     def capture(self, steps: MeasuredSteps) -> None:
-        """Captures the measured steps in a CUDA graph if that is asked for or possible; a trace shows eager steps."""
-        steps.capture(False if self.config.trace is not None else self.config.graphs)
+        """Captures the measured steps in a CUDA graph if that is asked for or possible. A trace shows eager steps, and
+        steps that skip experts tell the host which tokens do."""
+        is_eager = self.config.trace is not None or (self.elastic is not None and self.elastic.skipping is not None)
+        steps.capture(False if is_eager else self.config.graphs)
 
     def verify(self, steps: MeasuredSteps) -> None:
         """Runs the first step once more and compares each layer's output with the reference on the very same inputs.
@@ -265,6 +271,7 @@ def _drive_elastic(run: Run, membership: Membership, steps: MeasuredSteps, monit
         next_step = max(gather_values("step", next_step)) if membership.ep_size > 1 else next_step
 
     membership.follow(meet)
+    elastic.on_cover(lambda: run.capture(steps))
     error: Exception | None = None
     before: set[int] = set()
     while True:
@@ -279,18 +286,22 @@ def _drive_elastic(run: Run, membership: Membership, steps: MeasuredSteps, monit
             reports = run.all_reports()
             if membership.ep_rank == 0:
                 progress.hand_over(reports)
-            took = elastic.recovery.to_dict() | {"serving_at": time.time()}
-            membership.log.report(membership.epoch, membership.rank, took)
+            elastic.serves()
             if monitor is not None:
                 lost, before = before - set(membership.ranks), set(membership.ranks)
                 monitor.on_ranks(membership.ep_size, len(lost), time.time() - membership.epoch.decided_at)
             while next_step < num_steps:
                 membership.check()
+                steps.look_at_cover()
                 progress.report("steps", next_step, num_steps)
                 steps.run(next_step, "")
                 next_step += 1
                 if monitor is not None:
                     monitor.end_step(replayed=run.report.graphs)
+            while elastic.skipping is not None:
+                membership.check()
+                steps.look_at_cover()
+                time.sleep(_COVER_POLL_S)
             run.verify(steps)
             gather_texts("the end")
             membership.finish()

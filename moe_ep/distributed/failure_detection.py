@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,8 @@ _LATE, _BROKEN = "late", "broken"
 _WAITS, _LIVES = "waits", "lives"
 
 _detectors: WeakKeyDictionary[dist.ProcessGroup, FailureDetector] = WeakKeyDictionary()
+# Those of groups, and those that others have made for connections of their own.
+_all_detectors: WeakSet[FailureDetector] = WeakSet()
 
 
 def comes_within(seconds: float, has_come: Callable[[], bool]) -> bool:
@@ -83,7 +85,7 @@ def deadline_of(process_group: dist.ProcessGroup) -> float:
 
 def end_all_waits(why: str) -> None:
     """Ends this process's waits for other ranks, now and later, in all groups that there are; no rank is asked."""
-    for detector in list(_detectors.values()):
+    for detector in list(_all_detectors):
         detector.end_waits(why)
 
 
@@ -144,6 +146,7 @@ class FailureDetector:
         self._processes = None if size == 1 or members is None else Processes.of_job()
         self.logs_refusals = False
         self._ended_by = ""
+        _all_detectors.add(self)
         self._begin(epoch=0, live=range(size))
         if size > 1:
             self.dead()  # from now on, processes are looked for

@@ -17,10 +17,11 @@ What a launcher does (`moe_ep.launch.gangs.elastic`): it serves the store, write
 `Membership`, proposes removals and admissions through a `MembershipLog`, and ends the processes of removed ranks.
 
 The order of steps in `settle`. (1) A thread of every member sees the new epoch within `_POLL_S` and ends all waits for
-other ranks with `RanksChangedError`. (2) The groups of the old epoch are abandoned: kept, since gloo threads may still
-wait in them, and never used again. (3) The members of the new epoch meet in the store. (4) They make the default
-process group anew, under a prefix of the store of its own. (5) The callbacks run in the order in which they were added;
-each may make collective calls. Where another change comes meanwhile, all of it begins again with the newest epoch.
+other ranks with `RanksChangedError`. (2) The groups of the old epoch are abandoned: never used again, and freed by a
+thread, which waits for the steps that gloo's threads are in: a peer's death or its own freeing ends them. (3) The
+members of the new epoch meet in the store. (4) They make the default process group anew, under a prefix of the store
+of its own. (5) The callbacks run in the order in which they were added; each may make collective calls. Where another
+change comes meanwhile, all of it begins again with the newest epoch.
 
 A rank keeps its number for good, and a rank that joins gets a new one. In the process group of an epoch, members are
 numbered in the order of their ranks: `Membership.ep_rank` of `Membership.ep_size`.
@@ -59,6 +60,8 @@ _SILENT = 0.8
 # Limit for the launcher to report that a process ended.
 _LAUNCHER_S = 0.5
 _STEP_S = 0.005
+# Abandoned groups are kept so long.
+_FREE_S = 5.0
 _PREFIX = "moe_ep/membership"
 
 
@@ -254,7 +257,6 @@ class Membership:
         self._beats: dict[int, tuple[float, float]] = {}
         self._preparing: list[Callable[[int], None]] = []
         self._wants_to_leave, self._prepared = False, set[int]()
-        self._abandoned: list[Any] = []
         self._thread = threading.Thread(target=self._watch, name="moe_ep-membership", daemon=True)
         self._thread.start()
         close_at_exit(self)
@@ -505,12 +507,13 @@ class Membership:
         """Leaves the groups of the epoch before, without waiting for what goes on in them."""
         if not dist.is_initialized():
             return
-        world = dist.distributed_c10d._world
-        self._abandoned.extend(world.pg_map)
+        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
         if self.device.type == "cuda":
-            for group in list(world.pg_map):
+            for group in groups:
                 group.abort()
         dist.destroy_process_group()
+        # Nothing else keeps them: layers and exchanges have weak references.
+        threading.Thread(target=_free, args=(groups,), name="moe_ep-free-groups", daemon=True).start()
 
     def _meet(self, epoch: Epoch) -> None:
         """Returns when all members of the epoch are settling in it."""
@@ -531,6 +534,12 @@ class Membership:
                     absent,
                 )
             time.sleep(_STEP_S)
+
+
+def _free(groups: list[Any]) -> None:
+    """Frees groups when this rank is through with what changes; each waits for the steps that are under way in it."""
+    time.sleep(_FREE_S)
+    groups.clear()
 
 
 def _key(number: int) -> str:

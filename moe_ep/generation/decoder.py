@@ -148,6 +148,10 @@ class SlotDecoder:
         if prefill_graphs == "on" and (reason := self._why_not_packed()):
             raise ConfigError(f"prefill_graphs is on and {reason}; leave it at auto")
         self._graphs, self._prefill_graphs, self._prefill_tokens = graphs, prefill_graphs, prefill_tokens
+        # Of each slot, the positions of tokens that went without an expert, since `take_hits`.
+        self._hits: dict[int, list[int]] = {}
+        if self.steps.elastic is not None:
+            self.steps.elastic.on_cover(self.capture_anew)
         self.capture_anew()
 
     def capture_anew(self) -> None:
@@ -289,11 +293,16 @@ class SlotDecoder:
         """Frees a slot; its rows go to no expert until it is used again."""
         self._active[slot] = False
         self._positions[slot] = 0
+        self._hits.pop(slot, None)
 
     def routing(self, slot: int, num_tokens: int) -> Choices | None:
         """What the first tokens of a slot's sequence chose, where it is recorded; waits for the device."""
         first = slot * self._max_length
         return None if self._log is None else self._log.read(slice(first, first + num_tokens))
+
+    def take_hits(self, slot: int) -> list[int]:
+        """Positions of a slot's tokens that went without an expert that is being read again, since the call before."""
+        return self._hits.pop(slot, [])
 
     def clear(self, slot: int) -> None:
         """Forgets what a slot's sequence has left in the cache."""
@@ -333,16 +342,31 @@ class SlotDecoder:
         position say where its choices are recorded; a negative position is that of no token."""
         for layer in self.steps.layers:
             layer.row_mask = that_count
-        try:
-            if self._log is None:
-                yield
-                return
+        recorded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._log is not None:
             places = slots * self._max_length + positions
-            with self._log.at(places.where(positions >= 0, self._log.max_tokens).flatten()):
+            recorded = self._log.at(places.where(positions >= 0, self._log.max_tokens).flatten())
+        skipping = None if self.steps.elastic is None else self.steps.elastic.skipping
+        if skipping is not None:
+            skipping.take_hits()  # of a pass that failed
+        try:
+            with recorded:
                 yield
+            if skipping is not None:
+                self._note_hits(skipping.take_hits(), that_count, slots, positions)
         finally:
             for layer in self.steps.layers:
                 layer.row_mask = None
+
+    def _note_hits(
+        self, rows: list[int], that_count: torch.Tensor | None, slots: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Keeps the positions of the rows that skipped an expert; rows that do not count hold no token."""
+        counts = positions >= 0 if that_count is None else (positions.flatten() >= 0) & that_count.flatten()
+        flat = (slots.expand(positions.shape).flatten(), positions.flatten(), counts.flatten())
+        for slot, position, row_counts in zip(*(values[rows].tolist() for values in flat), strict=True):
+            if row_counts:
+                self._hits.setdefault(slot, []).append(position)
 
     @contextlib.contextmanager
     def _quickly(self, *, by_table: bool) -> Iterator[None]:
@@ -400,6 +424,8 @@ class SlotDecoder:
         """Why nothing is captured here; empty if something may be."""
         if not self._graphs:
             return "graphs are switched off"
+        if self.steps.elastic is not None and self.steps.elastic.skipping is not None:
+            return "experts are being read again"
         return "" if may_capture_on(self._tokens.device) else "there is no GPU"
 
     def _why_not_captured(self, num_rows: int, most_rows: int) -> str:

@@ -37,12 +37,14 @@ class Request:
         token_ids: integer `[length]`.
         stop_ids: tokens that end its continuation, beside those that end all.
         continued: tokens that another rank has continued it by.
+        skipped: positions of tokens that went without an expert there.
     """
 
     index: int
     token_ids: torch.Tensor
     stop_ids: tuple[int, ...] = ()
     continued: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -161,6 +163,8 @@ class Completion:
         logprobs: of each of token_ids, where they are asked for.
         routing: of every token that was fed to the model, the prompt's and all that follow but one that ended it, where
             it is recorded.
+        tokens_hit: positions, in prompt and continuation, of tokens that went without an expert that they chose, as it
+            was being read again.
     """
 
     index: int
@@ -170,6 +174,7 @@ class Completion:
     error: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     routing: Choices | None = None
+    tokens_hit: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -204,6 +209,10 @@ class TokenLog:
         """A sequence's token at a position of its continuation."""
         self._new.append(f"{index} {position} {token}")
 
+    def skip(self, index: int, position: int) -> None:
+        """A token of a sequence that went without an expert, by its position in prompt and continuation."""
+        self._new.append(f"{index} {position}")
+
     def end(self, index: int) -> None:
         """A sequence that was finished."""
         self._new.append(f"{index}")
@@ -214,23 +223,26 @@ class TokenLog:
             self._store.append(self._key, "".join(f"{line}\n" for line in self._new))
             self._new.clear()
 
-    def read(self) -> tuple[dict[int, list[int]], set[int]]:
-        """Of all ranks ever: the continuations by index, and which were finished."""
+    def read(self) -> tuple[dict[int, list[int]], dict[int, list[int]], set[int]]:
+        """Of all ranks ever: the continuations by index, their skipped tokens, and which were finished."""
         tokens: dict[int, dict[int, int]] = {}
+        skipped: dict[int, set[int]] = {}
         ended: set[int] = set()
         for key in map(self._key_of, sorted(self._members.all_ranks())):
             told = self._store.get(key).decode() if self._store.check([key]) else ""
             for line in told.splitlines():
                 index, *more = map(int, line.split())
-                if more:
+                if len(more) == 2:
                     tokens.setdefault(index, {})[more[0]] = more[1]
+                elif more:
+                    skipped.setdefault(index, set()).add(more[0])
                 else:
                     ended.add(index)
         found = {}
         for index, at in tokens.items():
             known = next((position for position in range(len(at)) if position not in at), len(at))
             found[index] = [at[position] for position in range(known)]
-        return found, ended
+        return found, {index: sorted(positions) for index, positions in skipped.items()}, ended
 
     @staticmethod
     def _key_of(rank: int) -> str:
@@ -409,7 +421,7 @@ class Generation:
             "running": [sequence.index for sequence in self._running if sequence is not None],
         }
         if membership.ep_rank == 0:
-            mine["tokens"], ended = log.read()
+            mine["tokens"], mine["skipped"], ended = log.read()
             mine["ended"] = sorted(ended)
         group = membership.group
         told = [mine] if group is None else gather_values("sequences", mine, group)
@@ -417,9 +429,13 @@ class Generation:
         running = {index for of_rank in told for index in of_rank["running"]}
         tokens, ended = told[0]["tokens"], set(told[0]["ended"])
         # Log-probabilities of the tokens so far are nowhere else, so such sequences begin again.
-        known = {} if self._num_logprobs is not None else tokens
+        known, skipped = ({}, {}) if self._num_logprobs is not None else (tokens, told[0]["skipped"])
         waiting = [
-            replace(request, continued=tuple(known.get(request.index, ())))
+            replace(
+                request,
+                continued=tuple(known.get(request.index, ())),
+                skipped=tuple(skipped.get(request.index, ())),
+            )
             for request in self._requests
             if request.index not in running | ended
         ]
@@ -489,7 +505,9 @@ class Generation:
         logprobs = self._logprobs(tokens, logits)
         for number, token in enumerate(self._on_host(tokens, logits)):
             slot, prompt = slots[number], prompts[number]
-            self._running[slot] = Completion(prompt.index, prompt.token_ids.numel(), list(prompt.continued))
+            sequence = Completion(prompt.index, prompt.token_ids.numel(), list(prompt.continued))
+            sequence.tokens_hit += prompt.skipped
+            self._running[slot] = sequence
             self._take(slot, token, None if logprobs is None else logprobs[number])
 
     def _decode(self) -> None:
@@ -540,6 +558,10 @@ class Generation:
         sequence = self._running[slot]
         if sequence is None:
             return
+        for position in self._decoder.take_hits(slot):
+            sequence.tokens_hit.append(position)
+            if self._log is not None:
+                self._log.skip(sequence.index, position)
         num_fed = sequence.num_prompt_tokens + len(sequence.token_ids)
         num_before = len(sequence.token_ids)
         sequence.finish = self._finish(sequence, token)

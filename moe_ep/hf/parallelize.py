@@ -178,13 +178,17 @@ def parallelize(
     decoder = make_parallelized(model, steps)
     if membership is not None:
         membership.follow(lambda membership: steps.regroup(membership.group))
-        steps.elastic = ElasticExperts(membership, steps.layers, _reading_again(model_or_path, allow_nonfinite))
+        read = _reading_again(model_or_path, allow_nonfinite)
+        when_uncovered = (elastic or ElasticConfig()).when_uncovered
+        steps.elastic = ElasticExperts(membership, steps.layers, read, when_uncovered=when_uncovered)
     if eplb:
         config = eplb if isinstance(eplb, EplbConfig) else None
         if membership is None:
             _balance(steps, config)
         else:
             membership.follow(lambda membership: _balance(steps, config))
+            if steps.elastic is not None:
+                steps.elastic.on_cover(lambda: _balance(steps, config))
         # The manager keeps the layers, and these the steps: break the cycle when the model is dropped.
         weakref.finalize(decoder, setattr, steps, "eplb", None).atexit = False
     return model
@@ -195,7 +199,8 @@ def _balance(steps: StepCoordinator, config: EplbConfig | None) -> None:
     from moe_ep.eplb.manager import EPLBManager
 
     steps.end_balancing()
-    steps.eplb = EPLBManager(steps.layers, config)
+    if steps.elastic is None or steps.elastic.skipping is None:  # experts that are being read cannot move
+        steps.eplb = EPLBManager(steps.layers, config)
 
 
 def _reading_again(source: Any, allow_nonfinite: bool) -> Read | None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from moe_ep.layer.elastic import ElasticExperts
 
 
-# Numbers that a rank tells the others before a step.
-_WIDTH = 3
+# Numbers that a rank tells the others before a step: three of its caller's, and whether it has read what is lost.
+_WIDTH = 4
 
 # Kept as long as their groups: ranks let go of models at different times, and must find the same one.
 _schedulers: WeakKeyDictionary[dist.ProcessGroup, StepScheduler] = WeakKeyDictionary()
@@ -405,10 +405,19 @@ class StepScheduler:
     def exchange(self, first: int, second: int, third: int) -> list[list[int]]:
         """Exchanges three numbers from 0 to 2^32 - 1 of every rank, from which ranks plan their next step; by rank.
 
+        Where tokens go without experts that are being read again, and all ranks have read them now, they end that.
+
         Raises:
             DispatchTimeoutError: a rank did not come to the step before the deadline.
         """
-        mine = [first, second, third]
+        elastic = [model.elastic for there in self._models if (model := there()) is not None and model.elastic]
+        told = self._gather([first, second, third, int(all(experts.has_read for experts in elastic))])
+        if all(row[3] for row in told):
+            for experts in elastic:
+                experts.end_skipping()
+        return [row[:3] for row in told]
+
+    def _gather(self, mine: list[int]) -> list[list[int]]:
         if self.peers is None:
             return [mine]
         try:

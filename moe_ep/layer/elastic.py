@@ -2,17 +2,22 @@
 
 Every rank has equally many slots, some of them empty at first. When the ranks change (`moe_ep.distributed.membership`),
 each rank says what its slots hold, and the new placement is what all of them hold together. Experts that no rank holds
-are read again from the checkpoint, byte range by byte range, into empty slots or into those of experts with replicas.
+are read again from the checkpoint, byte range by byte range, into empty slots or into those of experts with replicas:
+before the next step, or beside the steps, whose tokens go without these experts until all ranks have read theirs.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import resource
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +26,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed.exchange import gather_values
 from moe_ep.distributed.membership import Membership
 from moe_ep.errors import ConfigError, CoverError, check_at_least, one_of
+from moe_ep.routing.router import Router, WrappingRouter
 
 if TYPE_CHECKING:
     from moe_ep.layer.fused_moe import FusedMoE
@@ -134,6 +140,52 @@ def plan_cover(held: Sequence[Sequence[int]], num_experts: int) -> list[tuple[in
     return plan
 
 
+def free_bytes(device: torch.device | str) -> int:
+    """Memory that this process may still allocate on a GPU or on the host, bytes.
+
+    On the host it is what the kernel, the control group (version 2 or 1) and RLIMIT_AS all allow.
+    """
+    where = torch.device(device)
+    if where.type == "cuda":
+        cached = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+        return torch.cuda.mem_get_info(where)[0] + cached
+    bounds = []
+    with suppress(OSError):
+        bounds.append(_fields("/proc/meminfo")["MemAvailable"] << 10)
+    for most, used, stat, kind in _CGROUP_FILES:
+        with suppress(OSError, ValueError):  # "max" is no number
+            # The kernel gives up cached files when memory is short.
+            cached = sum(_fields(stat)[f"{kind}{state}_file"] for state in ("active", "inactive"))
+            bounds.append(int(Path(most).read_text()) - int(Path(used).read_text()) + cached)
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        with suppress(OSError):
+            bounds.append(soft - int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize())
+    return max(min(bounds, default=1 << 62), 0)
+
+
+# The limit, the use, its statistics, and the prefix there of a group's sums, of control groups version 2 and 1.
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", ""),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+        "total_",
+    ),
+)
+
+
+def _fields(path: str) -> dict[str, int]:
+    """The numbers of a file whose lines are a name and a number."""
+    pairs = (line.replace(":", " ").split() for line in Path(path).read_text().splitlines())
+    return {name: int(number) for name, number, *_ in pairs}
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
 class ElasticSlots:
     """The slots of a gang's ranks while a model is made, which no other rank is needed for.
 
@@ -149,6 +201,9 @@ class ElasticSlots:
         self._num_redundant = num_redundant_experts
         self._first = membership.first_ranks
         self._rank = membership.rank
+        # Bytes of the slots of the layers so far, and the memory that was free before the first: the host's memory is
+        # taken only as slots are filled.
+        self._bytes, self._free_at_first = 0, -1
 
     def parallel_config(self, backend: str) -> FusedMoEParallelConfig:
         """This rank's place among those of the start; a rank that joined later takes the place of one of them."""
@@ -160,7 +215,12 @@ class ElasticSlots:
         return len(self._first) * self._num_slots(num_experts) - num_experts
 
     def place(self, layer: FusedMoE) -> None:
-        """Says what the layer's slots hold at the start, before it is loaded."""
+        """Says what the layer's slots hold at the start, before it is loaded.
+
+        Raises:
+            ConfigError: the slots of this layer and those before it do not fit into memory.
+        """
+        self._check_memory(layer)
         E, num_slots, size = layer.num_experts, self._num_slots(layer.num_experts), len(self._first)
         num_filled = size * num_slots if self._fills else E + self._num_redundant
         placement = first_placement(E, size, num_slots, num_filled)
@@ -168,6 +228,23 @@ class ElasticSlots:
             own = slice(self._place * num_slots, (self._place + 1) * num_slots)
             placement[own] = joining_row(E, num_slots, self._rank)
         layer.place(placement)
+
+    def _check_memory(self, layer: FusedMoE) -> None:
+        if layer.device.type == "meta":
+            return
+        if self._free_at_first < 0:
+            self._free_at_first = free_bytes(layer.device)
+        self._bytes += sum(param.nbytes for param in layer.parameters(recurse=False))
+        # The ranks of a host load at the same time, into the same memory.
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._rank in self._first else 1
+        needed = self._bytes * (1 if layer.device.type == "cuda" else here)
+        if needed > self._free_at_first:
+            slots, held = self._num_slots(layer.num_experts), -(-layer.num_experts // len(self._first))
+            raise ConfigError(
+                f"{slots} expert slots of each rank and layer ({slots - held} of them spare) take {_mib(needed)} by "
+                f"{layer.layer_name}, and {_mib(self._free_at_first)} were free; raise --min-ranks, or give fewer "
+                f"--spare-slots"
+            )
 
     @property
     def _place(self) -> int:
@@ -184,32 +261,102 @@ class Recovery:
     Attributes:
         epoch: its number.
         experts_read, bytes_read: read again by this rank.
-        covered_at: seconds since 1970 when this rank had read them.
+        covered_at: seconds since 1970 when this rank had read them; 0 before.
+        serving_at: when it began its first step; 0 before.
     """
 
     epoch: int
     experts_read: int = 0
     bytes_read: int = 0
     covered_at: float = 0.0
+    serving_at: float = 0.0
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self)
 
 
+class Skipping:
+    """Lets the tokens of a model's layers skip experts that are being read again, and notes which tokens do.
+
+    Args:
+        missing: by layer, the logical experts that no rank holds.
+    """
+
+    def __init__(self, layers: Sequence[FusedMoE], missing: Sequence[Collection[int]]) -> None:
+        self._wrapped: list[tuple[FusedMoE, Callable[[Router], Router]]] = []
+        self._hit = torch.zeros(0, dtype=torch.bool)
+        for layer, experts in zip(layers, missing, strict=True):
+            if experts:
+                is_missing = torch.zeros(layer.num_experts, dtype=torch.bool, device=layer.device)
+                is_missing[sorted(experts)] = True
+
+                def wrap(router: Router, is_missing: torch.Tensor = is_missing) -> Router:
+                    return _SkippingRouter(router, self, is_missing)
+
+                layer.router_wrappers = (*layer.router_wrappers, wrap)
+                self._wrapped.append((layer, wrap))
+
+    def note(self, first: int, hit: torch.Tensor) -> None:
+        """Notes which tokens of a pass skip an expert, bool `[T]` for the tokens from `first` on."""
+        end = first + hit.numel()
+        if end > self._hit.numel():
+            self._hit = torch.cat([self._hit, self._hit.new_zeros(end - self._hit.numel())])
+        self._hit[first:end] |= hit.to(self._hit.device)
+
+    def take_hits(self) -> list[int]:
+        """The rows of the passes since the last call whose tokens skipped an expert of any layer."""
+        hit, self._hit = self._hit, self._hit.new_zeros(0)
+        return hit.nonzero().flatten().tolist()
+
+    def end(self) -> None:
+        """Lets tokens go to all experts again."""
+        for layer, wrap in self._wrapped:
+            layer.router_wrappers = tuple(each for each in layer.router_wrappers if each is not wrap)
+        self._wrapped.clear()
+
+
+class _SkippingRouter(WrappingRouter):
+    """Replaces the choice of an expert that no rank holds by no expert; the weights of the others stay."""
+
+    def __init__(self, router: Router, skipping: Skipping, is_missing: torch.Tensor) -> None:
+        super().__init__(router)
+        self._skipping, self._is_missing, self._first = skipping, is_missing, 0
+
+    def of_rows(self, rows: slice) -> Router:
+        part = super().of_rows(rows)
+        part._first = rows.start  # type: ignore[attr-defined]
+        return part
+
+    def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = super().choose(hidden_states, *inputs)
+        is_expert = (ids >= 0) & (ids < self._is_missing.numel())
+        lacks = is_expert & self._is_missing[torch.where(is_expert, ids, 0).long()]
+        self._skipping.note(self._first, lacks.any(dim=1))
+        return weights.masked_fill(lacks, 0.0), ids.masked_fill(lacks, EMPTY)
+
+
 class ElasticExperts:
     """Places the experts of a model's layers anew whenever its ranks change, as a callback of `Membership.follow`.
+
+    With when_uncovered "wait", `regroup` returns when this rank has read its part of the lost experts. With "skip" a
+    thread reads it beside the steps. Before each step the ranks then exchange `has_read`, and once it is true on all of
+    them they all call `end_skipping`.
 
     Args:
         layers: made for `ElasticConfig.num_slots` slots on each rank.
         read: reads experts of a layer again; None where there is no checkpoint to read from.
+        when_uncovered: that of `ElasticConfig`.
 
     Attributes:
         recovery: what the present epoch took.
+        skipping: set on all ranks while tokens skip experts, else None.
     """
 
-    def __init__(self, membership: Membership, layers: Sequence[FusedMoE], read: Read | None) -> None:
+    def __init__(
+        self, membership: Membership, layers: Sequence[FusedMoE], read: Read | None, *, when_uncovered: str = "wait"
+    ) -> None:
         self._layers, self._read = list(layers), read
-        self._membership = membership
+        self._membership, self._skips = membership, when_uncovered == "skip"
         # (layer, slot) of experts that the maps name and that were not read yet.
         self._unread: set[tuple[int, int]] = set()
         # The expert in each (layer, slot) that was read, and that the maps do not name yet; and the bytes of these.
@@ -217,8 +364,15 @@ class ElasticExperts:
         self._bytes_ahead = 0
         self._placing = threading.Lock()
         self.recovery = Recovery(epoch=-1)
+        self.skipping: Skipping | None = None
+        self._on_cover: list[Callable[[], None]] = []
+        self._problem: Exception | None = None
         membership.follow(self.regroup)
         membership.before_leaving(self.cover_without)
+
+    def on_cover(self, callback: Callable[[], None]) -> None:
+        """Adds a callback that `end_skipping` runs on every rank; it may make collective calls."""
+        self._on_cover.append(callback)
 
     def held(self) -> list[list[int]]:
         """The logical expert in each of this rank's slots, by layer."""
@@ -228,6 +382,35 @@ class ElasticExperts:
         for (layer, slot), expert in self._ahead.items():
             rows[layer][slot] = expert
         return rows
+
+    def serves(self) -> None:
+        """Reports to the launcher that this rank begins its first step in the present epoch."""
+        self.recovery.serving_at = time.time()
+        self._report()
+
+    def _report(self) -> None:
+        self._membership.log.report(self._membership.epoch, self._membership.rank, self.recovery.to_dict())
+
+    @property
+    def has_read(self) -> bool:
+        """Whether this rank has read its part of the lost experts.
+
+        Raises:
+            CoverError, CheckpointError: it could not.
+        """
+        if self._problem is not None:
+            raise self._problem
+        return bool(self.recovery.covered_at)
+
+    def end_skipping(self) -> None:
+        """Lets tokens go to all experts again, if they skip some; all ranks call it before the same step."""
+        if self.skipping is None:
+            return
+        self.skipping.end()
+        self.skipping = None
+        self._report()
+        for callback in self._on_cover:
+            callback()
 
     def cover_without(self, rank: int) -> None:
         """Reads this rank's part of the experts that only a rank holds that is to leave, beside the steps.
@@ -251,28 +434,33 @@ class ElasticExperts:
                 self._check_readable(layer, len(plan))
                 mine = {slot: expert for at, slot, expert in plan if at == own and left[own][slot] == EMPTY}
                 if mine:
-                    self._read_ahead(number, layer, mine)
+                    self._bytes_ahead += self._read_aside(number, mine)
+                    self._ahead.update({(number, slot): expert for slot, expert in mine.items()})
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _read_ahead(self, number: int, layer: FusedMoE, experts: dict[int, int]) -> None:
-        """Reads experts into empty slots of a layer that serves meanwhile."""
+    def _read_aside(self, number: int, experts: dict[int, int]) -> int:
+        """Reads experts into slots that get no tokens, of a layer that serves meanwhile; returns the bytes read."""
+        layer = self._layers[number]
+        self._check_memory(layer, len(experts), sum(tensor.nbytes for tensor in layer.expert_weights()))
         coordinator = getattr(layer.dispatcher, "coordinator", None)
-        aside = copy.deepcopy(layer, {id(coordinator): coordinator, id(layer.shared_experts): layer.shared_experts})
+        shared: tuple[Any, ...] = (coordinator, layer.shared_experts)
+        # The copy has no router wrappers, which are of the layer that serves.
+        aside = copy.deepcopy(layer, {id(part): part for part in shared} | {id(layer.router_wrappers): ()})
         logical = aside.slots.logical_of_physical()
         first = layer.parallel_config.ep_rank * layer.slots.num_local_routed
         for slot, expert in experts.items():
             logical[first + slot] = expert
         aside.place(logical)
         aside.begin_reload()
-        self._bytes_ahead += self._read(number, aside, experts.values()) if self._read is not None else 0
+        num_bytes = self._read(number, aside, experts.values()) if self._read is not None else 0
         slots = list(experts)
         with torch.inference_mode():
             for held, read in zip(layer.expert_weights(), aside.expert_weights(), strict=True):
                 for slot in slots:
                     held[slot].copy_(read[slot])
             layer.quant_method.rebuild_derived_state(layer, slots)
-        self._ahead.update({(number, slot): expert for slot, expert in experts.items()})
+        return num_bytes
 
     def _check_readable(self, layer: FusedMoE, num_lost: int) -> None:
         if num_lost and self._read is None:
@@ -281,19 +469,36 @@ class ElasticExperts:
                 f"loaded from a folder cannot read them again; give parallelize the folder"
             )
 
+    @staticmethod
+    def _check_memory(layer: FusedMoE, num_lost: int, beside: int = 0) -> None:
+        """Raises CoverError if there is no memory for reading experts again, which takes `beside` bytes more."""
+        needed, free = layer.quant_method.reload_bytes(layer) + beside, free_bytes(layer.device)
+        if needed > free:
+            raise CoverError(
+                f"{num_lost} experts of {layer.layer_name} are to be read again, which takes {_mib(needed)} beside the "
+                f"weights, and {_mib(free)} are free; start with more ranks, fewer --spare-slots, or with replicas "
+                f"(--num-redundant-experts), which need not be read"
+            )
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def regroup(self, membership: Membership) -> None:
         """Places the experts on the present ranks, and reads this rank's part of those that are lost.
 
         Raises:
-            CoverError: the ranks have too few slots, or there is nothing to read lost experts from.
+            CoverError: the ranks have too few slots or too little memory, or there is nothing to read lost experts
+                from.
         """
         with self._placing:
             self._regroup(membership)
 
     def _regroup(self, membership: Membership) -> None:
-        self.recovery = Recovery(membership.epoch.number, len(self._ahead), self._bytes_ahead)
+        # A thread that reads for an earlier epoch ends when it sees another recovery.
+        recovery = self.recovery = Recovery(membership.epoch.number, len(self._ahead), self._bytes_ahead)
+        self._problem = None
+        if self.skipping is not None:
+            self.skipping.end()
+            self.skipping = None
         group, rank = membership.group, membership.ep_rank
         mine = self.held()
         told = [mine] if group is None else gather_values("experts", mine, group)
@@ -303,7 +508,8 @@ class ElasticExperts:
             world_size=membership.ep_size,
             all2all_backend=self._layers[0].parallel_config.all2all_backend,
         )
-        lost: list[list[int]] = []
+        lost: list[dict[int, int]] = []
+        missing: list[set[int]] = []
         for number, layer in enumerate(self._layers):
             rows = [list(of_rank[number]) for of_rank in told]
             plan = plan_cover(rows, layer.num_experts)
@@ -315,13 +521,37 @@ class ElasticExperts:
             self._unread |= own
             layer.regroup(parallel, group, [expert for row in rows for expert in row])
             self._unread -= {(number, slot) for slot in range(len(mine[number]))} - own
-            lost.append([expert for at, _, expert in plan if at == rank])
-        for number, experts in enumerate(lost):
-            if experts and self._read is not None:
-                self._layers[number].begin_reload()
-                self.recovery.bytes_read += self._read(number, self._layers[number], experts)
-                self.recovery.experts_read += len(experts)
-                self._unread -= {at for at in self._unread if at[0] == number}
+            lost.append({slot: expert for at, slot, expert in plan if at == rank})
+            missing.append({expert for _, _, expert in plan})
         self._ahead.clear()
         self._bytes_ahead = 0
-        self.recovery.covered_at = time.time()
+        if self._skips and any(missing):
+            self.skipping = Skipping(self._layers, missing)
+            arguments = recovery, lost
+            threading.Thread(target=self._read_beside, args=arguments, name="moe_ep-cover", daemon=True).start()
+            return
+        for number, experts in enumerate(lost):
+            if experts and self._read is not None:
+                layer = self._layers[number]
+                self._check_memory(layer, len(experts))
+                layer.begin_reload()
+                recovery.bytes_read += self._read(number, layer, experts.values())
+                recovery.experts_read += len(experts)
+                self._unread -= {at for at in self._unread if at[0] == number}
+        recovery.covered_at = time.time()
+
+    def _read_beside(self, recovery: Recovery, lost: Sequence[dict[int, int]]) -> None:
+        """Reads this rank's part of the lost experts in a thread, while steps skip them."""
+        try:
+            for number, experts in enumerate(lost):
+                with self._placing:
+                    if self.recovery is not recovery:
+                        return
+                    if experts:
+                        recovery.bytes_read += self._read_aside(number, experts)
+                        recovery.experts_read += len(experts)
+                        self._unread -= {(number, slot) for slot in experts}
+            recovery.covered_at = time.time()
+        except Exception as error:
+            if self.recovery is recovery:
+                self._problem = error

@@ -11,7 +11,6 @@ experts. A row is written by one kernel per layer, to a place that the device co
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from torch import nn
 from moe_ep.errors import ConfigError, check_at_least
 from moe_ep.layer.fused_moe import FusedMoE
 from moe_ep.registry import choose_form
-from moe_ep.routing.router import Routed, Router
+from moe_ep.routing.router import Router, WrappingRouter
 
 # Rows that a log has room for unless it is told otherwise.
 MAX_TOKENS = 65536
@@ -182,30 +181,6 @@ def _record_reference(
     ids_log.index_copy_(0, rows, torch.where(known, topk_ids, -1).to(torch.int16))
     if weights_log is not None:
         weights_log.index_copy_(0, rows, torch.where(known, topk_weights.float(), 0.0))
-
-
-class WrappingRouter(Router):
-    """A router around another one, which does what it does not replace."""
-
-    def __init__(self, router: Router) -> None:
-        self.router = router
-
-    def check(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> None:
-        self.router.check(hidden_states, *inputs)
-
-    def of_rows(self, rows: slice) -> Router:
-        part = copy.copy(self)
-        part.router = self.router.of_rows(rows)
-        return part
-
-    def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
-        return self.complete(hidden_states, *self.choose(hidden_states, *inputs))
-
-    def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.router.choose(hidden_states, *inputs)
-
-    def complete(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
-        return self.router.complete(hidden_states, topk_weights, topk_ids)
 
 
 class RecordingRouter(WrappingRouter):

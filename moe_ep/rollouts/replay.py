@@ -26,8 +26,8 @@ from moe_ep.errors import ConfigError
 from moe_ep.hf.experts import decoder_layer_of, find_experts
 from moe_ep.hf.routed_experts import RoutedExperts
 from moe_ep.layer.fused_moe import FusedMoE
-from moe_ep.rollouts.recording import WrappingRouter, layers_of, num_columns, wrapped_routers
-from moe_ep.routing.router import Router
+from moe_ep.rollouts.recording import layers_of, num_columns, wrapped_routers
+from moe_ep.routing.router import Router, WrappingRouter
 
 _Pair = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -76,6 +76,30 @@ class Router(ABC):
         return Routed(topk_weights, topk_ids)
 
 
+class WrappingRouter(Router):
+    """A router around another one, which does what it does not replace."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+
+    def check(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> None:
+        self.router.check(hidden_states, *inputs)
+
+    def of_rows(self, rows: slice) -> Router:
+        part = copy.copy(self)
+        part.router = self.router.of_rows(rows)
+        return part
+
+    def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
+        return self.complete(hidden_states, *self.choose(hidden_states, *inputs))
+
+    def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.router.choose(hidden_states, *inputs)
+
+    def complete(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
+        return self.router.complete(hidden_states, topk_weights, topk_ids)
+
+
 class TopKRouter(FixedTensors, Router):
     """Chooses the top_k experts of router logits `[T, E + zero_expert_num]`, as `moe_ep.routing.select_experts` does.
 

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+import moe_ep
 from moe_ep.checkpoint.demo import make_demo_checkpoint
 from moe_ep.errors import ConfigError, GangError
 from moe_ep.launch.gangs import control
@@ -123,6 +124,32 @@ def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_pat
     assert set(os.listdir("/dev/shm")) <= shared
 
 
+def test_tokens_go_without_lost_experts(demo: Path, texts: list[str], tmp_path: Path) -> None:
+    routing = tmp_path / "routing.safetensors"
+    job = generate(
+        demo, tmp_path, "--launcher", "local", "--ep-size", "3", "--when-uncovered", "skip",
+        "--return-routed-experts", str(routing),
+    )  # fmt: skip
+    job.until("serving: 3 ranks")
+    os.kill(job.pids[0], signal.SIGKILL)
+    code, lines, summary = job.end()
+    assert code == 0, "".join(job.said)
+    assert [line["index"] for line in lines] == list(range(len(texts)))
+    hit = [line["index"] for line in lines if line.get("tokens_hit")]
+    assert hit and summary["prompts_hit"] == hit
+    # All tokens are fed to the model but the last, and that one too where another ends the text.
+    fed = [line["num_prompt_tokens"] + line["num_tokens"] - (line["finish"] == "length") for line in lines]
+    for line, text, most in zip(lines, texts, fed, strict=True):
+        assert line["index"] in hit or line["text"] == text
+        assert all(0 <= position < most for position in line.get("tokens_hit", ())), (line["tokens_hit"], most)
+    (loss,) = summary["recoveries"]
+    assert loss["experts_read"] and loss["serving_s"] <= loss["covered_s"]
+    # Each prompt was recorded whole, whichever ranks have had it.
+    found = moe_ep.read_routed_experts(routing)
+    assert [len(found[index]) for index in range(len(texts))] == fed
+    assert all(int(ids.min()) >= 0 for ids in found.values())
+
+
 def test_fewer_than_the_least(demo: Path, tmp_path: Path) -> None:
     job = generate(demo, tmp_path, "--launcher", "torchrun", "--ep-size", "2", "--min-ranks", "2")
     job.until("rank 1: ")
@@ -198,7 +225,7 @@ def test_a_run_goes_on_and_is_verified(demo: Path, tmp_path: Path) -> None:
     output, steps = tmp_path / "run.jsonl", 40
     job = Job(
         output, "run", "--model", str(demo), "--launcher", "local", "--ep-size", "3", "--tokens-per-rank", "16",
-        "--steps", str(steps), "--spare-slots", "8", "--json", str(output),
+        "--steps", str(steps), "--spare-slots", "8", "--when-uncovered", "skip", "--json", str(output),
     )  # fmt: skip
     job.until("serving: 3 ranks")
     os.kill(job.pids[1], signal.SIGKILL)
@@ -208,6 +235,7 @@ def test_a_run_goes_on_and_is_verified(demo: Path, tmp_path: Path) -> None:
     assert summary["verify"]["passed"] and summary["ep_size"] == 2
     (loss,) = summary["recoveries"]
     assert loss["rank"] == 1 and loss["experts_read"]
+    assert all(len(hit["by_rank"]) == 2 and any(hit["by_rank"]) for hit in summary["tokens_hit"])
 
 
 def test_workers_join_and_leave(demo: Path, tmp_path: Path) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from moe_ep.errors import CoverError
-from moe_ep.layer.elastic import EMPTY, ElasticConfig, first_placement, plan_cover
+from moe_ep.distributed.membership import Membership, MembershipLog
+from moe_ep.errors import ConfigError, CoverError
+from moe_ep.layer.elastic import EMPTY, ElasticConfig, ElasticSlots, Skipping, first_placement, free_bytes, plan_cover
+from moe_ep.routing import select_experts
+from tests.layer.moe_oracle import load, make_inputs, make_weights
+from tests.layer.small_layer import TOP_K, E, K, N, T, make_layer
 
 
 @pytest.mark.parametrize(
@@ -60,3 +69,48 @@ def test_the_ranks_share_the_reading() -> None:
 def test_too_few_slots_are_said_with_numbers() -> None:
     with pytest.raises(CoverError, match="2 ranks with 1 slots each in a layer cannot hold its 3 experts"):
         plan_cover([[0], [1]], 3)
+
+
+def test_tokens_go_without_experts_that_are_missing() -> None:
+    layer, missing = load(make_layer(), make_weights(E, K, N)), {0, 3}
+    hidden_states, logits = make_inputs(T, K, E)
+    weights, ids, _ = select_experts(hidden_states, logits, TOP_K, use_grouped_topk=False, renormalize=True)
+    lacks = torch.isin(ids, torch.tensor(sorted(missing)))
+    expected = layer(hidden_states, topk_weights=weights, topk_ids=ids.masked_fill(lacks, -1))
+    whole = layer(hidden_states, logits)
+    skipping = Skipping([layer], [missing])
+    assert torch.equal(layer(hidden_states, logits), expected)
+    assert skipping.take_hits() == lacks.any(dim=1).nonzero().flatten().tolist() != []
+    assert skipping.take_hits() == []
+    skipping.end()
+    assert torch.equal(layer(hidden_states, logits), whole)
+
+
+@pytest.fixture
+def membership() -> Iterator[Membership]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    MembershipLog(store, [0, 1])
+    made = Membership(store, 0)
+    yield made
+    made.close()
+
+
+def test_slots_that_memory_has_no_room_for_are_refused(membership: Membership) -> None:
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < free_bytes("cpu") <= most
+    slots = ElasticSlots(membership, ElasticConfig())
+    layer = make_layer(num_experts=64, hidden_size=256, intermediate_size=512, enable_eplb=True)
+    pid = os.fork()
+    if pid == 0:  # a process that may take 1 MiB more
+        code = 1
+        try:
+            with open("/proc/self/statm") as file:
+                taken = int(file.read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 20), resource.RLIM_INFINITY))
+            try:
+                slots.place(layer)
+            except ConfigError as error:
+                code = 0 if "MiB" in str(error) and free_bytes("cpu") <= 1 << 20 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -13,7 +13,7 @@ from moe_ep.errors import missing_extra
 from moe_ep.launch.cli.gang_options import start_gang
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
 from moe_ep.launch.cli.generate_lines import CompletionLines, Finished
-from moe_ep.launch.cli.generate_report import GenerationReport, RankGeneration
+from moe_ep.launch.cli.generate_report import GenerationReport, RankGeneration, Recorded
 from moe_ep.launch.cli.options import Parser, add_command, check_apart, check_backends, from_args, refusing
 from moe_ep.launch.gangs.gang import set_up_logging
 from moe_ep.launch.gangs.rank_env import RankEnv
@@ -44,8 +44,11 @@ def main(args: argparse.Namespace) -> int:
     config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
     lines = CompletionLines(fields, config.output, finished)
     completions: dict[int, dict[str, Any]] = {}
+    recorded: dict[int, Recorded] = {}
 
     def take(completion: dict[str, Any]) -> None:
+        if (routing := completion.pop("routing", None)) is not None:
+            recorded[completion["index"]] = routing
         completions.setdefault(completion["index"], completion)
         lines.take(completion)
 
@@ -66,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     report = GenerationReport(config, args.shown, results, recoveries, list(completions.values()))
     if config.return_routed_experts is not None:
-        report.routing().save(config.return_routed_experts)
+        report.routing(recorded).save(config.return_routed_experts)
     _tell(lines, report)
     return 1 if report.refused or report.failed or finished.failures else 0
 

@@ -94,6 +94,10 @@ class FusedMoEMethodBase(ABC):
         """Prepares the layer for loading checkpoint tensors again; plain weights are always ready for that."""
         return
 
+    def reload_bytes(self, layer: MoELayer) -> int:
+        """Memory that `begin_reload` takes beside the weights, about, in bytes."""
+        return 0
+
     @abstractmethod
     def gemm_weights(self, layer: MoELayer) -> tuple[torch.Tensor, torch.Tensor]:
         """w1 and w2 in the experts' layout."""

@@ -87,6 +87,9 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         for name, bias in biases.items():
             layer.register_parameter(name, bias)
 
+    def reload_bytes(self, layer: MoELayer) -> int:
+        return sum(tensor.nbytes for tensor in self.weight_tensors(layer))
+
     def _pack(self, layer: MoELayer, w13: CanonicalWeights, w2: CanonicalWeights) -> None:
         """Chooses experts for the weights' device, and stores the weights in their layout in the layer."""
         self._packed_on = w13.codes.device
