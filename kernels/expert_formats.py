@@ -44,7 +44,15 @@ def check_weights(step: Step) -> None:
 
 
 class StandardFormat(Experts):
-    """Experts that find the rows of each expert themselves, and weight and sum the results."""
+    """Experts that find the rows of each expert themselves, and weight and sum the results unless they leave slots."""
+
+    _overlaps = False
+
+    def overlap_dispatch(self) -> None:
+        self._overlaps = True
+
+    def _leaves_slots(self) -> bool:
+        return self._overlaps or self.moe_config.batch_invariant
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
@@ -59,7 +67,7 @@ class StandardFormat(Experts):
         return True
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceContiguous() if self.moe_config.batch_invariant else TopKWeightAndReduceNoOP()
+        return TopKWeightAndReduceContiguous() if self._leaves_slots() else TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
         self,
@@ -72,7 +80,7 @@ class StandardFormat(Experts):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation | str,
     ) -> tuple[Shape, Shape, Shape]:
-        return *self.scratch_shapes(M * topk, N, K), (M, topk, K) if self.moe_config.batch_invariant else (M, K)
+        return *self.scratch_shapes(M * topk, N, K), (M, topk, K) if self._leaves_slots() else (M, K)
 
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
         """Shapes of workspace13 and workspace2; none by default."""

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from moe_ep.errors import BackendUnavailableError
+from moe_ep.errors import BackendUnavailableError, ConfigError
 from moe_ep.kernels import jit
 from moe_ep.kernels.align import sort_slots_by_expert
+from moe_ep.kernels.arrival import Arrival
 from moe_ep.kernels.dispatch_rows import row_blocks
 from moe_ep.kernels.expert_formats import wide_dtype
 from moe_ep.kernels.marlin import ampere, eight_bit, hopper
@@ -244,6 +245,35 @@ def compute_slots(
         hidden = _scratch(intermediate_cache2, rows.max_rows * pair.w2.num_columns, hidden_states)
         partials = _partials(intermediate_cache13, rows.max_rows, hidden_states)
         run_experts(slots, hidden_states[part], pair, rows, hidden, partials)
+
+
+def compute_arriving(
+    pair: WeightPair,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    intermediate_cache13: torch.Tensor | None,
+    intermediate_cache2: torch.Tensor | None,
+    arrival: Arrival,
+) -> None:
+    """`compute_slots` of rows that are still to be sent: each work unit waits for those that it reads, on the device.
+
+    Raises:
+        ConfigError: weights that only other kernels can compute.
+    """
+    num_tokens, topk = topk_ids.shape
+    if not pair.once(_hopper_serves) or pair.w13.sort_indices is not None:
+        raise ConfigError(
+            "overlap is True and these experts need kernels that want all rows at once (act-order, or scales with two "
+            "spacings); choose overlap=False"
+        )
+    pair.once(_check_starts)
+    rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
+    hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, hidden_states)
+    partials = _partials(intermediate_cache13, num_tokens * topk, hidden_states)
+    params = experts_params(hidden_states, hidden, output, pair, rows)
+    hopper.launch_arriving(params, pair, partials, rows, arrival)
 
 
 class _Bf16Twin:

@@ -26,7 +26,7 @@ from moe_ep.kernels.marlin.checks import (
     check_tokens,
     check_weight_pair,
 )
-from moe_ep.kernels.marlin.compute import compute_batch, compute_slots, compute_tokens, partials_numel
+from moe_ep.kernels.marlin.compute import compute_arriving, compute_batch, compute_slots, compute_tokens, partials_numel
 from moe_ep.kernels.marlin.repack import has_all_groups, not_packed_reason, pack_experts
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, check_input_dtype, weight_type
 from moe_ep.kernels.marlin.weights import WeightPair
@@ -299,7 +299,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
 
 class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
     """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order; in a
-    batch-invariant layer it leaves the slots to the token's rank.
+    batch-invariant layer it leaves the slots to the token's rank, and beside a dispatch to the combine.
 
     Arguments and errors are those of BatchedMarlinExperts without max_num_tokens and num_dispatchers. Rows are rounded
     to `quant_config.input_dtype` where functional.fused_marlin_moe rounds them.
@@ -317,8 +317,22 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
             self._device.type == "cuda" and self.quant_config.measured_rows_only
         )
 
+    def refuses_overlap(self) -> str | None:
+        config = self.moe_config
+        if not hopper.runs_on(self._device):
+            return f"the weights are on {self._device}, and the kernel that waits for rows is for Hopper"
+        if config.num_local_experts > hopper.MOST_EXPERTS:
+            return f"there are {config.num_local_experts} experts on a rank; the kernel takes {hopper.MOST_EXPERTS}"
+        reasons = (
+            (config.in_dtype is not torch.bfloat16, f"rows are {config.in_dtype} and must be torch.bfloat16"),
+            (self.may_round_rows(), f"rows are rounded to {self.quant_config.input_dtype} before they are multiplied"),
+            (any(part[5] is not None for part in self._companions), "act-order reorders all rows before"),
+            (config.batch_invariant, "a batch-invariant layer has a kernel of its own"),
+        )
+        return next((reason for holds, reason in reasons if holds), None)
+
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
-        slots = -(-num_slots * K // 128) * 128
+        slots = -(-num_slots * K // 128) * 128 if not self._overlaps else 0
         more = self._partials(num_slots)
         if self.may_round_rows() and self._device.type == "cuda":
             more = max(
@@ -330,11 +344,13 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         (rows, act_dtype), weights, ids = self._rows(step), step.topk_weights, step.topk_ids
         pair = self._weights(step.w1, step.w2, step.activation, act_dtype)
         check_tokens(pair, rows, weights, ids, step.expert_map)
-        leaves_slots = self.moe_config.batch_invariant
-        shape = (*ids.shape, rows.size(1)) if leaves_slots else rows.shape
+        shape = (*ids.shape, rows.size(1)) if self._leaves_slots() else rows.shape
         check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
-        check_scratch(pair, rows, ids.numel(), False, _SCRATCH, *step.scratch)
-        if leaves_slots:
+        check_scratch(pair, rows, ids.numel(), self._overlaps, _SCRATCH, *step.scratch)
+        if step.arrival is not None:
+            compute_arriving(pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival)
+            return
+        if self._leaves_slots():
             compute_slots(pair, step.output, rows, ids, step.expert_map, *step.scratch)
             return
         given = (pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)

@@ -20,6 +20,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
+from moe_ep.kernels.arrival import Arrival, ArrivalParams
 from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, type_number
@@ -68,6 +69,22 @@ class PrefillParams(ctypes.Structure):
     )
 
 
+class ArrivingExperts(ctypes.Structure):
+    """ExpertsParams of cuda/params.cuh with ARRIVALS."""
+
+    _fields_ = (*ExpertsParams._fields_, ("arrival", ArrivalParams))
+
+
+class ArrivingParams(ctypes.Structure):
+    """PrefillParams with ARRIVALS."""
+
+    _fields_ = (
+        ("tokens", (ctypes.c_uint8 * TENSOR_MAP_BYTES) * 2),
+        ("experts", ArrivingExperts),
+        ("unused", ctypes.c_uint8 * (-ctypes.sizeof(ArrivingExperts) % 64)),
+    )
+
+
 def kernel_source(
     kind: WeightType,
     act_dtype: torch.dtype,
@@ -78,6 +95,7 @@ def kernel_source(
     tall: bool = False,
     clamp_limit: float | None = None,
     batch_invariant: bool = False,
+    arrivals: bool = False,
 ) -> jit.KernelSource:
     """The decode or the prefill kernel for one number type, with scales every 128 / groups_per_step columns.
 
@@ -85,6 +103,7 @@ def kernel_source(
         tall: see may_be_tall.
         clamp_limit: as in gate_limit.
         batch_invariant: the decode kernel whose results for a row depend on no other row.
+        arrivals: the prefill kernel that runs while its rows arrive (launch_arriving).
     """
     defines = {
         "WEIGHT_TYPE": type_number(kind, scale_dtype),
@@ -96,6 +115,8 @@ def kernel_source(
         defines["BATCH_INVARIANT"] = 1
     if not decode:
         defines["TALL"] = int(tall and kind.bits == 4 and not kind.has_zero_points and act_dtype == torch.bfloat16)
+    if arrivals:
+        defines["ARRIVALS"] = 1
     name, entry = ("decode_sm90.cu", "decode") if decode else ("prefill_sm90.cu", "prefill")
     return jit.KernelSource(CUDA / name, entry, tuple((name, str(value)) for name, value in defines.items()))
 
@@ -176,6 +197,26 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows
         kernel.launch(given, (common.num_blocks, 1, 1), _PREFILL_THREADS, common.shared_bytes, early=True)
 
 
+def launch_arriving(
+    params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows: Rows, arrival: Arrival
+) -> None:
+    """Has the rows sent, and computes every expert's while they arrive. Rows must be sorted.
+
+    One kernel computes all experts: a second one would wait for the end of those before it.
+    """
+    common, kernel = pair.once(_Common), pair.once(_load_arriving)
+    params.partials = partials.data_ptr()
+    params.max_tile_tokens = _tile_tokens(params.max_rows)
+    params.max_small_m, params.launch_overhead, params.max_tiles = 0, 0, params.num_experts
+    _set_flags(params, common, f"{kernel.entry}_arriving", decode=False)
+    plain = _prefill_params(params, pair.act_dtype)
+    given = ArrivingParams(tokens=plain.tokens, experts=ArrivingExperts(arrival=arrival.params))
+    ctypes.memmove(ctypes.addressof(given.experts), ctypes.addressof(params), ctypes.sizeof(params))
+    blocks = min(common.num_blocks, arrival.most_blocks or common.num_blocks)
+    arrival.start()
+    kernel.launch(given, (blocks, 1, 1), _PREFILL_THREADS, common.shared_bytes, early=True)
+
+
 def _launch_decode(params: ExpertsParams, common: _Common, kernel: jit.Kernel, flags: str) -> None:
     """Launches a build of the decode kernel, whose flags have that name."""
     _set_flags(params, common, flags, decode=True)
@@ -217,6 +258,12 @@ def _load_invariant(pair: WeightPair) -> jit.Kernel:
     return kernel
 
 
+def _load_arriving(pair: WeightPair) -> jit.Kernel:
+    kernel = jit.load_all({"prefill": pair.once(_Common).arriving_source}, pair.device)["prefill"]
+    kernel.allow_shared(_max_shared_bytes(pair.device.index or 0))
+    return kernel
+
+
 def select_kernels(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, ...]:
     """Sets in the parameters which kernel computes which experts; returns the kernels to launch, True for decode."""
     params.max_small_m, params.launch_overhead, params.max_tiles = tuning.MOST_SMALL_M, 0, params.num_experts
@@ -246,6 +293,7 @@ class _Common:
     """What all launches for the same weights have in common.
 
     Attributes:
+        invariant_source, arriving_source: of builds that only some layers need.
         launch_overhead: the cost of a second kernel, in units of an expert's time for one step of a tile.
         num_flags: int32 numbers of `sync`, True for the decode kernel's.
         hidden_packets: where results begin in `sync` of the decode kernel, in units of 64 bits.
@@ -263,6 +311,9 @@ class _Common:
         numbers = (pair.kind, pair.act_dtype, w13.scales.dtype, per_step, pair.activation)
         tall = may_be_tall(pair.num_experts, (w13.num_rows, w2.num_rows))
         self._sources = {decode: kernel_source(*numbers, decode, tall, pair.clamp_limit) for decode in (True, False)}
+        self.arriving_source = kernel_source(
+            *numbers, decode=False, tall=tall, clamp_limit=pair.clamp_limit, arrivals=True
+        )
         self.invariant_source = kernel_source(*numbers, decode=True, clamp_limit=pair.clamp_limit, batch_invariant=True)
         # The decode kernel's flags, in units of 64 bits: the ticket counter, partial sums (cuda/decode_sm90.cu; at one
         # place for all weights, since they are zero between launches), a flag for each tile of any launch, so that a
@@ -272,7 +323,7 @@ class _Common:
         most_tiles = _MOST_INVARIANT_TILES if pair.batch_invariant else max(_MOST_TILES, pair.num_experts)
         self.hidden_packets = (flags + most_tiles * row_tiles + 1) // 2 * 2
         hidden = pair.num_experts * -(-w2.num_columns // _STEP_COLUMNS) * _PACKET_TOKENS * _STEP_COLUMNS // 2
-        prefill_flags = 2 + 2 * _MAX_BLOCKS + pair.num_experts * row_tiles
+        prefill_flags = 2 + 2 * _MAX_BLOCKS + pair.num_experts * max(row_tiles, 2)
         self.num_flags = {True: 2 * (self.hidden_packets + hidden), False: prefill_flags}
 
     @functools.cached_property

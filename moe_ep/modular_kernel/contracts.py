@@ -115,6 +115,7 @@ class Dispatched:
             None leaves this rank's own.
         topk_weights: f32 `[num_recv, topk]`, Standard only.
         rows_are_weighted: rows were multiplied by their weight before they were sent.
+        arrival: rows are still to be sent, and the experts wait for each (`overlaps_experts`); None if all are here.
         handle: what the backend keeps for the combine; opaque to everything else, and good for one combine.
     """
 
@@ -124,6 +125,7 @@ class Dispatched:
     topk_ids: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
     rows_are_weighted: bool = False
+    arrival: Any = None
     handle: Any = None
 
 
@@ -258,6 +260,11 @@ class FusedMoEPrepareAndFinalize(ABC):
         None where such a replay cannot stand for a call: never, or while another batch is between prepare and finalize.
         """
         return None
+
+    def overlaps_experts(self) -> bool:
+        """Whether `dispatch` leaves rows in flight (`Dispatched.arrival`), and `combine` takes slots
+        `[num_recv, topk, K]` that the experts have not finished. Joined with experts that do not refuse it."""
+        return False
 
     def most_rows(self) -> int | None:
         """Number of rows that prepare returns under CUDA-graph capture, if that is more than actually arrived, as it
@@ -446,6 +453,11 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
     _remembered_batches: tuple[tuple[torch.Tensor, Dispatched], ...] = ()
 
     def _remember(self, routing: Routing, dispatched: Dispatched) -> PrepareResult:
+        if dispatched.arrival is not None:
+            raise RuntimeError(
+                f"{type(self).__name__} overlaps experts, which prepare's results have no place for; call dispatch and "
+                f"combine, or choose overlap=False (MOE_EP_OVERLAP=0)"
+            )
         key = routing.topk_ids if dispatched.topk_ids is None else dispatched.topk_ids
         self._remembered_batches = (*self._remembered_batches[1 - MAX_OPEN_BATCHES :], (key, dispatched))
         rows, scales, meta = dispatched.rows, dispatched.row_scales, dispatched.expert_tokens_meta
@@ -594,6 +606,16 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
         """Whether input batched by reference (expert_row_ids) is accepted."""
         return False
 
+    def refuses_overlap(self) -> str | None:
+        """Why these experts cannot begin before their rows are here (`ExpertsCall.arrival`), in one clause; None if
+        they can."""
+        return "they need all rows before they begin"
+
+    def overlap_dispatch(self) -> None:
+        """Called where the backend overlaps experts: from then on `arrival` is given, and slots are left as in a
+        batch-invariant layer."""
+        return
+
     def supports_cuda_graph(self) -> bool:
         """Whether a pass can be captured: static shapes, no host synchronisation."""
         return True
@@ -699,7 +721,7 @@ class ExpertsCall(NamedTuple):
         meta: the number of rows of each expert, and where they are; batched rows have it.
         row_scales: as in `Dispatched`.
         global_num_experts: number of ids that can occur.
-        rows_are_weighted: as in `Dispatched`.
+        rows_are_weighted, arrival: as in `Dispatched`.
     """
 
     output: torch.Tensor
@@ -715,6 +737,7 @@ class ExpertsCall(NamedTuple):
     row_scales: torch.Tensor | None = None
     global_num_experts: int = -1
     rows_are_weighted: bool = False
+    arrival: Any = None
 
     @property
     def batch(self) -> ExpertTokensMetadata:

@@ -66,6 +66,14 @@ class FusedMoEModularKernel(nn.Module):
                 f"batch_invariant is set and prepare_finalize is {type(prepare_finalize).__name__}, which cannot keep "
                 f"it: {varies}"
             )
+        overlaps = prepare_finalize.overlaps_experts()
+        if overlaps and (refusal := fused_experts.refuses_overlap()) is not None:
+            raise ConfigError(
+                f"overlap is True and fused_experts is {type(fused_experts).__name__}: {refusal}; choose overlap=False "
+                f"(MOE_EP_OVERLAP=0)"
+            )
+        if overlaps:
+            fused_experts.overlap_dispatch()
         if fused_experts.supports_row_ids():
             prepare_finalize.hand_over_row_ids()
         self.prepare_finalize = prepare_finalize
@@ -78,7 +86,8 @@ class FusedMoEModularKernel(nn.Module):
         self._f32_output = fused_experts.supports_f32_output() and prepare_finalize.accepts_f32_output()
         self._f32_partial_sums = False
         # Rows computed at a time; None for all at once.
-        self._chunk_size = env.CHUNK_SIZE.get() if self._standard and fused_experts.supports_chunking() else None
+        is_chunked = self._standard and fused_experts.supports_chunking() and not overlaps
+        self._chunk_size = env.CHUNK_SIZE.get() if is_chunked else None
         self._most_rows = prepare_finalize.most_rows()
         # What the backend is told: rows stay in their 8 bits only for experts that read them so.
         quant_config = fused_experts.quant_config
@@ -225,7 +234,7 @@ class FusedMoEModularKernel(nn.Module):
             return output
         call = ExpertsCall(
             output, rows, w1, w2, weights, ids, routing.expert_map, activation, (workspace13, workspace2), meta,
-            dispatched.row_scales, routing.num_experts, dispatched.rows_are_weighted,
+            dispatched.row_scales, routing.num_experts, dispatched.rows_are_weighted, dispatched.arrival,
         )  # fmt: skip
         if limit is None or limit >= M:
             experts.run(call)

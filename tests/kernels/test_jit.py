@@ -83,12 +83,16 @@ def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, decode: 
 
 @pytest.mark.parametrize(("decode", "activation"), [(True, SILU), (True, SWIGLUSTEP), (False, SWIGLUSTEP)])
 def test_a_limit_of_gate_and_up_compiles_without_spills(decode: bool, activation: MoEActivation) -> None:
+    """The prefill kernel in its build that waits for rows."""
     mxfp4, limited = WEIGHT_TYPES[scalar_types.float4_e2m1f.id], {"clamp_limit": 10.0}
-    source = hopper.kernel_source(mxfp4, BF16, torch.uint8, 4, activation, decode=decode, **limited)
+    waits = {"tall": not decode, "arrivals": not decode}
+    source = hopper.kernel_source(mxfp4, BF16, torch.uint8, 4, activation, decode, **waits, **limited)
     older = [ampere.kernel_source(mxfp4, BF16, torch.uint8, 32, phase, activation, 32, **limited) for phase in (0, 1)]
     defines = [dict(source.defines).get("CLAMP_LIMIT") for source in (source, *older)]
     assert defines == ["10.0f", "10.0f", None]  # the second GEMM is the same with and without
-    assert jit.compile_only(source, "sm_90a")[1:3] == (0, 0)
+    resources = jit.compile_only(source, "sm_90a")
+    assert resources[1:3] == (0, 0)
+    assert "serialized" not in resources.log
     assert jit.compile_only(older[0], "sm_80")[1:3] == (0, 0)
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.no_ep import NoEPPrepareFinalize
+from moe_ep.errors import ConfigError
 from moe_ep.kernels.reference import BatchedReferenceExperts, ReferenceExperts
 from moe_ep.modular_kernel import (
     ExpertTokensMetadata,
@@ -313,6 +314,43 @@ def test_formats_must_agree():
         ValueError, match="NoEPPrepareFinalize with activation format Standard and .* with BatchedExperts"
     ):
         FusedMoEModularKernel(make_prepare_finalize("no_ep", config), make_experts("batched_reference", config))
+
+
+class Overlapping(NoEPPrepareFinalize):
+    """Rows are there once experts have called what `arrival` is."""
+
+    def overlaps_experts(self):
+        return True
+
+    def dispatch(self, hidden_states, routing, quant_config):
+        sent = super().dispatch(hidden_states, routing, quant_config)
+        rows = torch.full_like(sent.rows, float("nan"))
+        return replace(sent, rows=rows, arrival=lambda: rows.copy_(sent.rows))
+
+
+class Waiting(ReferenceExperts):
+    """Experts that begin before their rows are there."""
+
+    def refuses_overlap(self):
+        return None
+
+    def run(self, call):
+        call.arrival()
+        for slot in range(call.topk_ids.size(1)):
+            one, weights = call.topk_ids[:, slot : slot + 1], torch.ones(call.topk_ids.size(0), 1)
+            call.output[:, slot] = plain_moe(call.hidden_states, call.w1, call.w2, weights, one)
+
+
+def test_experts_run_while_rows_are_in_flight_if_they_can(monkeypatch):
+    monkeypatch.setenv("MOE_EP_CHUNK_SIZE", "2")  # rows in flight are not cut into chunks
+    config, (x, w1, w2, weights, ids) = moe_config(), problem(7)
+    backend = Overlapping(moe_config=config)
+    got = FusedMoEModularKernel(backend, Waiting(config))(x, w1, w2, weights, ids)
+    torch.testing.assert_close(got, plain_moe(x, w1, w2, weights, ids))
+    with pytest.raises(ConfigError, match="overlap .*ReferenceExperts"):
+        FusedMoEModularKernel(backend, ReferenceExperts(config))
+    with pytest.raises(RuntimeError, match="Overlapping"):
+        backend.prepare(x, weights, ids, E, None, False, FusedMoEQuantConfig.unquantized())
 
 
 def test_unknown_names_list_the_known():

@@ -2,6 +2,14 @@
 #pragma once
 #include "ptx.cuh"
 
+// 1: rows arrive and results leave while the kernel runs (arrival.cuh).
+#ifndef ARRIVALS
+#define ARRIVALS 0
+#endif
+#if ARRIVALS
+#include "arrival.cuh"
+#endif
+
 // A batch-invariant build computes every tile of the decode kernel in the same way: as one of 16 rows, whole.
 #ifndef BATCH_INVARIANT
 #define BATCH_INVARIANT 0
@@ -54,6 +62,9 @@ struct ExpertsParams {
   int max_small_m;
   int launch_overhead;  // cost of running both kernels; 0: max_small_m holds whatever the rows are
   int max_tiles;        // tiles of tokens that all experts of the decode kernel may have together
+#if ARRIVALS
+  Arrival arrival;
+#endif
 };
 
 // Rows of expert e.

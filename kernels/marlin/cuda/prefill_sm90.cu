@@ -19,6 +19,9 @@
 // Schedule:    data-parallel by whole tiles while these fill the GPU, Stream-K for the last waves, or split-K if w2 has
 //              few tiles; tile sizes and partition are chosen on the device by an estimate of their time (sections
 //              "Tiling" and "Schedule"). Shared tiles are reduced in a fixed order: same input, same bits.
+// ARRIVALS:    token producers wait for the rows of each tile, and whoever stores the last results of an expert sets its
+//              flag (arrival.cuh). All experts are computed here, and w13's rows are gathered. Some CTAs end before the
+//              others, so that the combine has room (section "Leaving").
 // Example:     3 tiles x 4 steps on 2 CTAs -> units [0, 6) and [6, 12); tile 1 is split. Unit 1 is claimed first; its
 //              CTA publishes the partial sum of steps 6-7, the CTA of unit 0 adds it to steps 4-5.
 #include "dequant.cuh"
@@ -502,11 +505,16 @@ DEVICE bool are_gathered(const ExpertsParams& p, int phase) { return phase == 0 
 DEVICE int token_groups(int tokens) { return (tokens + 7) / 8; }
 
 // sync: tickets, CTAs done, per expert the groups of tokens stored by w13's tiles, per phase and unit whether its sums
-// are published in `partials`.
+// are published in `partials`. ARRIVALS: behind these, per expert what w2's tiles have stored.
 DEVICE int* ready_flag(const ExpertsParams& p, int expert) { return p.sync + 2 + expert; }
 DEVICE int* unit_flag(const ExpertsParams& p, int phase, int unit) {
   return p.sync + 2 + p.num_experts + phase * kMaxBlocks + unit;
 }
+#if ARRIVALS
+DEVICE int* stored_counter(const ExpertsParams& p, int expert) {
+  return p.sync + 2 + p.num_experts + 2 * kMaxBlocks + expert;
+}
+#endif
 
 struct Shared {
   // These come first, one behind the other: Ring relies on it.
@@ -608,6 +616,29 @@ DEVICE void load_codes(const CodeSource& source, int step, Ring<kMaxTokens>& rin
   }
 }
 
+#if ARRIVALS
+// ---- Leaving ----
+//
+// Results leave from SMs of their own, which must be there while the last tiles are computed. Of as many CTAs as the
+// combine uses, each claims no more items from the ticket on from which the others need as long for the rest of w2 as
+// these SMs need to read all slots. Only whole tiles may be left to others.
+
+constexpr int kSlotBytesPerCycle = 32;  // that an SM adds up and stores
+constexpr int kCyclesPerCost = 235;     // of tile_cost
+
+DEVICE int leaving_ticket(const ExpertsParams& p, Schedule& s, int total) {
+  int leaving = p.arrival.leaving, staying = gridDim.x - leaving;
+  if ((int)blockIdx.x >= leaving || staying <= 0 || s.phase[1].num_units > 0) return total;
+  bool large = s.max_tokens == kLargeTokens;
+  float cost = large ? large_tile_cost(kLargeTokens) : tile_cost(s.max_tokens);
+  float item_cycles = cost * kCyclesPerCost * s.phase[1].steps;
+  float slot_cycles = 2.0f * p.gemm[1].rows / kSlotBytesPerCycle;
+  float returning = slot_cycles * s.row_start(p.num_experts)[p.num_experts] / leaving;
+  int items = (int)(returning / item_cycles * staying);
+  return max(total - items, s.phase[0].num_items);
+}
+#endif
+
 // One thread claims items and pushes their slices to the other warps as it begins to load them.
 template <int kMaxTokens>
 DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring<kMaxTokens>& ring, int ticket) {
@@ -616,6 +647,9 @@ DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring<kMaxT
   // `hidden` should. Not tried with large tiles.
   u64 policy = kMaxTokens == kLargeTokens ? policy_evict_normal() : policy_evict_first();
   int index = 0, parity = 1;
+#if ARRIVALS
+  const int last = leaving_ticket(p, shared.schedule, total);
+#endif
   auto push = [&](const TileSlice& g) { push_slice(shared, g, index, parity); };
   while (ticket < total) {
     if constexpr (kMaxTokens == kLargeTokens) {
@@ -637,6 +671,12 @@ DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring<kMaxT
         }
       });
     }
+#if ARRIVALS
+    if (ticket >= last) {
+      ticket = 1 << 30;  // no reduction either
+      break;
+    }
+#endif
     ticket = atomicAdd(p.sync, 1);
   }
   shared.first_reduction = ticket - total;
@@ -683,6 +723,18 @@ DEVICE i64 gathered_row(const ExpertsParams& p, Schedule& s, int expert, int i) 
   return p.row_ids[position] / p.ids_divisor;
 }
 
+#if ARRIVALS
+// Waits for the rows that this warp copies: four neighbouring ones of every twelve.
+DEVICE void await_tokens(const ExpertsParams& p, Schedule& s, const TileSlice& g, ArrivingRows& arriving) {
+  constexpr int kApart = 4 * kTokenWarps;
+  int first = (threadIdx.x / 32 - kWeightWarp - 1) * 4;
+  int whole = g.tokens / kApart, rest = min(max(g.tokens - whole * kApart - first, 0), 4);
+  arriving.await(4 * whole + rest, [&](int i) {
+    return (int)gathered_row(p, s, g.expert, g.first_token + i / 4 * kApart + first + i % 4);
+  });
+}
+#endif
+
 // A thread copies the same 16-byte chunk of every twelfth row; the addresses of the rows are found once per tile.
 template <int kMaxTokens>
 DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const TileSlice& g, Ring<kMaxTokens>& ring) {
@@ -712,7 +764,13 @@ DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const TileSlic
 template <int kMaxTokens>
 DEVICE void run_token_warps(const PrefillParams& params, Shared& shared, Ring<kMaxTokens>& ring) {
   const ExpertsParams& p = params.experts;
+#if ARRIVALS
+  ArrivingRows arriving(p.arrival);
+#endif
   for_each_slice(shared, [&](const TileSlice g) {
+#if ARRIVALS
+    if (g.phase == 0) await_tokens(p, shared.schedule, g, arriving);
+#endif
     if (are_gathered(p, g.phase)) {
       gather_tokens(p, shared, g, ring);
     } else if (threadIdx.x / 32 == kWeightWarp + 1 && elected()) {
@@ -1214,6 +1272,18 @@ DEVICE void publish_tile(const ExpertsParams& p, const TileSlice& g) {
   }
 }
 
+// Counts what the CTA has stored of an expert's results; the last one sets the expert's flag.
+DEVICE void publish_results(const ExpertsParams& p, Schedule& s, const TileSlice& g, int groups) {
+#if ARRIVALS  // without, it is not called
+  named_barrier<1, kConsumerThreads>();
+  if (threadIdx.x == 0) {
+    int rows = min(g.tile_rows, p.gemm[1].rows - g.first_row);
+    count_results(p.arrival, g.expert, stored_counter(p, g.expert), groups * (rows / 32),
+                  token_groups(s.rows()[g.expert]) * (p.gemm[1].rows / 32));
+  }
+#endif
+}
+
 // Reductions of w2's split-K units, every gridDim.x-th.
 DEVICE void run_reductions(const ExpertsParams& p, Schedule& s, int number) {
   const PhaseShape& shape = s.phase[1];
@@ -1223,13 +1293,15 @@ DEVICE void run_reductions(const ExpertsParams& p, Schedule& s, int number) {
     if (threadIdx.x < shape.units_per_tile) wait_at_least(unit_flag(p, 1, a.tile.work_unit + threadIdx.x), 1);
     named_barrier<1, kConsumerThreads>();
     TileStore<false> tile(p, s, a.tile);
-    if (!tile.present) continue;
+    if (!ARRIVALS && !tile.present) continue;
 #pragma unroll 1
     for (int group = a.first_group; group < a.first_group + a.groups; group++) {
+      if (ARRIVALS && !tile.present) break;
       float sums[2][4];
       sum_units(p, a.tile, shape.units_per_tile, group, sums);
       tile.template store<1>(group, sums[0], sums[1]);
     }
+    if constexpr (ARRIVALS) publish_results(p, s, a.tile, a.groups);
   }
 }
 
@@ -1245,6 +1317,7 @@ DEVICE void finish_slice(const ExpertsParams& p, Schedule& s, const TileSlice& g
   }
   if (g.phase == 1) {
     store_tile<false, kMaxTokens>(p, s, g, sums);
+    if constexpr (ARRIVALS) publish_results(p, s, g, token_groups(g.tokens));
   } else {
     store_tile<true, kMaxTokens>(p, s, g, sums);
     publish_tile(p, g);
@@ -1404,6 +1477,7 @@ DEVICE void run_tall_slice(const ExpertsParams& p, Schedule& s, const TileSlice&
   }
   if (g.phase == 1) {
     store_tall<false>(p, s, g, sums);
+    if constexpr (ARRIVALS) publish_results(p, s, g, token_groups(g.tokens));
   } else {
     store_tall<true>(p, s, g, sums);
     publish_tile(p, g);
@@ -1486,7 +1560,7 @@ DEVICE void reset_flags(const ExpertsParams& p) {
     is_last = add_acquire_release_gpu(p.sync + 1, 1) == (int)gridDim.x - 1;
   }
   if (!__syncthreads_or(is_last)) return;
-  for (int i = thread; i < 2 + p.num_experts + 2 * kMaxBlocks; i += blockDim.x) p.sync[i] = 0;
+  for (int i = thread; i < 2 + (1 + ARRIVALS) * p.num_experts + 2 * kMaxBlocks; i += blockDim.x) p.sync[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_constant__ PrefillParams params) {

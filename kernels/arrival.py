@@ -1,0 +1,40 @@
+"""Host mirror of kernels/cuda/arrival.cuh: what experts need that run while their rows arrive."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class Limits(ctypes.Structure):
+    """`Limits` of cuda/deadline.cuh."""
+
+    _fields_ = (("status", ctypes.c_void_p), ("record", ctypes.c_void_p), ("timeout_ns", ctypes.c_uint64))
+
+
+class ArrivalParams(ctypes.Structure):
+    """`Arrival` of cuda/arrival.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("row_flags", "source_flags", "first_rows", "epoch", "finished")),
+        ("limits", Limits),
+        ("num_sources", ctypes.c_int),
+        ("leaving", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """Rows of a batch whose ids have arrived and which themselves are sent while the experts run.
+
+    Attributes:
+        params: for the kernel that waits for them.
+        start: sends the rows, unless it was called before; to be called directly before that kernel is launched on the
+            same stream, which may then start as soon as all blocks that send have.
+        most_blocks: blocks that the kernel may have; None for one on every SM.
+    """
+
+    params: ArrivalParams
+    start: Callable[[], None]
+    most_blocks: int | None = None
