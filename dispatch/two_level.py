@@ -288,4 +288,7 @@ def _level(
         num_local_experts=int((owners == rank).sum()),
         max_num_tokens=capacity,
     )
-    return ALL2ALL_BACKENDS.load(name)(moe_config=config, quant_config=quant_config, process_group=group, owners=owners)
+    # Its rows pass on to no experts here.
+    more: dict[str, Any] = {"overlap": False} if name == _PREFERRED else {}
+    given = {"moe_config": config, "quant_config": quant_config, "process_group": group, "owners": owners, **more}
+    return ALL2ALL_BACKENDS.load(name)(**given)

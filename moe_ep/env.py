@@ -159,6 +159,11 @@ NVSHMEM_TIMEOUT_S = EnvVar(
     "MOE_EP_NVSHMEM_TIMEOUT_S", _seconds_or_off, "10",
     "seconds that a kernel of the NVSHMEM backends waits for another rank before it ends with an error; off: no limit",
 )  # fmt: skip
+OVERLAP = EnvVar(
+    "MOE_EP_OVERLAP", _switch, "0",
+    "1: nvshmem_high_throughput sends rows and results while packed experts compute bf16 rows (Hopper, one host); 0 "
+    "until it has been measured",
+)  # fmt: skip
 RANKS_PER_HOST = EnvVar(
     "MOE_EP_RANKS_PER_HOST", _whole_number, "0",
     "this many consecutive ranks count as one host (for tests of several hosts on one); 0: off",

@@ -89,6 +89,9 @@ def _experts() -> Iterator[Build]:
                     entry = f"{'decode' if decode else 'prefill'}{' tall' if tall else ''}"
                     if groups != 128:  # as -1
                         yield f"{entry} {name} {per_step}", source, "sm_90a", first or groups == 64
+            if act == torch.bfloat16 and groups != 128:
+                source = hopper.kernel_source(kind, act, scale_dtype, per_step, silu, False, arrivals=True)
+                yield f"arriving {name} {per_step}", source, "sm_90a", first
         for phase, tokens in itertools.product((0, 1), (16, 32, 64)):
             source = ampere.kernel_source(kind, act, scale_dtype, groups, phase, silu, tokens)
             is_quick = tokens == 32 and (first or groups == 0) and phase == (groups == 0)
@@ -168,6 +171,11 @@ def _dispatch() -> Iterator[Build]:
                     act == torch.float16
                 )
                 yield f"{name} {label}", source, arch, is_quick
+            if code_dtype is None and act == torch.bfloat16 and not device_api:
+                overlapped = replace(large, overlaps=True)
+                for name in overlapped.kernels:
+                    source = high_throughput.kernel_source(name, overlapped, act)
+                    yield f"overlapped_{name} {label}", source, "sm_90a", ranks == 8
 
 
 def _has_device_library() -> bool:

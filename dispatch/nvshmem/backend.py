@@ -1,8 +1,8 @@
 """What the backends on symmetric memory share: rules, failures of waits on the device, and excluded ranks.
 
-A wait in a kernel that takes too long ends with a record in pinned memory (cuda/protocol.cuh). The host looks at it,
-without waiting for the GPU, whenever it is about to launch the next kernel. Until the record is cleared, kernels of the
-same ranks do not wait any more.
+A wait in a kernel that takes too long ends with a record in pinned memory (kernels/cuda/deadline.cuh). The host looks
+at it, without waiting for the GPU, whenever it is about to launch the next kernel. Until the record is cleared, kernels
+of the same ranks do not wait any more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.errors import DispatchTimeoutError, rank_list
 from moe_ep.kernels import jit
 
-# Words of the record, as in cuda/protocol.cuh; one word for each rank follows.
+# Words of the record, as in kernels/cuda/deadline.cuh; one word for each rank follows.
 _FAILED, _PHASE, _EPOCH, _RANKS = range(4)
 _PHASES = {1: "dispatch", 2: "combine"}
 

@@ -6,6 +6,9 @@ arrive. To place them, a separate kernel first exchanges row counts. This saves 
 costs symmetric memory for the most rows that can arrive, R * max_num_tokens. All layers of one shape share that memory,
 with room for `batches_in_flight` between dispatch and combine.
 
+With overlap=True ids are sent first, and rows while the experts that wait for them run; results leave while the last
+ones are computed (docs/kernels.md, "Prefill, overlapped").
+
 cuda/high_throughput.cuh says what the parts of a block of symmetric memory hold and why no barrier is needed between
 batches. From top to bottom: the layout of a block, the block of all batches of one shape, the kernels' parameters, and
 the backend.
@@ -33,12 +36,15 @@ from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.distributed.exchange import check_agreement, gather_texts
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import jit
+from moe_ep.kernels.arrival import Arrival, ArrivalParams, Limits
 from moe_ep.kernels.quantize import GROUP_SIZE
 from moe_ep.modular_kernel.contracts import Compilation, Dispatched, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 NAME = "nvshmem_high_throughput"
 KERNELS = ("plan", "dispatch", "combine")
+OVERLAPPED_KERNELS = ("plan", "ids", "rows", "combine")
+_EXPERT_FLAGS = 1024  # the most experts of a rank beside which rows are sent
 _LINE_BYTES = 16
 _LINES_OF_COUNTS = 4
 _FLAG_BYTES = 8
@@ -66,6 +72,7 @@ class Layout:
         f32_results: results are sent in f32, as beside f16 rows, and not in 16 bits.
         device_api: rows are sent by NVSHMEM's device library, with their ids and weights.
         batches_in_flight: how many batches between prepare and finalize have parts of their own.
+        overlaps: rows and results are sent while the experts run.
     """
 
     num_ranks: int
@@ -76,6 +83,11 @@ class Layout:
     f32_results: bool = False
     device_api: bool = False
     batches_in_flight: int = 1
+    overlaps: bool = False
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return OVERLAPPED_KERNELS if self.overlaps else KERNELS
 
     @property
     def max_rows(self) -> int:
@@ -122,6 +134,7 @@ class Layout:
             "results": self.result_bytes * self.max_results,
             "staged_rows": self.row_bytes * self.capacity if self.device_api else 0,
             "staged_results": self.result_bytes * self.max_rows if self.device_api else 0,
+            **({"source_flags": _FLAG_BYTES * self.num_ranks} if self.overlaps else {}),
         }
 
     @property
@@ -146,7 +159,7 @@ class Layout:
 
 
 def kernel_source(name: str, layout: Layout, dtype: torch.dtype) -> jit.KernelSource:
-    """One of KERNELS for batches of that layout and dtype."""
+    """One of the layout's kernels, for batches of that dtype."""
     return kernels.kernel_source(f"high_throughput_{name}", layout, dtype)
 
 
@@ -218,17 +231,18 @@ class Block:
     def common(self, batch: int, numbers: torch.Tensor) -> Any:
         """`Common` of cuda/high_throughput.cuh; `numbers` are those of BatchParts."""
         layout, first = self.layout, numbers.data_ptr()
+        offsets = {name: offset for name, offset in layout.offsets.items() if name in _OFFSETS}
         return common_type(layout.num_ranks)(
             peers=(ctypes.c_uint64 * layout.num_ranks)(*(peer + batch * layout.batch_bytes for peer in self._peers)),
             pes=(ctypes.c_int * layout.num_ranks)(*self._region.pes),
-            **layout.offsets,
+            **offsets,
             status=self.status.data_ptr(),
             record=self.record.words.data_ptr(),
             timeout_ns=int(self.record.timeout_s * 1e9),
             epoch=first,
             finished=first + 8,
-            taken=first + 16,
-            placement=first + 24,
+            taken=first + 12,
+            placement=first + _PLACEMENT,
             rank=self._ranks.rank,
         )
 
@@ -262,11 +276,12 @@ class BatchParts:
         number: of the batch that has it; later ones have larger numbers.
         is_open: it is between prepare and finalize.
         common: what the kernels share.
-        numbers: int32: epoch (2), finished blocks, nothing, what was taken (2), the placement.
+        numbers: int32: epoch (2), finished blocks, what was taken (3), the placement.
         epoch: int64 `[1]`, a view: the number of the last batch.
         slots: int32 `[C, R]`, of this rank's tokens.
         rows, ids, weights: `[R * C, …]`, what arrives, as the experts read it.
         arriving: int64 `[1]` in host memory, where the first kernel writes number << 32 | rows that arrive.
+        expert_flags: int64, the batch's number once all results of that expert are stored; None without overlap.
     """
 
     def __init__(self, block: Block, index: int, in_dtype: torch.dtype) -> None:
@@ -286,6 +301,10 @@ class BatchParts:
             self.rows = block.part(index, "rows").view(in_dtype).view(layout.max_rows, layout.hidden_size)
         self.ids = block.part(index, "ids").view(torch.int32).view(layout.max_rows, layout.topk)
         self.weights = block.part(index, "weights").view(torch.float32).view(layout.max_rows, layout.topk)
+        self.expert_flags: torch.Tensor | None = None
+        if layout.overlaps:
+            self.expert_flags = torch.zeros(_EXPERT_FLAGS, dtype=torch.int64, device=device)
+            self._row_flags, self._source_flags = (block.part(index, n) for n in ("row_flags", "source_flags"))
 
     def params(self, name: str, pointers: Sequence[int | None], numbers: Sequence[int]) -> Any:
         """`Params` of the kernel of that name, the same object in every call."""
@@ -296,24 +315,44 @@ class BatchParts:
         params.pointers[:], params.numbers[:] = pointers, numbers
         return params
 
+    def arrival(self, leaving: int) -> ArrivalParams:
+        """What experts need that wait for this batch's rows."""
+        common, first = self.common, self.numbers.data_ptr()
+        return ArrivalParams(
+            row_flags=self._row_flags.data_ptr(),
+            source_flags=self._source_flags.data_ptr(),
+            first_rows=first + _PLACEMENT + 4 * self._num_ranks,  # Placement.begin
+            epoch=first,
+            finished=jit.pointer(self.expert_flags),
+            limits=common.limits,
+            num_sources=self._num_ranks,
+            leaving=leaving,
+        )
+
     def rows_of(self, number: int) -> int | None:
         """Rows that arrive here in the batch of that number, once the first kernel has written their count."""
         word = int(self._arriving[0])
         return word & 0xFFFFFFFF if (word >> 32) - number & 0xFFFFFFFF == 0 else None
 
 
+# Of parts that all kernels know, in the order in which `Common` has them.
+_OFFSETS = (
+    *("counts", "done", "row_flags", "result_flags", "ids", "weights", "rows", "results"),
+    *("staged_rows", "staged_results"),
+)
+_PLACEMENT = 24  # where it begins in BatchParts.numbers
+
+
 @functools.cache
 def common_type(num_ranks: int) -> Any:
     """`Common` of cuda/high_throughput.cuh."""
-    offsets = ("counts", "done", "row_flags", "result_flags", "ids", "weights", "rows", "results")
-    staged = ("staged_rows", "staged_results")
 
     class Common(ctypes.Structure):
         _anonymous_ = ("limits",)
         _fields_ = (
             ("peers", ctypes.c_uint64 * num_ranks),
-            *((name, ctypes.c_uint64) for name in (*offsets, *staged)),
-            ("limits", kernels.Limits),
+            *((name, ctypes.c_uint64) for name in _OFFSETS),
+            ("limits", Limits),
             *((name, ctypes.c_void_p) for name in ("epoch", "finished", "taken", "placement")),
             ("rank", ctypes.c_int),
             ("pes", ctypes.c_int * num_ranks),
@@ -339,9 +378,10 @@ def params_type(num_ranks: int, num_pointers: int, num_ints: int) -> Any:
 class _Sent(NamedTuple):
     parts: BatchParts
     number: int
-    num_tokens: int
+    batch: Batch
     rows: int
     check: Callable[[], None]
+    arrival: Arrival | None
 
 
 class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
@@ -363,6 +403,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         num_sms: SMs that move rows; None for MOE_EP_NVSHMEM_NUM_SMS, or what is nearly the best.
         batches_in_flight: batches that may be between prepare and finalize; each has symmetric memory of its own.
         exact_rows: hand over the rows that arrived where no CUDA graph is captured; False for all R * max_num_tokens.
+        overlap: the experts start before their rows are here, which only some experts can, in bf16 and within one
+            host; None for MOE_EP_OVERLAP. The same on every rank.
+        overlap_sms: SMs that such experts may fill, beside the num_sms of dispatch and combine; None for all.
 
     Raises:
         ValueError: what the kernels cannot do, or ranks that are configured differently.
@@ -383,27 +426,53 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         num_sms: int | None = None,
         batches_in_flight: int = 1,
         exact_rows: bool = True,
+        overlap: bool | None = None,
+        overlap_sms: int | None = None,
     ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group, owners=owners)
         self._check_config()
         if num_sms is None:
             num_sms = env.NVSHMEM_NUM_SMS.get() or None
-        for name, value in (("num_sms", num_sms), ("batches_in_flight", batches_in_flight)):
+        overlap = env.OVERLAP.get() if overlap is None else overlap
+        sizes = (("num_sms", num_sms), ("batches_in_flight", batches_in_flight), ("overlap_sms", overlap_sms))
+        for name, value in sizes:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.exact_rows = exact_rows
         device_api = not arena.SymmetricArena.of(self.ranks.group).is_mapped
-        self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api)
+        self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api, overlap)
+        self._check_overlap()
+        self._overlap_sms = overlap_sms
         settings = shared_settings(
             moe_config, code_dtype=self._layout.code_dtype, device_api=device_api, batches_in_flight=batches_in_flight
         )
+        settings["overlap"] = overlap
         self.block = self.memory = Block.of(self._layout, self.ranks, moe_config.in_dtype, settings)
         device = torch.device("cuda", torch.cuda.current_device())
-        self.num_sms = self._sms_of_a_batch(num_sms, device)
+        self.num_sms = self._combine_blocks = self._sms_of_a_batch(num_sms, device)
+        if overlap and overlap_sms is None:
+            # They start as experts make room, and claim what there is to do.
+            self._combine_blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels = jit.load_all(
-            {name: kernel_source(name, self._layout, moe_config.in_dtype) for name in KERNELS}, device
+            {name: kernel_source(name, self._layout, moe_config.in_dtype) for name in self._layout.kernels}, device
         )
         self.placement.expert_map(device)  # not made under capture
+
+    def _check_overlap(self) -> None:
+        """ValueError where rows cannot be sent beside the experts."""
+        layout, config = self._layout, self.moe_config
+        reasons = (
+            (config.in_dtype is not torch.bfloat16, f"rows are {config.in_dtype}; they must be torch.bfloat16"),
+            (layout.is_quantized, f"rows are sent as {layout.code_dtype}; leave dispatch_dtype out"),
+            (layout.device_api, "a rank's memory is out of reach; all ranks must be on one host"),
+            (
+                config.num_local_experts > _EXPERT_FLAGS,
+                f"a rank has {config.num_local_experts} experts; it may have {_EXPERT_FLAGS}",
+            ),
+        )
+        for holds, reason in reasons:
+            if layout.overlaps and holds:
+                raise ValueError(f"overlap is True and {reason}, or choose overlap=False (MOE_EP_OVERLAP=0)")
 
     def _sms_of_a_batch(self, asked: int | None, device: torch.device) -> int:
         """As asked, or close to the best. Blocks wait for all blocks of other ranks, so all must fit at once."""
@@ -449,6 +518,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def most_rows(self) -> int | None:
         return self._layout.max_rows
 
+    def overlaps_experts(self) -> bool:
+        return self._layout.overlaps
+
     def _send(self, batch: Batch) -> Pending[Dispatched]:
         self.check()
         self._check_batch(batch)
@@ -457,11 +529,17 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         parts = self.block.take()
         number, check = parts.number, self._begin_batch()
         where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if exact else None]
-        tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
+        most_rows = 0 if exact else layout.max_rows
         with self.block.order:
             self._launch("plan", parts, where, [num_ids, num_tokens, number])
-            senders = senders_of(layout, self.num_sms)
-            self._launch("dispatch", parts, tensors, [num_ids, num_tokens, 0 if exact else layout.max_rows, *senders])
+            if layout.overlaps:
+                tensors = [batch.topk_ids, batch.topk_weights, batch.owners, parts.slots]
+                self._launch("ids", parts, tensors, [num_ids, num_tokens, most_rows])
+            else:
+                tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
+                senders = senders_of(layout, self.num_sms)
+                self._launch("dispatch", parts, tensors, [num_ids, num_tokens, most_rows, *senders])
+        arrival = self._arrival(parts, batch) if layout.overlaps else None
 
         def receive() -> Dispatched:
             check()
@@ -470,10 +548,27 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
                 rows=parts.rows[:rows],
                 topk_ids=parts.ids[:rows],
                 topk_weights=parts.weights[:rows],
-                handle=_Sent(parts, number, num_tokens, rows, check),
+                arrival=arrival,
+                handle=_Sent(parts, number, batch, rows, check, arrival),
             )
 
         return Pending(lambda: None, receive)
+
+    def _arrival(self, parts: BatchParts, batch: Batch) -> Arrival:
+        """For experts that wait for the batch's rows, which are sent when they are about to be launched."""
+        number, is_sent = parts.number, False
+
+        def start() -> None:
+            nonlocal is_sent
+            if is_sent or parts.number != number:
+                return
+            is_sent = True
+            tensors = [batch.rows, batch.topk_ids, batch.owners, parts.slots]
+            with self.block.order:
+                offset = self._layout.offsets["source_flags"]
+                self._launch("rows", parts, tensors, [batch.owners.numel(), batch.topk_ids.size(0)], offset)
+
+        return Arrival(params=parts.arrival(self.num_sms), start=start, most_blocks=self._overlap_sms)
 
     def _return(
         self,
@@ -491,11 +586,26 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
                 f"{self._layout.batches_in_flight}; finalize each before, or make the backend with more "
                 f"batches_in_flight"
             )
-        rows = self._reduced(expert_output, dispatched, reduce_impl, sent.rows, output, contiguous=True)
-        shape = (sent.num_tokens, self._layout.hidden_size)
+        num_tokens = sent.batch.topk_ids.size(0)
+        shape = (num_tokens, self._layout.hidden_size)
         check_tensor("output", output, shape, self.moe_config.in_dtype, output.device, contiguous=True)
+        if sent.arrival is None:
+            rows = self._reduced(expert_output, dispatched, reduce_impl, sent.rows, output, contiguous=True)
+            tensors: list[torch.Tensor | None] = [rows, sent.parts.slots, output]
+            numbers = [num_tokens]
+        else:
+            slots = (sent.rows, self._layout.topk, self._layout.hidden_size)
+            check_tensor(
+                "expert_output", expert_output, slots, self.moe_config.in_dtype, output.device, contiguous=True
+            )
+            sent.arrival.start()  # where no experts were run
+            if dispatched.rows_are_weighted:
+                sent.parts.weights.fill_(1.0)
+            expert_map = sent.batch.expert_map
+            tensors = [expert_output, sent.parts.slots, output, sent.parts.expert_flags, expert_map]
+            numbers = [self.placement.num_local, expert_map.numel(), num_tokens]
         with self.block.order:
-            self._launch("combine", sent.parts, [rows, sent.parts.slots, output], [sent.num_tokens])
+            self._launch("combine", sent.parts, tensors, numbers)
         sent.parts.is_open = False
         return Pending(lambda: None, lambda: None)
 
@@ -506,11 +616,17 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         return parts.rows_of(number) or 0
 
     def _launch(
-        self, name: str, parts: BatchParts, tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]
+        self,
+        name: str,
+        parts: BatchParts,
+        tensors: Sequence[torch.Tensor | None],
+        numbers: Sequence[int],
+        *offsets: int,
     ) -> None:
-        params = parts.params(name, [jit.pointer(tensor) for tensor in tensors], numbers)
-        blocks = 1 if name == "plan" else self.num_sms
-        self._kernels[name].launch(params, (blocks,), _THREADS, early=name == "dispatch")
+        params = parts.params(name, [*map(jit.pointer, tensors), *offsets], numbers)
+        blocks = {"plan": 1, "combine": self._combine_blocks}.get(name, self.num_sms)
+        early = name in ("dispatch", "ids", "rows") or (name == "combine" and self._layout.overlaps)
+        self._kernels[name].launch(params, (blocks,), _THREADS, early=early)
 
 
 @functools.cache
@@ -537,6 +653,7 @@ def _layout(
     quant_config: FusedMoEQuantConfig | None,
     batches_in_flight: int,
     device_api: bool = False,
+    overlaps: bool = False,
 ) -> Layout:
     return Layout(
         num_ranks=moe_config.ep_size,
@@ -547,4 +664,5 @@ def _layout(
         f32_results=wire_dtype(moe_config.in_dtype) is torch.float32,
         device_api=device_api,
         batches_in_flight=batches_in_flight,
+        overlaps=overlaps,
     )

@@ -7,7 +7,6 @@ it.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,12 +34,6 @@ def offsets_of(sizes: dict[str, int]) -> dict[str, int]:
         found[name] = end
         end += align(size)
     return found
-
-
-class Limits(ctypes.Structure):
-    """`Limits` of cuda/protocol.cuh."""
-
-    _fields_ = (("status", ctypes.c_void_p), ("record", ctypes.c_void_p), ("timeout_ns", ctypes.c_uint64))
 
 
 class Shape(Protocol):
@@ -71,6 +64,8 @@ def kernel_source(name: str, layout: Shape, dtype: torch.dtype) -> jit.KernelSou
     }
     if getattr(layout, "slot_results", False):
         defines["SLOT_RESULTS"] = 1
+    if getattr(layout, "overlaps", False):
+        defines["OVERLAP"] = 1
     path = Path(__file__).parent / "cuda" / f"{name}.cu"
     archive = device_archive() if layout.device_api else None
     return jit.KernelSource(path, name, tuple((key, str(value)) for key, value in defines.items()), archive)

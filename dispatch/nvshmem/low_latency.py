@@ -47,13 +47,14 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch, check_tensor, keep_for, wire_dtype
 from moe_ep.dispatch.nvshmem.arena import SymmetricArena, collect_garbage
 from moe_ep.dispatch.nvshmem.backend import FailureRecord, NvshmemPrepareFinalize, shared_settings
-from moe_ep.dispatch.nvshmem.kernels import Limits, align, kernel_source, offsets_of
+from moe_ep.dispatch.nvshmem.kernels import align, kernel_source, offsets_of
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import Result, check_delegated
 from moe_ep.distributed.exchange import check_agreement, gather_texts
 from moe_ep.errors import BackendUnavailableError, ConfigError
 from moe_ep.kernels import jit
+from moe_ep.kernels.arrival import Limits
 from moe_ep.kernels.quantize import quantized_row_bytes
 from moe_ep.modular_kernel.contracts import (
     Compilation,

@@ -49,6 +49,10 @@ INSTRUCTIONS = {
     "void store_release_sys(u32* at, u32 value)": "__threadfence_system(); emulated::store(at, value);",
     "u64 load_acquire_sys(const u64* at)": "return emulated::load(at);",
     "u64 global_timer_ns()": "return emulated::now_ns();",
+    "int load_acquire_gpu(const int* p)": "return emulated::load(p);",
+    "void add_release_gpu(int* p, int value)": "__threadfence(); atomicAdd(p, value);",
+    "int add_acquire_release_gpu(int* p, int value)": "__threadfence(); return atomicAdd(p, value);",
+    "void wait_at_least(const int* p, int value)": "while (emulated::load(p) < value);",
     "void grid_dependency_wait()": "emulated::wait_for_kernel_before();",
     "void grid_dependency_launch()": "emulated::running->block->lets_next_come_up = true;",
 }
@@ -95,7 +99,8 @@ def instructions_for_cpu() -> str:
 def compile_kernels(folder: Path, threads: Mapping[str, int], **defines: int) -> ctypes.CDLL:
     """Kernels, each with so many threads, and what runs them, in bf16 unless said otherwise, without the device
     library."""
-    for path in CUDA.glob("*.cu*"):
+    shared = [Path(jit.__file__).parent / "cuda" / name for name in ("deadline.cuh", "arrival.cuh")]
+    for path in (*CUDA.glob("*.cu*"), *SOURCES.glob("*.cu"), *shared):
         (folder / path.name).write_text(for_cpu(path.name, path.read_text()))
     (folder / "ptx.cuh").write_text(instructions_for_cpu())
     command = [

@@ -17,13 +17,15 @@ import torch
 from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.dispatch.nvshmem import arena, high_throughput
-from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, Block, Layout
+from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, OVERLAPPED_KERNELS, Block, Layout
 from moe_ep.dispatch.placement import Placement
 from moe_ep.dispatch.torch_distributed import owners_of
 from moe_ep.distributed.failure_detection import FailureDetector
 from moe_ep.errors import DispatchTimeoutError
+from moe_ep.kernels.align import sort_slots_by_expert
+from moe_ep.kernels.arrival import ArrivalParams
 from moe_ep.modular_kernel.contracts import Dispatched
-from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNoOP
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import (
     Case,
     Setting,
@@ -41,17 +43,38 @@ from tests.dispatch.emulated_gpu import Session, compile_kernels
 HIDDEN, TOPK, CAPACITY = 272, 4, 7
 WARPS = 4
 # A warp of the first kernel has a lane for each warp.
-THREADS = {"plan": 1024, "dispatch": 32 * WARPS, "combine": 32 * WARPS}
+THREADS = {"plan": 1024, **dict.fromkeys(("dispatch", "ids", "rows", "combine"), 32 * WARPS)}
+# Kernels that stand for experts (emulated/experts.cu).
+EXPERTS_THREADS = 64
+NUM_EXPERTS = 7
 _POISON = 0x7F
 
 
 def compile_prefill(
-    folder: Path, num_ranks: int, code_dtype: torch.dtype | None, dtype: torch.dtype = torch.bfloat16
+    folder: Path,
+    num_ranks: int,
+    code_dtype: torch.dtype | None,
+    dtype: torch.dtype = torch.bfloat16,
+    overlaps: bool = False,
 ) -> ctypes.CDLL:
-    """The three kernels."""
+    """A batch's kernels, and beside those that overlap experts also a kernel that stands for these."""
     defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": int(code_dtype is not None)}
     defines |= {"INT8": int(code_dtype == torch.int8), "ACT_BF16": int(dtype is torch.bfloat16)}
-    return compile_kernels(folder, {f"high_throughput_{name}": THREADS[name] for name in KERNELS}, **defines)
+    names = OVERLAPPED_KERNELS if overlaps else KERNELS
+    threads = {f"high_throughput_{name}": THREADS[name] for name in names}
+    if overlaps:
+        defines["OVERLAP"], threads["experts"] = 1, EXPERTS_THREADS
+    return compile_kernels(folder, threads, **defines)
+
+
+class ExpertsParams(ctypes.Structure):
+    """Params of emulated/experts.cu."""
+
+    _fields_ = (
+        ("arrival", ArrivalParams),
+        *((name, ctypes.c_void_p) for name in ("rows", "sorted", "num_tokens", "numbers", "hidden", "slots", "sync")),
+        ("num_experts", ctypes.c_int),
+    )
 
 
 @dataclass
@@ -60,11 +83,13 @@ class Step:
 
     Attributes:
         has_arrived: its rows, ids and weights were as they should be when experts took them.
+        kept: memory that its kernels use.
     """
 
     setting: Setting
     output: torch.Tensor
     has_arrived: bool = False
+    kept: Any = None
 
     @property
     def is_right(self) -> bool:
@@ -76,6 +101,7 @@ class Prefill(Session):
 
     Args:
         timeout_ns: of a wait, by the emulated clock; 0 for none.
+        overlaps: rows and results are sent while a kernel runs that stands for experts.
 
     Attributes:
         batches_in_flight: as of the backends.
@@ -92,6 +118,7 @@ class Prefill(Session):
         code_dtype: torch.dtype | None,
         timeout_ns: int = 0,
         dtype: torch.dtype = torch.bfloat16,
+        overlaps: bool = False,
     ) -> None:
         super().__init__(library, num_ranks, seed, blocks=3)  # all of a kernel, as the backend must have them
         self.dtype = dtype
@@ -107,6 +134,7 @@ class Prefill(Session):
             code_dtype=code_dtype,
             f32_results=dtype is torch.float16,
             batches_in_flight=self.batches_in_flight,
+            overlaps=overlaps,
         )
         self.memory = torch.full((num_ranks, self.layout.symmetric_bytes), _POISON, dtype=torch.uint8)
         for rank, memory in enumerate(self.memory):
@@ -152,7 +180,8 @@ class Prefill(Session):
         backend.placement = Placement(owners_of(config), rank)
         backend.block = backend.memory = block
         backend._layout, backend.num_sms, backend.exact_rows = self.layout, self.num_sms, not self.replays
-        backend._kernels = {name: SimpleNamespace(launch=self._launch(rank, name)) for name in KERNELS}
+        backend._kernels = {name: SimpleNamespace(launch=self._launch(rank, name)) for name in self.layout.kernels}
+        backend._overlap_sms = backend._combine_blocks = self.num_sms
         if self.replays:
             backend.check = lambda: None
         return backend
@@ -169,7 +198,7 @@ class Prefill(Session):
         most = [0, 1, CAPACITY, self.random.randint(0, CAPACITY)]
         return Case(
             tokens=tuple(self.random.choice(most) for _ in range(self.num_ranks)),
-            num_experts=7,
+            num_experts=NUM_EXPERTS,
             topk=TOPK,
             hidden_size=HIDDEN,
             dtype=self.dtype,
@@ -227,6 +256,9 @@ class Prefill(Session):
         return backend, step, pending.receive()
 
     def _combine(self, backend: Any, step: Step, received: Dispatched) -> None:
+        if received.arrival is not None:
+            self._overlap(backend, step, received)
+            return
         results = torch.full_like(received.rows, float("nan"), dtype=wire_dtype(self.dtype))
 
         def experts() -> bool:
@@ -245,6 +277,37 @@ class Prefill(Session):
 
         self.queue_host(step.setting.rank, experts)
         backend._begin_combine(step.output, results, received, TopKWeightAndReduceNoOP())
+
+    def _overlap(self, backend: Any, step: Step, received: Dispatched) -> None:
+        """Sorts the ids that have arrived, and launches experts and combine beside the dispatch of the rows."""
+        rank, ids, rows = step.setting.rank, received.topk_ids, received.rows
+        experts = [number for number, local in sorted(step.setting.local.items(), key=lambda pair: pair[1])]
+        lists = torch.zeros(max(ids.numel(), 1), dtype=torch.int32)
+        counts, numbers = torch.zeros(len(experts), dtype=torch.int32), torch.tensor(experts, dtype=torch.int32)
+        slots = torch.full((*ids.shape, HIDDEN), float("nan"), dtype=self.dtype)
+        hidden = torch.full((max(ids.numel(), 1), HIDDEN), float("nan"), dtype=self.dtype)
+        sync = torch.zeros(2 + 2 * len(experts), dtype=torch.int32)
+        expert_map = backend.placement.expert_map(ids.device)
+        arrival = received.arrival.params
+        arrival.leaving = self.random.choice([0, 0, 1])
+        pointers = (tensor.data_ptr() for tensor in (rows, lists, counts, numbers, hidden, slots, sync))
+        params = ExpertsParams(arrival, *pointers, len(experts))
+
+        def sort() -> bool:
+            known = torch.where((ids >= 0) & (ids < len(expert_map)), ids, -1)  # what a failed exchange has left is any
+            if ids.numel():
+                by_expert, num_tokens = sort_slots_by_expert(known, len(experts), expert_map)
+                lists[: len(by_expert)] = by_expert.clamp(max=ids.numel() - 1)
+                counts.copy_(num_tokens)
+            return True
+
+        step.has_arrived = True  # what comes of the rows is looked at
+        step.kept = (params, lists, counts, numbers, hidden, slots, sync)
+        self.queue_host(rank, sort)
+        if ids.numel():
+            received.arrival.start()
+            self.queue_kernel(rank, "experts", params, self.random.choice([2, 3]), early=True)
+        backend._begin_combine(step.output, slots, received, TopKWeightAndReduceContiguous())
 
 
 def _unpinned(zeros: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

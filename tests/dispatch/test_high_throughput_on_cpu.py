@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ep.dispatch.nvshmem.high_throughput import KERNELS
+from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, OVERLAPPED_KERNELS
 from tests.dispatch.emulated_gpu import COMPILER
 from tests.dispatch.emulated_prefill import Prefill, compile_prefill
 
@@ -55,6 +55,40 @@ def test_a_rank_that_comes_too_late_is_told(kernels: tuple[ctypes.CDLL, torch.dt
     library, code_dtype = kernels
     for seed in range(2):
         session = Prefill(library, 2, seed, code_dtype, timeout_ns=TIMEOUT_NS)
+        cases = [replace(session.draw_case(), tokens=(5, 3), routing="random"), session.draw_case()]
+        session.stalls[1, kernel] = lambda session=session: session.has_failed(0)
+        for rank in range(2):
+            session.begin(rank, cases)
+        assert session.run(), f"seed {seed} does not end"
+        assert session.has_failed(0)
+        assert all(session.is_told(rank) for rank in range(2)), f"seed {seed}"
+
+
+@pytest.fixture(scope="module")
+def overlapped(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels of two ranks that send rows and results beside experts, which a kernel stands for."""
+    return compile_prefill(tmp_path_factory.mktemp("overlapped"), 2, None, overlaps=True)
+
+
+@pytest.mark.parametrize("most_blocks", [0, 3])
+def test_rows_arrive_and_results_leave_while_experts_run(overlapped: ctypes.CDLL, most_blocks: int) -> None:
+    """Also where a GPU has room for three blocks, so that experts and combine wait for those before them to end."""
+    for seed in range(8):
+        session = Prefill(overlapped, 2, seed, None, overlaps=True)
+        overlapped.limit_blocks(most_blocks)
+        cases = [session.draw_case() for _ in range(3)]
+        for rank in range(2):
+            session.begin(rank, cases)
+        assert session.run(), f"seed {seed} does not end"
+        for rank in range(2):
+            assert [step.is_right for step in session.steps[rank]] == [True] * 3, f"seed {seed}, rank {rank}"
+            assert not session.has_failed(rank), f"seed {seed}, rank {rank}"
+
+
+@pytest.mark.parametrize("kernel", OVERLAPPED_KERNELS)
+def test_a_rank_that_comes_too_late_is_told_beside_experts(overlapped: ctypes.CDLL, kernel: str) -> None:
+    for seed in range(2):
+        session = Prefill(overlapped, 2, seed, None, timeout_ns=TIMEOUT_NS, overlaps=True)
         cases = [replace(session.draw_case(), tokens=(5, 3), routing="random"), session.draw_case()]
         session.stalls[1, kernel] = lambda session=session: session.has_failed(0)
         for rank in range(2):

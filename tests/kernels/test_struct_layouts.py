@@ -56,6 +56,15 @@ PREFILL = {
     ),
     "combine": (("results", "slots", "output"), ("num_tokens",)),
 }
+# Of those that overlap experts.
+OVERLAPPED = {
+    "ids": (("topk_ids", "weights", "owners", "slots"), ("num_ids", "num_tokens", "max_rows")),
+    "rows": (("rows", "topk_ids", "owners", "slots", "source_flags"), ("num_ids", "num_tokens")),
+    "combine": (
+        ("results", "slots", "output", "finished", "expert_map"),
+        ("num_experts", "num_ids", "num_tokens"),
+    ),
+}
 
 
 def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
@@ -79,6 +88,12 @@ def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
     for name, (pointers, numbers) in PREFILL.items():
         mirror = named(high_throughput.params_type(RANKS, len(pointers), len(numbers)), pointers, numbers)
         yield f"high_throughput_{name}", high_throughput.kernel_source(name, large, BF16), mirror, "Params"
+    large = high_throughput.Layout(**{**SHAPE, "code_dtype": None}, overlaps=True)
+    for name, (pointers, numbers) in OVERLAPPED.items():
+        mirror = named(high_throughput.params_type(RANKS, len(pointers), len(numbers)), pointers, numbers)
+        yield f"overlapped_{name}", high_throughput.kernel_source(name, large, BF16), mirror, "Params"
+    arriving = hopper.kernel_source(UINT4B8, BF16, BF16, 1, SILU, False, arrivals=True)
+    yield "ArrivingParams", arriving, hopper.ArrivingParams, "PrefillParams"
     for module, name in ((sanitize_planted, "Params"), (soak_nvshmem, "Params"), (step_clock, "StampParams")):
         defines = {
             "THREADS": 64,

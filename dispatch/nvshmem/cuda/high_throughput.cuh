@@ -9,6 +9,7 @@
 //   result_flags [C * min(R, TOPK)]     the epoch once that result has arrived
 //   ids, weights, rows   [R * C]        what arrives, ordered by (source, token), without gaps
 //   results      [C * min(R, TOPK)]     results for this rank's tokens, by (rank that computed, token), without gaps
+//   source_flags [R]                    OVERLAP: the epoch once all rows of that source have arrived
 //
 // A rank posts its counts of a batch when it is done with the batch before, in stream order. Nobody writes here before
 // that, so the block is reused without a barrier. Every line and flag carries the batch's epoch. Even and odd epochs
@@ -27,6 +28,12 @@
 #include "device_api.cuh"
 #include "numbers.cuh"
 
+// 1: rows are sent while the experts run (high_throughput_ids.cu and _rows.cu instead of _dispatch.cu), and results
+// while they still do.
+#ifndef OVERLAP
+#define OVERLAP 0
+#endif
+
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kLinesOfCounts = 4;
@@ -43,7 +50,7 @@ __device__ constexpr int at_once(int most) {
   return (of_lane + rounds - 1) / rounds;
 }
 constexpr u32 kPauseNs = 100;  // between two polls of shared memory
-enum { ROWS_TAKEN, TOKENS_TAKEN };
+enum { ROWS_TAKEN, TOKENS_TAKEN, RESULTS_TAKEN };
 
 // Offsets of a batch's rows, made by the plan kernel.
 struct Placement {
@@ -60,7 +67,7 @@ struct Common {
   Limits limits;
   u64* epoch;     // of the last batch whose counts were exchanged
   u32* finished;  // blocks of the running kernel that have sent all of their rows
-  u32* taken;     // [2]: how much of the batch has been claimed by receiving warps
+  u32* taken;     // [3]: how much of the batch has been claimed by warps
   Placement* placement;
   int rank;
   int pes[RANKS];  // NVSHMEM's numbers of the ranks
@@ -141,6 +148,74 @@ class TaskCounter {
   u32* counter_;
   u32 ahead_ = 0;
 };
+
+// ==== Rows of a token ====
+//
+// Params have a batch's common, slots, topk_ids, weights, owners and num_ids.
+
+// Destinations of a token: the ranks as bits, and in lane r its row of the batch at rank r.
+struct Rows {
+  u32 ranks;
+  u64 index;
+};
+
+template <typename Params>
+DEVICE Rows rows_of(const Params& p, int token) {
+  const int lane = threadIdx.x % 32;
+  const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
+  const u64 index = slot >= 0 ? static_cast<u64>(slot + p.common.placement->send[lane]) : 0;
+  return Rows{__ballot_sync(kAllLanes, slot >= 0), index};
+}
+
+template <typename Params>
+DEVICE int owner_of(const Params& p, int id) {
+  return id >= 0 && id < p.num_ids ? p.owners[id] : -1;
+}
+
+// By a warp: a token's ids and weights to every rank that gets its row; -1 and 0 for experts of other ranks.
+template <typename Params>
+DEVICE void send_ids(const Params& p, int token, const Rows& rows) {
+  const Common& c = p.common;
+  const int lane = threadIdx.x % 32;
+  const int id = lane < TOPK ? p.topk_ids[static_cast<u64>(token) * TOPK + lane] : -1, owner = owner_of(p, id);
+  for (u32 left = rows.ranks; left; left &= left - 1) {
+    const int rank = __ffs(left) - 1;
+    const u64 at = 4ull * (__shfl_sync(kAllLanes, rows.index, rank) * TOPK + lane);
+    if (lane < TOPK) {
+      *reinterpret_cast<int*>(c.at(rank, c.ids + at)) = owner == rank ? id : -1;
+      *reinterpret_cast<float*>(c.at(rank, c.weights + at)) =
+          owner == rank ? p.weights[static_cast<u64>(token) * TOPK + lane] : 0.0f;
+    }
+  }
+}
+
+// The last block to finish notifies all ranks and waits for all of them, so that the next kernel may read the rows.
+DEVICE void finish(const Common& c, u32 epoch) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    last = atomicAdd(c.finished, 1u) == gridDim.x - 1;
+    __threadfence_system();
+  }
+  __syncthreads();
+  const int peer = static_cast<int>(threadIdx.x);
+  if (last && peer < RANKS) {
+    if (peer == 0) {
+      *c.finished = 0;
+    }
+    if (c.alive(peer)) {
+      if (!c.failed()) {
+        __threadfence_system();
+        store_line(c.done_of(peer, c.rank), 0, 0, epoch);
+      }
+      Wait<PHASE_DISPATCH> wait(c.limits, epoch);
+      Vec line;
+      wait.for_line(c.done_of(c.rank, peer), peer, line);
+    }
+    __threadfence_system();
+  }
+}
 
 // ==== Flag queue ====
 //

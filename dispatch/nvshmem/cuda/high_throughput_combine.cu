@@ -2,11 +2,16 @@
 // they arrive.
 //
 // Layout in:   results [received rows, HIDDEN] of this rank's experts, already weighted and summed per row, in bf16, or in f32
-//              beside f16 rows; the slots.
+//              beside f16 rows; the slots. OVERLAP: results [received rows, TOPK, HIDDEN] in bf16, neither weighted nor
+//              summed, which the experts still write, and a flag per expert (kernels/cuda/arrival.cuh).
 // Layout out:  output [T, HIDDEN], the sum over ranks in rank order, in f32, rounded once; zeros for a token without
-//              any. This rank's own results are read in place.
+//              any. This rank's own results are read in place; OVERLAP: they are stored like the others'.
 // Warp roles:  32 warps per block. 0 to 15 send rows, 16 releases their flags (Flag queue), 17 to 31 receive: claim
 //              parts of tokens, wait for their rows, add them. Senders join the receivers when they have finished.
+// OVERLAP:     a sender claims 32 rows at a time, and of these sends the ones whose last expert is in the current round:
+//              experts are in kRounds rounds, in the order in which they are computed. It adds up a row's slots in slot
+//              order, product and sum rounded in f32, and rounds to bf16, as kernels/mul_sum.py does. All blocks start
+//              when the experts have; those that find no room do when blocks of the experts end.
 // Example:     a token with rows from ranks 2 and 0: out = round(y0 + y2).
 #include "high_throughput.cuh"
 
@@ -15,6 +20,11 @@ struct Params {
   const u8* results;  // [received rows, HIDDEN]
   const int* slots;   // [T, RANKS], as the batch was sent
   u8* output;         // [T, HIDDEN]
+#if OVERLAP
+  const u64* finished;    // [num_experts]: the epoch once all results of that expert are in `results`
+  const int* expert_map;  // [num_ids]: number of each id among this rank's experts, -1 for others
+  int num_experts, num_ids;
+#endif
   int num_tokens;
 };
 
@@ -24,6 +34,112 @@ constexpr int kRowsPerTurn = 64;      // rows that go to one rank before the nex
 constexpr int kPartVectors = 128;
 constexpr int kParts = (kResultVectors + kPartVectors - 1) / kPartVectors;
 
+#if OVERLAP
+constexpr int kRounds = 16;
+constexpr int kRowsPerClaim = 32;
+
+DEVICE int local_expert(const Params& p, int id) { return id >= 0 && id < p.num_ids ? __ldg(p.expert_map + id) : -1; }
+
+// The last expert of a received row; -1 if it has none here.
+DEVICE int last_expert(const Params& p, u64 row) {
+  const int* ids = reinterpret_cast<const int*>(p.common.at(p.common.rank, p.common.ids)) + row * TOPK;
+  int last = -1;
+#pragma unroll
+  for (int slot = 0; slot < TOPK; ++slot) {
+    last = max(last, local_expert(p, ids[slot]));
+  }
+  return last;
+}
+
+// By a warp: the weighted sum of those slots of a row that are bits of `slots`; lane s has slot s's weight.
+DEVICE void sum_slots(const u8* row, u32 slots, float weight, u8* target) {
+  constexpr int kSums = 2, kSlots = 2;  // vectors of a lane, and slots, that are loaded at a time
+  for (int start = threadIdx.x % 32; start < (kResultVectors + 31) / 32 * 32; start += 32 * kSums) {
+    Sums sum[kSums] = {};
+    for (u32 left = slots; left;) {
+      Vec v[kSlots][kSums];
+      float of_slot[kSlots];
+#pragma unroll
+      for (int n = 0; n < kSlots; ++n) {
+        const bool is_there = left != 0;
+        const int slot = is_there ? __ffs(left) - 1 : 0;
+        left &= left - 1;
+        of_slot[n] = is_there ? __shfl_sync(kAllLanes, weight, slot) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          const Vec* from = reinterpret_cast<const Vec*>(row + static_cast<u64>(kPlainBytes) * slot) + start + 32 * i;
+          v[n][i] = is_there && start + 32 * i < kResultVectors ? *from : Vec{};
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kSlots; ++n) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          const Sums f = unpack_result(v[n][i]);
+#pragma unroll
+          for (int k = 0; k < kResultColumns; ++k) {
+            sum[i].v[k] = __fadd_rn(sum[i].v[k], __fmul_rn(f.v[k], of_slot[n]));
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      if (start + 32 * i < kResultVectors) {
+        reinterpret_cast<Vec*>(target)[start + 32 * i] = pack_result(sum[i]);
+      }
+    }
+  }
+}
+
+// By a warp: waits for all experts of a row and sends their sum; nothing where a wait of this rank has failed, behind
+// which rows are what they happen to be.
+DEVICE bool send_sum(const Params& p, Wait<PHASE_COMBINE>& wait, u64 row, int to, u64 there, u64 epoch) {
+  const Common& c = p.common;
+  const int lane = threadIdx.x % 32;
+  const u64 at = 4 * (row * TOPK + lane);
+  const int expert = lane < TOPK ? local_expert(p, *reinterpret_cast<const int*>(c.at(c.rank, c.ids + at))) : -1;
+  const float weight = expert >= 0 ? *reinterpret_cast<const float*>(c.at(c.rank, c.weights + at)) : 0.0f;
+  const u64* flag = p.finished + max(expert, 0);
+  const bool came = expert < 0 || load_acquire_sys(flag) == epoch || wait.for_flag(flag, epoch, c.rank);
+  __syncwarp();
+  const bool has_failed = c.failed();
+  if (!__all_sync(kAllLanes, came && !has_failed)) {
+    return false;
+  }
+  const u32 slots = __ballot_sync(kAllLanes, expert >= 0);
+  sum_slots(p.results + static_cast<u64>(kPlainBytes) * TOPK * row, slots, weight,
+            c.at(to, c.results + kResultBytes * there));
+  return true;
+}
+
+// The ranks of the rows alternate within a round, and each rank begins with the one behind it.
+DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, u64 epoch) {
+  const Common& c = p.common;
+  const int lane = threadIdx.x % 32;
+  int most = 0;
+  for (int source = 0; source < RANKS; ++source) {
+    most = max(most, c.placement->count[source]);
+  }
+  const int claims = (most + kRowsPerClaim - 1) / kRowsPerClaim * RANKS;
+  Wait<PHASE_COMBINE> wait(c.limits, epoch);
+  TaskCounter tasks(c.taken + RESULTS_TAKEN);
+  int sent = 0;
+  for (int task = tasks.next(); task < claims * kRounds; task = tasks.next()) {
+    const int round = task / claims, claim = task % claims, to = (c.rank + 1 + claim % RANKS) % RANKS;
+    const int index = claim / RANKS * kRowsPerClaim + lane;
+    const u64 row = c.placement->begin[to] + index;
+    const int last = index < c.placement->count[to] ? max(last_expert(p, row), 0) * kRounds / p.num_experts : -1;
+    for (u32 left = __ballot_sync(kAllLanes, last == round); left; left &= left - 1) {
+      const u64 next = __shfl_sync(kAllLanes, row, __ffs(left) - 1), there = next + c.placement->return_offset[to];
+      const bool is_sent = send_sum(p, wait, next, to, there, epoch);
+      const bool has_flag = is_sent && lane == sent++ % RANKS;
+      enqueue_flags(due, has_flag ? c.flag_of(to, c.result_flags, there) : nullptr);
+    }
+  }
+}
+
+#else
 // Destinations alternate, and each rank begins with the one behind it, so that no rank's links become a hot spot.
 DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, int first, int warps, u64 epoch) {
   const Common& c = p.common;
@@ -52,6 +168,7 @@ DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, int first, i
     }
   }
 }
+#endif
 
 // A part of the sum of the rows at the addresses that lanes hold, those of `ranks`, in order; kRows are loaded at a
 // time.
@@ -99,7 +216,7 @@ DEVICE void receive_tokens(const Params& p, u64 epoch) {
     const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
     u64 address = 0;
     bool came = true;
-    if (slot >= 0 && lane == c.rank) {
+    if (!OVERLAP && slot >= 0 && lane == c.rank) {
       const u64 row = slot + c.placement->send[lane];
       address = reinterpret_cast<u64>(p.results) + kResultBytes * row;
     } else if (slot >= 0) {
@@ -122,11 +239,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_combin
   clear_queue(due);
   if (warp < kSenders) {
     if (!c.failed()) {
+#if OVERLAP
+      send_results(p, due, epoch);
+#else
       send_results(p, due, warp * gridDim.x + blockIdx.x, gridDim.x * kSenders, epoch);
+#endif
     }
     finish_enqueuing(due);
   } else if (warp == kSenders) {
     release_flags(due, kSenders, epoch);
   }
   receive_tokens(p, epoch);
+#if OVERLAP
+  grid_dependency_wait();  // ends behind the experts, so that no later kernel runs beside them
+#endif
 }

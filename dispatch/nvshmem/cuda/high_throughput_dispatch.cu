@@ -169,21 +169,6 @@ struct Params {
 
 constexpr int kRowsPerTask = 2;  // rows of one source that a warp receives before the next source
 
-// Destinations of a token: the ranks as bits, and in lane r its row of the batch at rank r.
-struct Rows {
-  u32 ranks;
-  u64 index;
-};
-
-DEVICE Rows rows_of(const Params& p, int token) {
-  const int lane = threadIdx.x % 32;
-  const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
-  const u64 index = slot >= 0 ? static_cast<u64>(slot + p.common.placement->send[lane]) : 0;
-  return Rows{__ballot_sync(kAllLanes, slot >= 0), index};
-}
-
-DEVICE int owner_of(const Params& p, int id) { return id >= 0 && id < p.num_ids ? p.owners[id] : -1; }
-
 #if EIGHT_BIT || DEVICE_API
 constexpr int kMostSenders = kWarps - 1;  // of a block; one more releases their flags
 
@@ -292,49 +277,11 @@ DEVICE void send(const Params& p, int token) {
   const Common& c = p.common;
   const int lane = threadIdx.x % 32;
   const Rows rows = rows_of(p, token);
-  const int id = lane < TOPK ? p.topk_ids[static_cast<u64>(token) * TOPK + lane] : -1, owner = owner_of(p, id);
-  for (u32 left = rows.ranks; left; left &= left - 1) {
-    const int rank = __ffs(left) - 1;
-    const u64 at = 4ull * (__shfl_sync(kAllLanes, rows.index, rank) * TOPK + lane);
-    if (lane < TOPK) {
-      *reinterpret_cast<int*>(c.at(rank, c.ids + at)) = owner == rank ? id : -1;
-      *reinterpret_cast<float*>(c.at(rank, c.weights + at)) =
-          owner == rank ? p.weights[static_cast<u64>(token) * TOPK + lane] : 0.0f;
-    }
-  }
+  send_ids(p, token, rows);
   const bool has = rows.ranks >> lane & 1;
   const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
   send_row(p.rows + static_cast<u64>(token) * kPlainBytes, rows.ranks, target);
 }
-
-// The last block to finish notifies all ranks and waits for all of them, so that the next kernel may read the rows.
-DEVICE void finish(const Common& c, u32 epoch) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence_system();
-    last = atomicAdd(c.finished, 1u) == gridDim.x - 1;
-    __threadfence_system();
-  }
-  __syncthreads();
-  const int peer = static_cast<int>(threadIdx.x);
-  if (last && peer < RANKS) {
-    if (peer == 0) {
-      *c.finished = 0;
-    }
-    if (c.alive(peer)) {
-      if (!c.failed()) {
-        __threadfence_system();
-        store_line(c.done_of(peer, c.rank), 0, 0, epoch);
-      }
-      Wait<PHASE_DISPATCH> wait(c.limits, epoch);
-      Vec line;
-      wait.for_line(c.done_of(c.rank, peer), peer, line);
-    }
-    __threadfence_system();
-  }
-}
-
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispatch(const __grid_constant__ Params p) {

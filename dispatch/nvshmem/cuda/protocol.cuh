@@ -1,8 +1,8 @@
-// Inter-rank protocol of the NVSHMEM kernels: loads and stores of peer memory, flag-in-data lines and packets, waits
-// with a deadline, and the division of a kernel's work between sending and receiving warps.
+// Inter-rank protocol of the NVSHMEM kernels: loads and stores of peer memory, flag-in-data lines and packets, waits for
+// them, and the division of a kernel's work between sending and receiving warps.
 #pragma once
 
-#include "ptx.cuh"
+#include "deadline.cuh"
 
 struct alignas(16) Vec {
   u32 x, y, z, w;
@@ -53,39 +53,20 @@ DEVICE void store_packets(void* at, Vec v) {
   store_volatile(at, v);
 }
 
-// State that a rank keeps for all of its buffers.
-struct Status {
-  u32 failed;  // a wait of this rank has timed out
-  u32 alive;   // bit r: rank r participates
-};
-
-// Words of the failure record in host memory; one word per rank follows, 1 if it was waited for.
-enum { RECORD_FAILED, RECORD_PHASE, RECORD_EPOCH, RECORD_RANKS };
-enum { PHASE_DISPATCH = 1, PHASE_COMBINE = 2 };
-
-struct Limits {
-  Status* status;
-  u32* record;
-  u64 timeout_ns;  // 0: none
-};
-
-// A thread's waits for other ranks. All of a kernel share one deadline, counted from the first wait that takes long.
+// Waits for what other ranks send.
 template <u32 kPhase>
-class Wait {
- public:
-  DEVICE Wait(const Limits& limits, u32 epoch) : epoch(epoch), limits_(limits) {}
+class Wait : public Deadline<kPhase> {
+  using Base = Deadline<kPhase>;
 
-  // A flag of 64 bits, or two neighbouring ones of 32.
-  DEVICE bool for_flag(const u64* flag, u64 value, int peer) {
-    // An acquire invalidates this SM's cache, so it is done once, when the flag has arrived.
-    return until(peer, [&] { return *reinterpret_cast<const volatile u64*>(flag) == value; }) &&
-           load_acquire_sys(flag) == value;
-  }
+ public:
+  using Base::epoch;
+
+  DEVICE Wait(const Limits& limits, u32 epoch) : Base(limits, epoch) {}
 
   // A number of 32 bits with the epoch in the upper half.
   DEVICE bool for_number(const u64* at, int peer, u32& number) {
     u64 both = 0;
-    const bool came = until(peer, [&] {
+    const bool came = Base::until(peer, [&] {
       both = *reinterpret_cast<const volatile u64*>(at);
       return static_cast<u32>(both >> 32) == epoch;
     });
@@ -94,7 +75,7 @@ class Wait {
   }
 
   DEVICE bool for_line(const void* at, int peer, Vec& line) {
-    return until(peer, [&] {
+    return Base::until(peer, [&] {
       line = load_volatile(at);
       return is_of(line, epoch);
     });
@@ -103,63 +84,16 @@ class Wait {
   // Each thread's vector of a packet; `v` is what it loaded before. By whole warps, whose threads return the same.
   DEVICE bool for_packets(const void* at, int peer, Vec& v) {
     for (u32 spin = 1; !__all_sync(~0u, packet_slot() < kPacketVectors || is_of(v, epoch)); ++spin) {
-      if (spin % kSpins == 0 && __any_sync(~0u, has_timed_out(peer))) {
+      if (spin % Base::kSpins == 0 && __any_sync(~0u, Base::has_timed_out(peer))) {
         return false;
       }
-      if (spin > kSpinsWithoutPause) {
-        __nanosleep(kPauseNs);
+      if (spin > Base::kSpinsWithoutPause) {
+        __nanosleep(Base::kPauseNs);
       }
       v = load_packets(at);
     }
     return true;
   }
-
-  const u32 epoch;
-
- private:
-  static constexpr u32 kSpins = 64;             // between two reads of the clock
-  static constexpr u32 kSpinsWithoutPause = 6;  // spins without a pause
-  static constexpr u32 kPauseNs = 40;
-  static constexpr u64 kNever = ~0ull;
-
-  template <typename Ready>
-  DEVICE bool until(int peer, const Ready& ready) {
-    for (u32 spin = 1; !ready(); ++spin) {
-      if (spin % kSpins == 0 && has_timed_out(peer)) {
-        return false;
-      }
-      if (spin > kSpinsWithoutPause) {
-        __nanosleep(kPauseNs);  // memory that many threads poll is slow for all
-      }
-    }
-    return true;
-  }
-
-  // True if the deadline has passed, which is then recorded with the rank that was waited for, or if an earlier wait of
-  // this rank has failed: later kernels do not wait any more.
-  DEVICE bool has_timed_out(int peer) {
-    const u64 now = global_timer_ns();
-    if (deadline_ == 0) {
-      const bool has_failed = *reinterpret_cast<volatile u32*>(&limits_.status->failed);
-      deadline_ = has_failed ? 1 : limits_.timeout_ns ? now + limits_.timeout_ns : kNever;
-    }
-    if (now < deadline_) {
-      return false;
-    }
-    if (deadline_ > 1) {
-      volatile u32* words = limits_.record;
-      words[RECORD_PHASE] = kPhase;
-      words[RECORD_EPOCH] = epoch;
-      words[RECORD_RANKS + peer] = 1;
-      __threadfence_system();
-      words[RECORD_FAILED] = 1;
-      *reinterpret_cast<volatile u32*>(&limits_.status->failed) = 1;
-    }
-    return true;
-  }
-
-  const Limits& limits_;
-  u64 deadline_ = 0;  // of globaltimer; 0: not read yet, 1: an earlier wait has failed
 };
 
 // One half of a block's warps: one half sends and the other receives, so that waiting never delays sending.

@@ -52,7 +52,7 @@ struct Host {
 
 struct Session {
   std::mt19937_64 random;
-  int resident, pauses_per_mille;
+  int resident, pauses_per_mille, most_blocks = 0;
   long longest_pause_ns, now = 0;
   std::vector<std::vector<std::unique_ptr<Kernel>>> streams;
   std::vector<Host> hosts;
@@ -138,6 +138,8 @@ struct Session {
   bool look_at_streams() {
     bool left = ask_hosts();
     for (auto& stream : streams) {
+      int live = 0;
+      for (auto& kernel : stream) live += kernel->live_blocks;
       for (auto& kernel : stream) {
         if (kernel->complete) continue;
         left = true;
@@ -148,7 +150,8 @@ struct Session {
           break;
         }
         if (!kernel->all_started()) {
-          if (kernel->live_blocks < resident && draw(4) == 0) start_block(*kernel);
+          bool has_room = kernel->live_blocks < resident && (most_blocks == 0 || live < most_blocks);
+          if (has_room && draw(4) == 0) start_block(*kernel), live++;
         } else if (kernel->live_blocks == 0 && is_first) {
           finish(*kernel);
         }
@@ -246,6 +249,9 @@ void begin(int num_ranks, int seed, int resident, int pauses_per_mille, long lon
   session->resident = resident;
   session->pauses_per_mille = pauses_per_mille, session->longest_pause_ns = longest_pause_ns;
 }
+
+// Blocks of all kernels of a rank that run at a time, as a GPU has so many multiprocessors.
+void limit_blocks(int most) { session->most_blocks = most; }
 
 // Of each `period` lines of 16 bytes there, those behind the first `from` are stored after a pause.
 void slow_lines(uintptr_t begin, long bytes, int period, int from, long pause_ns) {
