@@ -92,13 +92,16 @@ _TESTS = (
         "tests-nvshmem", 1, 330, _OF_ONE,
         # Those of many ranks in one process, those that start gangs, and those that take much of a GPU's memory.
         f"tests/gpu/test_nvshmem_ranks_gpu.py tests/gpu/test_nvshmem_ranks_faults_gpu.py "
-        f"tests/gpu/test_nvshmem_late_gpu.py tests/gpu/test_nvshmem_grid_gpu.py "
+        f"tests/gpu/test_nvshmem_late_gpu.py tests/gpu/test_nvshmem_grid_gpu.py tests/gpu/test_overlap_gpu.py "
         f"tests/gpu/test_nvshmem_numbers_gpu.py {_NVSHMEM_TESTS} "
         f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS} tests/gpu/test_marlin_large_gpu.py "
         "tests/gpu/test_f16_range_gpu.py",
     ),
     # Of several ranks. Those of more ranks than the part has GPUs are skipped by the tests themselves.
-    _tests("tests-2-nvshmem", 2, 85, _OF_TWO, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),
+    _tests(
+        "tests-2-nvshmem", 2, 85, _OF_TWO,
+        f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py tests/gpu/test_overlap_gpu.py",
+    ),
     _tests("tests-2-layer", 2, 75, _OF_TWO, "tests/gpu/test_layer_gpu.py tests/gpu/test_batch_balance_gpu.py"),
     _tests("tests-2-dispatch", 2, 85, _OF_TWO, _DISPATCH_TESTS),
     _tests(
@@ -252,6 +255,11 @@ PARTS = (
         "--wire activations,fp8 --repeats 20 --repeat-seconds 0.1 "
         "--backend nvshmem_low_latency,nvshmem_high_throughput,all_to_all,batched_all_to_all,allgather_reducescatter "
         "{commit} --seconds {left} --json {rows}",
+    ),
+    _every(
+        "overlap", "scaling.md", 120,
+        "{torchrun} scripts/bench_overlap.py {commit} --json {rows}",
+        headline=r"^\|",
     ),
     _every(
         "dispatch-sizes", "dispatch.md", 60,
