@@ -26,6 +26,7 @@ _GANGS = (
     "test_ray_job",
     "test_ray_gang",
     "test_elastic_gang",
+    "test_elastic_deaths",
     "test_two_hosts",
     "test_torchrun_gang",
     "test_run_eplb",

@@ -49,6 +49,8 @@ _START_QUIET_S, _LEAST_START_LIMIT_S = 15.0, 120.0
 # Exit code of a worker whose program starts a gang when the worker imports it.
 _UNGUARDED = 117
 _fork_server: set[Process] = set()
+# Modules that the server imports.
+_preloaded = ["torch", "torch.distributed"]
 
 
 class LocalGang(Gang):
@@ -297,6 +299,16 @@ def _why_not_started(exitcode: int | None) -> str:
     )
 
 
+def preload(module: str) -> None:
+    """Adds a module that is imported once for all local workers; to be called before this process's first gang.
+
+    On machines with GPUs workers import it themselves, because CUDA does not work in a process that is forked after an
+    import has looked for GPUs.
+    """
+    if num_local_gpus() == 0:
+        _preloaded.append(module)
+
+
 def warm_fork_server() -> ForkServerContext:
     """Starts the server process that local workers are forked from; it begins to import torch at once.
 
@@ -310,7 +322,7 @@ def warm_fork_server() -> ForkServerContext:
         os._exit(_UNGUARDED)
     global _fork_server
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(_preloaded)
     # Otherwise the server would start it, and it would undo the next line.
     resource_tracker.ensure_running()
     before = children(os.getpid())

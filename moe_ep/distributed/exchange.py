@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -318,10 +319,22 @@ class GlooExchange:
         self.rank, self.size, self.timeout_s = detector.rank, detector.size, timeout_s
         self._detector = detector
         store = dist.PrefixStore(prefix, rendezvous_store())
-        # Not registered with torch.distributed, where a group of some ranks cannot be destroyed and made again.
-        with detector.waiting(timeout_s):
-            made: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
-        self.group: dist.ProcessGroup | None = made
+        made: list[Any] = []
+
+        def connect() -> None:
+            try:
+                # Not registered with torch.distributed, where a group of some ranks cannot be destroyed and made again.
+                made.append(dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s)))
+            except RuntimeError as error:
+                made.append(error)
+
+        # The constructor does not notice the death of a rank; its thread is abandoned then.
+        threading.Thread(target=connect, name="moe_ep-connect", daemon=True).start()
+        detector.wait_until(timeout_s, lambda: bool(made))
+        if isinstance(made[0], RuntimeError):
+            with detector.waiting(timeout_s):
+                raise made[0]
+        self.group: dist.ProcessGroup | None = made[0]
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, detector: FailureDetector, timeout_s: float) -> GlooExchange:

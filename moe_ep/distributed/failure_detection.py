@@ -302,7 +302,7 @@ class FailureDetector:
             RuntimeError: the store cannot be reached, and no process is known to have ended.
         """
         try:
-            return ask_store(self._read_refusals, _STORE_OF_THE_DEAD_S if self.dead() else _STORE_S)
+            return ask_store(self._read_refusals, _STORE_OF_THE_DEAD_S if self.dead() else _STORE_S, self._was_ended)
         except RuntimeError:
             if not self.dead():
                 raise
@@ -332,14 +332,14 @@ class FailureDetector:
         """
         if not self.dead():
             try:
-                return ask_store(self._ask, VERDICT_S)
+                return ask_store(self._ask, VERDICT_S, self._was_ended)
             except RuntimeError:
                 if not self.dead():
                     raise
         self.has_ended = True
         own = Verdict(self._late, [], [], tuple(self.dead()))
         with suppress(RuntimeError):
-            return ask_store(lambda store: self._settle(store, own), _STORE_OF_THE_DEAD_S)
+            return ask_store(lambda store: self._settle(store, own), _STORE_OF_THE_DEAD_S, self._was_ended)
         return own
 
     def error(self, story: str, cause: object, ranks: Sequence[int] | None = None) -> DispatchTimeoutError:
@@ -366,6 +366,9 @@ class FailureDetector:
             dead=tuple(number(rank) for rank in verdict.dead),
         )
         return DispatchTimeoutError(f"{story}: {named}: {cause}", named.failed_ranks)
+
+    def _was_ended(self) -> bool:
+        return self._ended_by != ""
 
     def _check_not_ended(self) -> None:
         if self._ended_by:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 # Polling interval of the thread. A wait for an answer must last several times as long.
 LOOK_S = 0.5
-_CLOSE_S = 1.0
+_CLOSE_S, _ASK_POLL_S = 1.0, 0.02
 # The store refuses values of more than 8 MiB; a character is at most 4 bytes.
 PART_CHARACTERS = 1 << 20
 
@@ -90,8 +91,11 @@ def delete_text(store: dist.Store, key: str, num_characters: int) -> None:
     store.delete_key(key)
 
 
-def ask_store(question: Callable[[dist.Store], T], limit_s: float) -> T:
+def ask_store(question: Callable[[dist.Store], T], limit_s: float, gives_up: Callable[[], bool] = lambda: False) -> T:
     """Returns what `question` finds in the store, over a connection of its own: another one may be blocked in a wait.
+
+    Args:
+        gives_up: polled; once it is true, the answer is not waited for any more.
 
     Raises:
         RuntimeError: the store cannot be reached, or does not answer in time.
@@ -109,7 +113,9 @@ def ask_store(question: Callable[[dist.Store], T], limit_s: float) -> T:
     # A process that is stopped keeps its connections, and nothing else ends a wait for it.
     asking = threading.Thread(target=ask, name="moe_ep-ask", daemon=True)
     asking.start()
-    asking.join(limit_s)
+    until = time.monotonic() + limit_s
+    while asking.is_alive() and time.monotonic() < until and not gives_up():
+        asking.join(min(_ASK_POLL_S, limit_s))
     if answers:
         return answers[0]
     if errors:

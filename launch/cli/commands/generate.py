@@ -16,6 +16,7 @@ from moe_ep.launch.cli.generate_lines import CompletionLines, Finished
 from moe_ep.launch.cli.generate_report import GenerationReport, RankGeneration, Recorded
 from moe_ep.launch.cli.options import Parser, add_command, check_apart, check_backends, from_args, refusing
 from moe_ep.launch.gangs.gang import set_up_logging
+from moe_ep.launch.gangs.local_gang import preload
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 
@@ -41,6 +42,8 @@ def main(args: argparse.Namespace) -> int:
     if finished.lines == len(prompts):  # on the node that has the output
         print(f"{config.output} has all {len(prompts)} prompts", file=sys.stderr)
         return 1 if finished.failures else 0
+    _leave_hub_alone()
+    preload("moe_ep.launch.workers.generate_worker")
     config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
     lines = CompletionLines(fields, config.output, finished)
     completions: dict[int, dict[str, Any]] = {}
@@ -74,12 +77,16 @@ def main(args: argparse.Namespace) -> int:
     return 1 if report.refused or report.failed or finished.failures else 0
 
 
+def _leave_hub_alone() -> None:
+    """Keeps transformers from asking the hub for kernels of some families. The hub's library reads it on import."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
 def _work(
     rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine], first: int, membership: Any = None
 ) -> RankGeneration:
     """The worker's part. It imports what it needs, so that the driver starts without torch."""
-    # The hub's library reads it on import; transformers would ask the hub for kernels of some families.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    _leave_hub_alone()
     from moe_ep.launch.workers.generate_worker import run_generate
 
     return run_generate(rank_env, config, prompts, first, membership)

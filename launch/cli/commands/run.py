@@ -14,6 +14,7 @@ from moe_ep.launch.cli.options import OptionError, Parser, add_command, check_ap
 from moe_ep.launch.cli.report import RankReport, RunReport
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs.gang import set_up_logging
+from moe_ep.launch.gangs.local_gang import preload
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 # A step on CPUs makes megabytes of trace, and several times as much memory while it is written.
@@ -34,6 +35,7 @@ def main(args: argparse.Namespace) -> int:
     _check_together(config)
     config.check_eplb()
     config.check_elastic()
+    preload("moe_ep.launch.workers.worker")
     config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
     report = RunReport(config, args.shown)
     try:

@@ -1,0 +1,103 @@
+"""A transformers model over ranks that die at chosen moments: while they load, in a pass, while others recover, and two
+at once while EPLB moves experts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+import moe_ep
+from moe_ep.distributed.membership import FinishedError, Membership
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.hf.parallelized import steps_of
+from moe_ep.launch.gangs.local_gang import LocalGang
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.layer.elastic import ElasticConfig
+from tests.hf.hf_models import SIZES, make_model
+from tests.launch.jobs import workers_of
+
+NUM_PASSES = 14
+# Four slots for six experts.
+ELASTIC = ElasticConfig(min_ranks=2, spare_slots=3)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def tokens_of(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randint(1, SIZES["vocab_size"], (1, 5), generator=generator)
+
+
+def pass_until_killed(rank_env: RankEnv, folder: str, membership: Membership) -> dict[str, Any]:
+    """Each rank's passes, and the end of all ranks but the last, each in a way of its own."""
+    rank = membership.rank
+    alone = make_model("Qwen3Moe", num_experts=6).eval()
+    model = moe_ep.parallelize(
+        folder,
+        dtype=torch.float32,
+        device="cpu",
+        membership=membership,
+        elastic=ELASTIC,
+        eplb=EplbConfig(first_plan=2, interval=4, rebalance_below=1.0, planner="thread"),
+        on_layer=lambda done, total: die() if rank == 5 and done == 1 else None,
+    )
+    steps = steps_of(model)
+    num_passes = num_moving = 0
+
+    def in_a_pass(*_: Any) -> None:
+        if rank == 4 and num_passes == 2:
+            die()
+
+    steps.layers[1].register_forward_pre_hook(in_a_pass)
+    membership.follow(lambda _: die() if rank == 3 and 4 in membership.epoch.removed else None)
+    error: Exception | None = None
+    worst = 0.0
+    while True:
+        try:
+            membership.settle(error)
+            with moe_ep.serving(model), torch.inference_mode():
+                while num_passes < NUM_PASSES:
+                    membership.check()
+                    num_moving += num_passes > 4 and steps.eplb is not None and steps.eplb.busy
+                    if rank in (0, 2) and num_moving == 2:
+                        die()
+                    tokens = tokens_of(rank, num_passes)
+                    found, expected = (one(tokens, use_cache=False).logits for one in (model, alone))
+                    worst = max(worst, float((found - expected).abs().max()))
+                    num_passes += 1
+            membership.finish()
+        except FinishedError:
+            break
+        except Exception as caught:
+            error = caught
+        else:
+            break
+    return {"rank": rank, "worst": worst, "num_passes": num_passes, "ranks": list(membership.ranks)}
+
+
+def test_ranks_die_at_chosen_moments(tmp_path: Path) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    make_model("Qwen3Moe", num_experts=6).save_pretrained(tmp_path / "model")
+    results, recoveries = LocalGang(7, timeout_s=60).run_elastic(
+        pass_until_killed, str(tmp_path / "model"), config=ELASTIC
+    )
+    for found, rank in zip(results, (1, 6), strict=True):
+        assert (found["rank"], found["ranks"], found["num_passes"]) == (rank, [1, 6], NUM_PASSES)
+        assert found["worst"] < 1e-4
+    lost = [loss["rank"] for loss in recoveries]
+    assert sorted(lost) == [0, 2, 3, 4, 5] and lost[0] == 5 and lost.index(4) < lost.index(3)
+    assert all(loss["serving_s"] >= loss["detected_s"] for loss in recoveries)
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert workers_of(os.getpid()) == []
