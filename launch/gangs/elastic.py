@@ -222,8 +222,6 @@ class ElasticOutcomes:
             loss = {"rank": rank, "cause": cause, "detected_s": max(epoch.decided_at - seen, 0.0)}
             self.recoveries.append(loss)
             self._unserved.append((loss, seen))
-            if cause != _LEFT and self._replacements and self._join(None):
-                self._replacements -= 1
         if len(epoch.ranks) < self._config.min_ranks:
             lost = "; ".join(f"rank {loss['rank']}: {loss['cause']}" for loss in self.recoveries)
             if not self._failures or self._config.min_ranks > 1:
@@ -231,6 +229,9 @@ class ElasticOutcomes:
                     f"{len(epoch.ranks)} ranks are left, fewer than --min-ranks ({self._config.min_ranks}): {lost}"
                 )
             raise gang_error(first_cause(self._failures))
+        for cause in epoch.removed.values():
+            if cause != _LEFT and self._replacements and self._join(None):
+                self._replacements -= 1
 
     def _serves(self, reports: list[dict[str, float]]) -> None:
         """Completes the account of the losses after which the ranks serve again."""

@@ -30,6 +30,7 @@ from moe_ep.launch.gangs.rendezvous import destroy_process_group, init_process_g
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from moe_ep.distributed.membership import Membership
     from moe_ep.layer.elastic import ElasticConfig
 
 # A failure that looks like the consequence (echo) of another waits this long for the other to be reported.
@@ -209,13 +210,25 @@ def run_rank(
         return Outcome(failure=failure_of(error, rank_env.rank))
 
 
+def _leave_on_signal(membership: Membership) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, lambda number, frame: membership.ask_to_leave())
+
+
 def run_member(
-    rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any], store: dist.Store, timeout_s: float | None = None
+    rank_env: RankEnv,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    store: dist.Store,
+    timeout_s: float | None = None,
+    *,
+    on_membership: Callable[[Membership], None] = _leave_on_signal,
 ) -> Outcome:
     """As `run_rank`, for an elastic gang.
 
     Args:
         store: the gang's store, which the launcher serves.
+        on_membership: called with this rank's membership before `fn`; by default it lets SIGUSR1 ask to leave.
     """
     try:
         import torch
@@ -228,8 +241,7 @@ def run_member(
         use_interface_of(rank_env)
         progress.set_receiver(mailbox.ItemSender(store, rank_env.rank))
         membership = Membership(store, rank_env.rank, device=rank_env.device, timeout_s=timeout_s)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR1, lambda number, frame: membership.ask_to_leave())
+        on_membership(membership)
         return Outcome(fn(rank_env, *args, membership=membership))
     except Exception as error:
         return Outcome(failure=failure_of(error, rank_env.rank))

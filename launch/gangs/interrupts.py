@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from types import FrameType
 
@@ -98,6 +98,24 @@ def ending_within(seconds: float) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         os.close(writer)
+
+
+def call_on_signal(number: int, callback: Callable[[], None]) -> None:
+    """Calls a function in a thread whenever a signal arrives; to be called once, in the main thread.
+
+    For processes whose main thread stays inside a library and runs no Python handlers, such as Ray's actors.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(number, lambda number, frame: None)  # the default ends the process
+
+    def listen() -> None:
+        while True:
+            if number in os.read(reader, 64):
+                callback()
+
+    threading.Thread(target=listen, daemon=True, name="moe_ep-signal").start()
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ from moe_ep.launch.gangs.rendezvous import listen_store, open_clients_store
 from moe_ep.launch.gangs.waiting import Wait
 
 if TYPE_CHECKING:
+    from moe_ep.distributed.membership import Membership
     from moe_ep.layer.elastic import ElasticConfig
 
 _POLL_S = 0.5
@@ -105,6 +106,7 @@ class RayGang(Gang):
             raise ValueError(one_of("device", device, ("auto", "cpu", "cuda")))
         self._timeout_s = timeout_s
         self.cluster: PrivateCluster | None = None
+        self._is_elastic = False
         self._display = progress.ProgressDisplay()
         try:
             self._display.say("waiting for Ray")
@@ -142,6 +144,7 @@ class RayGang(Gang):
     ) -> tuple[list[Any], list[dict[str, Any]]]:
         import ray
 
+        self._is_elastic = True
         with self._started() as workers, ControlServer() as control:
             here = ray.util.get_node_ip_address()
             address = LOOPBACK if {worker.place.node_ip for worker in workers} == {here} else here
@@ -234,7 +237,7 @@ class RayGang(Gang):
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 slot.placement_group, placement_group_bundle_index=slot.bundle
             )
-        return remote.options(**options).remote()
+        return remote.options(**options).remote(self._is_elastic)
 
     def _watch(
         self, workers: list[_RankActor], fn: Callable[..., Any], args: tuple[Any, ...], on_item: OnItem
@@ -396,9 +399,16 @@ class _ElasticActors:
 
 
 class _Worker:
-    """The actor. `run` is the one long call; `news` is answered concurrently."""
+    """The actor. `run` or `run_member` is the one long call; `news` is answered concurrently.
 
-    def __init__(self) -> None:
+    Args:
+        is_elastic: whether SIGUSR1 asks this rank to leave; otherwise it ends the process.
+    """
+
+    def __init__(self, is_elastic: bool) -> None:
+        self._membership: Membership | None = None
+        if is_elastic:
+            interrupts.call_on_signal(signal.SIGUSR1, self._leave)
         # Ray's Python handler never runs, because the main thread stays in Ray's own loop; the default one ends the
         # process.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -410,6 +420,10 @@ class _Worker:
 
     def _note(self, report: progress.Progress) -> None:
         self._progress = report
+
+    def _leave(self) -> None:
+        if self._membership is not None:
+            self._membership.ask_to_leave()
 
     def place(self) -> Place:
         import ray
@@ -433,8 +447,11 @@ class _Worker:
     def run_member(
         self, rank_env: RankEnv, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> Outcome:
+        def note(membership: Membership) -> None:
+            self._membership = membership
+
         store = open_clients_store(rank_env.master_addr, rank_env.master_port, timeout_s)
-        return run_member(rank_env, fn, args, store, timeout_s)
+        return run_member(rank_env, fn, args, store, timeout_s, on_membership=note)
 
     def news(self) -> tuple[progress.Progress | None, list[Any]]:
         """The latest report, and the items since the last call."""

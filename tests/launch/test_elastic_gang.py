@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,39 +149,26 @@ def test_tokens_go_without_lost_experts(demo: Path, texts: list[str], tmp_path: 
     assert all(int(ids.min()) >= 0 for ids in found.values())
 
 
-def test_fewer_than_the_least(demo: Path, tmp_path: Path) -> None:
-    job = generate(demo, tmp_path, "--launcher", "torchrun", "--ep-size", "2", "--min-ranks", "2")
-    job.until("rank 1: ")
-    time.sleep(0.5)
-    os.kill(job.pids[1], signal.SIGKILL)
-    job.until(r"moe-ep generate: .*--min-ranks \(2\): rank 1: .*SIGKILL")
-    assert job.process.wait(30) == 1
-    assert all_end(session_pids(job.process.pid))
-
-
-@pytest.mark.parametrize("what", ["texts", "steps"])
-def test_an_actor_is_killed_and_replaced(demo: Path, texts: list[str], tmp_path: Path, what: str) -> None:
+def test_actors_are_killed_and_replaced_join_and_leave(demo: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     shared = set(os.listdir("/dev/shm"))
-    if what == "texts":
-        job = generate(demo, tmp_path, "--launcher", "ray", "--ep-size", "3")
-        job.until("serving: 3 ranks")
-        os.kill(job.pids[0], signal.SIGKILL)
-        check(job, texts, [0])
-        assert 3 in job.pids
-    else:
-        job = Job(
-            tmp_path / "none", "run", "--model", str(demo), "--launcher", "ray", "--ep-size", "2",
-            "--tokens-per-rank", "8", "--steps", "1000000",
-        )  # fmt: skip
-        job.until("serving: 2 ranks")
-        os.kill(job.pids[0], signal.SIGKILL)
-        job.until("serving: 1 ranks")
-        job.until("serving: 2 ranks")
-        job.process.send_signal(signal.SIGINT)
-        list(job.lines())
-        assert job.process.wait(60) == 130 and all_end(session_pids(job.process.pid))
-        assert {0, 1, 2} == set(job.pids)
+    job = Job(
+        tmp_path / "none", "run", "--model", str(demo), "--launcher", "ray", "--ep-size", "2", "--max-ranks", "3",
+        "--min-ranks", "2", "--spare-slots", "16", "--tokens-per-rank", "8", "--steps", "1000000",
+    )  # fmt: skip
+    job.until("serving: 2 ranks")
+    asked = ask(job, "join")
+    job.until("serving: 3 ranks")
+    assert asked.wait(60) == 0
+    os.kill(job.pids[0], signal.SIGKILL)
+    job.until("serving: 2 ranks")
+    job.until("serving: 3 ranks")  # with one that replaces it
+    os.kill(job.pids[1], signal.SIGUSR1)
+    job.until(r"moe-ep: rank 1 is out \(was told to leave\)")
+    job.process.send_signal(signal.SIGINT)
+    list(job.lines())
+    assert job.process.wait(60) == 130 and all_end(session_pids(job.process.pid))
+    assert set(job.pids) == {0, 1, 2, 3}
     assert set(os.listdir("/dev/shm")) <= shared
 
 
@@ -254,9 +240,9 @@ def test_workers_join_and_leave(demo: Path, tmp_path: Path) -> None:
     assert asked.wait(60) == 0
     os.kill(job.pids[1], signal.SIGUSR1)
     job.until("moe-ep: rank 1 does not leave: .*--min-ranks is 2")
-    job.process.send_signal(signal.SIGINT)
-    list(job.lines())
-    assert job.process.wait(60) == 130 and all_end(session_pids(job.process.pid))
+    os.kill(job.pids[1], signal.SIGKILL)
+    job.until(r"moe-ep run: .*--min-ranks \(2\): .*rank 1: .*SIGKILL")
+    assert job.process.wait(60) == 1 and all_end(session_pids(job.process.pid))
     assert set(job.pids) == {0, 1, 2}
 
 
