@@ -36,7 +36,7 @@ MAY_BE_NONFINITE = {
 }
 _BLOCK_BYTES = 1 << 19  # stays in the L2 cache of a core
 # Shorter reads are not worth compiling for.
-_COMPILED_FROM_BYTES = 1 << 20
+_COMPILE_FROM_BYTES = 1 << 20
 _COMPILE_LIMIT_S = 60.0
 _compile_lock = threading.Lock()
 
@@ -57,7 +57,7 @@ def read_checked(
 ) -> tuple[int, bool]:
     """Reads `len(buffer)` bytes of a file at `offset`, and looks for NaN and infinity in spans of them.
 
-    Where a C compiler is there, a compiled loop looks at each 256 KiB right after they were read. Otherwise numpy
+    Where a C compiler is there, a compiled loop looks at each 128 KiB right after they were read. Otherwise numpy
     looks at all that was read, which takes about as long as reading.
 
     Args:
@@ -70,7 +70,8 @@ def read_checked(
         OSError: the file cannot be read.
     """
     spans = [span for span in spans if span[2] in MAY_BE_NONFINITE]
-    function = _compiled() if spans and len(buffer) >= _COMPILED_FROM_BYTES else None
+    worth_it = len(buffer) >= _COMPILE_FROM_BYTES or _compile.cache_info().currsize
+    function = _compiled() if spans and worth_it else None
     if function is not None:
         bits_of = [(start, stop, *MAY_BE_NONFINITE[dtype]) for start, stop, dtype in spans]
         rows = (_Span * len(spans))(*(_Span(start, stop, bits // 8, mask) for start, stop, bits, mask in bits_of))

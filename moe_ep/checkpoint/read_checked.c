@@ -1,7 +1,8 @@
 // Reads a range of a file and finds NaN and infinity in it while each tile of it is in the L2 cache.
 //
-// An element is NaN or infinity exactly if all bits of a mask are set in it: the exponent's, of e4m3 all but the sign. In
-// every dtype such patterns are the largest once the sign is shifted out, so the largest of all elements tells.
+// An element is NaN or infinity exactly if all bits of a mask are set in it: the exponent's, of e4m3 all but the sign.
+// Adding the mask's lowest bit changes the sign of those and of no other. Weights are small: where the mask's highest bit
+// is set in no element of a tile, none has an absolute value of 2 or more, and one pass of OR tells that much faster.
 
 #include <errno.h>
 #include <stdint.h>
@@ -13,7 +14,7 @@
 #define VECTORIZED
 #endif
 
-enum { kTileBytes = 1 << 18 };  // a smaller one pays for calls of the system
+enum { kTileBytes = 1 << 17 };  // a smaller one pays for calls of the system
 
 // Elements of one dtype: bytes [start, stop) of the buffer. Must match _Span in finite.py.
 struct span {
@@ -25,19 +26,40 @@ struct span {
   typedef uint##bits##_t element##bits __attribute__((aligned(1), may_alias));                          \
   VECTORIZED static int any_nonfinite##bits(const uint8_t* bytes, int64_t count, uint##bits##_t mask) { \
     const element##bits* values = (const element##bits*)bytes;                                          \
-    uint##bits##_t largest = 0;                                                                         \
-    for (int64_t i = 0; i < count; ++i) {                                                               \
-      const uint##bits##_t shifted = (uint##bits##_t)(values[i] << 1);                                  \
-      largest = shifted > largest ? shifted : largest;                                                  \
-    }                                                                                                   \
-    return largest >= (uint##bits##_t)(mask << 1);                                                      \
+    const uint##bits##_t lowest = mask & -mask;                                                         \
+    uint##bits##_t changed = 0;                                                                         \
+    for (int64_t i = 0; i < count; ++i) changed |= (uint##bits##_t)(values[i] + lowest) ^ values[i];    \
+    return changed >> (bits - 1);                                                                       \
   }
 DEFINE_ANY_NONFINITE(8)
 DEFINE_ANY_NONFINITE(16)
 DEFINE_ANY_NONFINITE(32)
 DEFINE_ANY_NONFINITE(64)
 
+// The OR of all elements, two vectors an instruction where the machine has one for three operands.
+typedef uint64_t vector __attribute__((vector_size(64), aligned(1), may_alias));
+VECTORIZED static uint64_t bits_set(const uint8_t* bytes, int64_t nbytes) {
+  vector even = {0}, odd = {0};
+  int64_t i = 0;
+  for (; i + 256 <= nbytes; i += 256) {
+    const vector* part = (const vector*)(bytes + i);
+    even |= part[0] | part[1];
+    odd |= part[2] | part[3];
+  }
+  even |= odd;
+  uint64_t all = 0;
+  for (int lane = 0; lane < 8; ++lane) all |= even[lane];
+  for (; i < nbytes; ++i) all |= (uint64_t)bytes[i] << (8 * (i % 8));
+  return all;
+}
+
 static int any_nonfinite(const uint8_t* bytes, int64_t count, int64_t width, uint64_t mask) {
+  // 8-bit formats use their range up to its end.
+  if (width > 1) {
+    uint64_t highest = mask & ~(mask >> 1);
+    for (int64_t bits = 8 * width; bits < 64; bits *= 2) highest |= highest << bits;
+    if (!(bits_set(bytes, count * width) & highest)) return 0;
+  }
   switch (width) {
     case 1: return any_nonfinite8(bytes, count, (uint8_t)mask);
     case 2: return any_nonfinite16(bytes, count, (uint16_t)mask);

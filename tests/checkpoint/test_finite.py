@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_ep.checkpoint import CheckpointReader, layer_from_checkpoint, load_norm, load_router, model_spec
-from moe_ep.checkpoint.finite import check_finite, count_nonfinite, has_nonfinite
+from moe_ep.checkpoint.finite import check_finite, count_nonfinite, has_nonfinite, read_checked
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
@@ -47,6 +47,37 @@ def test_anywhere_in_a_tensor(dtype: torch.dtype, value: float) -> None:
         with pytest.raises(CheckpointError, match=r"a\.file: tensor x: .*1 of 300000"):
             check_finite("a.file", "x", tensor.view(100, 3000))
     assert count_nonfinite(torch.empty(0, dtype=dtype)) == 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("filler", [0.5, "largest"])
+def test_in_a_large_read(tmp_path: Path, dtype: torch.dtype, filler: float | str) -> None:
+    """At the ends of a span, in its middle and where the reader divides it, among small and among large numbers."""
+    start, count = 3, (1 << 20) // dtype.itemsize + 37
+    largest = torch.finfo(dtype).max
+    values = torch.full((count,), largest if filler == "largest" else 0.5, dtype=torch.float64).to(dtype)
+    values[1::2] = -values[0].double()
+    infinite = torch.tensor([] if dtype == torch.float8_e4m3fn else [math.inf, -math.inf], dtype=torch.float64)
+    nan = torch.tensor([math.nan], dtype=torch.float64)
+    # Bytes around the span that would be NaN in it.
+    data = torch.full((start + count * dtype.itemsize + 5,), 0xFF, dtype=torch.uint8)
+    span = data[start:-5]
+    span[:] = values.view(torch.uint8)
+    file, buffer = tmp_path / "data", torch.empty_like(data)
+    for position in (None, 0, (1 << 17) // dtype.itemsize - 1, count // 2, count - 1):
+        for bad in torch.cat([nan, -nan, infinite]).to(dtype):
+            element = (
+                slice(0, 0) if position is None else slice(position * dtype.itemsize, (position + 1) * dtype.itemsize)
+            )
+            whole = span[element].clone()
+            span[element] = bad.view(1).view(torch.uint8)[: len(whole)]
+            data.numpy().tofile(file)
+            span[element] = whole
+            with file.open("rb") as opened:
+                spans = [(start, len(data) - 5, dtype)]
+                done, found = read_checked(opened.fileno(), buffer.numpy().data, 0, spans)
+            assert (done, found) == (len(data), position is not None)
+            assert buffer.numpy().tobytes() == file.read_bytes()
 
 
 def test_integers_have_none() -> None:
