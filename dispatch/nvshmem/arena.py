@@ -155,7 +155,7 @@ class _Runtime:
         from cuda.core import Device
 
         torch.cuda.current_stream(self.device).synchronize()  # Makes the primary context current.
-        told = gather_texts("start of NVSHMEM", f"{this_host()}\n{'joined' * _is_joined(self.device)}")
+        told = gather_texts("start of NVSHMEM", f"{this_host()}\n{'joined' * joins_peers(self.device)}")
         self.hosts, links = zip(*(text.split("\n") for text in told), strict=True)
         self.joined = [bool(link) for link in links]
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
@@ -237,7 +237,7 @@ def _runtime() -> _Runtime:
     return _the_runtime
 
 
-def _is_joined(device: torch.device) -> bool:
+def joins_peers(device: torch.device) -> bool:
     """Whether NVLink leads from this GPU to all others that this process sees: over PCIe there are no atomic operations
     on another GPU's memory."""
     driver = jit.driver_bindings()

@@ -144,7 +144,7 @@ _open: WeakSet[Closable] = WeakSet()
 
 
 @atexit.register
-def _close_all() -> None:
+def close_all() -> None:
     for what in list(_open):
         try:
             what.close()

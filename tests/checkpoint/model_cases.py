@@ -187,20 +187,20 @@ def _sizes(extra: dict[str, Any]) -> dict[str, Any]:
     } | extra
 
 
-def _config(family: str, **changes: Any) -> Any:
+def transformers_config(family: str, **changes: Any) -> Any:
     name, extra = MODELS[family]
     return known(f"{name}Config")(**_sizes(extra) | changes, dtype="bfloat16")
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
     """config.json as transformers writes it."""
-    return json.loads(_config(family).to_json_string()) | changes
+    return json.loads(transformers_config(family).to_json_string()) | changes
 
 
 def save_model(family: str, directory: Path, **changes: Any) -> Any:
     """A small random model of the family, with changes of its configuration, saved by transformers."""
     torch.manual_seed(0)
-    model = language_model(_config(family, **changes), torch.bfloat16)
+    model = language_model(transformers_config(family, **changes), torch.bfloat16)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for buffer_name, buffer in model.named_buffers():

@@ -14,7 +14,7 @@ from moe_ep.checkpoint import model_spec
 from moe_ep.checkpoint.families.models import FAMILIES
 from moe_ep.errors import CheckpointError
 from tests.checkpoint.checkpoints import qwen3_config
-from tests.checkpoint.model_cases import MODELS, _config
+from tests.checkpoint.model_cases import MODELS, transformers_config
 
 
 def differing(full: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def differing(full: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("changed", [True, False])
 def test_only_what_differs_reads_like_the_whole(family: str, changed: bool) -> None:
-    config = _config(family) if changed else type(_config(family))()
+    config = transformers_config(family) if changed else type(transformers_config(family))()
     full = json.loads(config.to_json_string(use_diff=False))
     if full.get("num_experts_per_tok", 0) is None:
         pytest.skip("a model of the class's defaults has no experts")
@@ -64,7 +64,7 @@ def read(config: dict[str, Any]) -> str:
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in CONFIG_MAPPING])
 def test_a_key_left_out_has_the_default_of_the_class(family: str) -> None:
     mapped = CONFIG_MAPPING[family]
-    configs = [mapped()] + ([_config(family)] if family in MODELS else [])
+    configs = [mapped()] + ([transformers_config(family)] if family in MODELS else [])
     default = json.loads(configs[0].to_json_string(use_diff=False))
     for config in configs:
         full = json.loads(config.to_json_string(use_diff=False))
@@ -85,7 +85,7 @@ def test_a_key_left_out_has_the_default_of_the_class(family: str) -> None:
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "hidden_act", "routed_scaling_factor", "n_group"])
 def test_a_part_of_a_model_of_an_unknown_type(key: str) -> None:
-    config = json.loads(_config("deepseek_v2").to_json_string(use_diff=False))
+    config = json.loads(transformers_config("deepseek_v2").to_json_string(use_diff=False))
     config = config | {key: CONFIG_MAPPING["deepseek_v2"]().to_dict()[key]}
     part = {name: value for name, value in config.items() if name != key}
     outer = {"model_type": "deepseek_vl_v2", "torch_dtype": "bfloat16"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ep.dispatch.nvshmem import high_throughput, low_latency
-from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena, _is_joined
+from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena, joins_peers
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize
 from moe_ep.dispatch.nvshmem.high_throughput import Block, Layout
 from moe_ep.dispatch.nvshmem.low_latency import BATCHES_IN_FLIGHT, BatchLayout, Channel
@@ -109,7 +109,7 @@ def test_packets_travel_where_nvlink_joins_all_ranks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(jit, "driver_bindings", lambda: driver)
     for count, joined in ((2, True), (3, True), (4, False)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        assert _is_joined(torch.device("cuda", 1)) == joined
+        assert joins_peers(torch.device("cuda", 1)) == joined
     assert asked == [(attribute, 1, peer) for peer in (0, 0, 2, 0, 2, 3)]
     carries: Any = SymmetricArena.carries_packets.fget  # type: ignore[attr-defined]
     for ranks, expected in (([0, 1], True), ([0, 1, 2], False)):

@@ -94,7 +94,7 @@ def end_of_python(rank: int, world_size: int) -> tuple[str, bool]:
     manager = EPLBManager(make_model(None, world_size), PATIENT)
     if rank == 1:
         manager.rearrange(random_placement(L, manager.placement.num_slots, seed=0))
-    rendezvous._close_all()
+    rendezvous.close_all()
     with pytest.raises(EplbError) as error:
         manager.step()
     return str(error.value), comes_within(30, lambda: len(os.listdir("/proc/self/task")) <= before)

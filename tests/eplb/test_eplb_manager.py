@@ -173,7 +173,7 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
             EPLBManager(layers, EplbConfig(**{**settings, "interval": 20 + rank}))
         return str(error.value)
     manager = EPLBManager(layers, EplbConfig(**settings))
-    seal = transfer.seal
+    seal, commit = transfer.seal, rearrangement.Rearrangement.commit
     if how == "step" and rank == 1:
         manager.step()
     if how == "checksum" and rank == 1:
@@ -186,7 +186,7 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
     if how == "planner":
         rearrangement.make_plan = lambda *args: 1 // 0  # type: ignore[assignment]
     if how == "commit" and rank == 1:
-        manager._rearrangement.commit = lambda: 1 // 0  # type: ignore[method-assign]
+        rearrangement.Rearrangement.commit = lambda *args: 1 // 0  # type: ignore[method-assign]
     if how == "planner":
         manager.plan_now()
     elif how != "absent" or rank != 1:
@@ -195,6 +195,7 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
         return step_until_error(manager, PATIENT_S / 2)
     finally:
         transfer.seal, rearrangement.make_plan = seal, make_plan
+        rearrangement.Rearrangement.commit = commit  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,11 @@ def one_cannot(rank: int, world_size: int) -> tuple[str, str]:
         machine.setattr(backend_choice, "_backend_names", lambda group: "cpu:gloo,cuda:nccl")
         reason = "pip install it" if rank == 1 else None
         machine.setattr(backend_choice, "_nvshmem_obstacle", lambda name, moe_config: reason)
-        first = backend_choice._best(config(world_size), None)
-        assert backend_choice._best(config(world_size), None) == first
-        return first
+        logged: list[tuple[str, str]] = []
+        machine.setattr(backend_choice.logger, "info", lambda message, name, why: logged.append((name, why)))
+        names = [choose_backend("auto", config(world_size)) for _ in range(2)]
+        assert logged[0] == logged[1] and names == [name for name, _ in logged]
+        return logged[0]
 
 
 def test_all_ranks_choose_alike() -> None:
