@@ -178,7 +178,7 @@ class RunConfig(ElasticOptions, EplbOptions):
 
     def check_elastic(self) -> None:
         super().check_elastic()
-        for name in ("eplb", "record_routing"):
+        for name in ("load_placement", "record_routing"):
             if self.elastic and getattr(self, name):
                 raise OptionError(f"{flag(name)} is given with --elastic, which does not take it; leave one out")
 

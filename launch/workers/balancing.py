@@ -37,17 +37,18 @@ class Balancing:
         reader: CheckpointReader,
         listener: Listener,
     ) -> None:
-        self._config, self._rank_env = config, rank_env
+        self._config = config
         self._model = model_checksum(reader)
         layers = [block.moe for block in stack.layers()]
+        self._ep_size = layers[0].parallel_config.ep_size
         file = config.placement()
         if file is not None and config.load_placement is not None:
             shape = (len(layers), layers[0].num_experts + layers[0].num_redundant_experts)
             try:
-                file.check(config.load_placement, model=self._model, ep_size=rank_env.world_size, shape=shape)
+                file.check(config.load_placement, model=self._model, ep_size=self._ep_size, shape=shape)
             except EplbError as error:
                 raise ConfigError(str(error)) from None
-        hosts, rest = divmod(rank_env.world_size, rank_env.local_world_size)
+        hosts, rest = divmod(self._ep_size, rank_env.local_world_size)
         self.manager = EPLBManager(
             layers,
             EplbConfig(
@@ -60,7 +61,8 @@ class Balancing:
                 replica_rule=config.eplb_replicas,
                 # A short run would wait longer for the process to start than for the plan.
                 planner="thread",
-                num_nodes=1 if rest else hosts,
+                # Ranks that join may be on any host.
+                num_nodes=1 if rest or config.elastic else hosts,
                 asynchronous=not config.eplb_synchronous,
             ),
             placement=None if file is None else file.physical_to_logical,
@@ -73,7 +75,7 @@ class Balancing:
         """Ends a step; the assignments of this rank's tokens to slots of each rank, int64 `[L, R]` on the device."""
         counts = self.manager.recorder.expert_load_pass.long()
         self.manager.step()
-        return counts.unflatten(1, (self._rank_env.world_size, -1)).sum(dim=2)
+        return counts.unflatten(1, (self._ep_size, -1)).sum(dim=2)
 
     def phases(self) -> Iterator[str]:
         """The phase of each step to run: --steps before the first plan, those while experts move, and --steps after."""
@@ -102,7 +104,7 @@ class Balancing:
         placement = self.manager.placement
         return PlacementFile(
             model=self._model,
-            ep_size=self._rank_env.world_size,
+            ep_size=self._ep_size,
             num_experts=placement.num_experts,
             physical_to_logical=placement.host,
         )

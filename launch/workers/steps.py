@@ -94,10 +94,12 @@ class MeasuredSteps:
     """Runs steps and accounts for them in a report.
 
     Args:
-        balancing: is told of every step's end; None without EPLB.
         elastic: the layers' experts in an elastic gang.
         on_step: is given the account of each step, of all ranks, on every rank.
         keep_choices, keep_weights: keep in the report what the tokens chose, and with which weights.
+
+    Attributes:
+        balancing: is told of every step's end; None without EPLB. To be set between steps, before `capture`.
     """
 
     def __init__(
@@ -105,7 +107,6 @@ class MeasuredSteps:
         stack: MoEStack,
         source: TokenSource,
         routing: RoutingSource,
-        balancing: Balancing | None,
         report: RankReport,
         rank_env: RankEnv,
         *,
@@ -115,7 +116,8 @@ class MeasuredSteps:
         keep_choices: bool,
         keep_weights: bool = False,
     ) -> None:
-        self._stack, self._source, self._routing, self._balancing = stack, source, routing, balancing
+        self._stack, self._source, self._routing = stack, source, routing
+        self.balancing: Balancing | None = None
         self._elastic = elastic
         self._report, self._rank_env, self._dtype = report, rank_env, dtype
         self._keep_choices, self._keep_weights = keep_choices, keep_weights
@@ -134,8 +136,8 @@ class MeasuredSteps:
         """A pass that is not measured; its load is forgotten."""
         x, logits = self.inputs(step)
         self._stack(x, None, logits)
-        if self._balancing is not None:
-            self._balancing.manager.profile_step()
+        if self.balancing is not None:
+            self.balancing.manager.profile_step()
 
     def capture(self, asked: bool | None) -> None:
         """Measured passes are replays of a CUDA graph from here on, if that is possible on every rank; after `warm_up`.
@@ -168,6 +170,12 @@ class MeasuredSteps:
         if elastic is not None and elastic.skipping is not None and all(gather_values("cover", elastic.has_read)):
             elastic.end_skipping()
 
+    def end_balancing(self) -> None:
+        """Ends EPLB, if it is on; experts stay where they are."""
+        if self.balancing is not None:
+            self.balancing.manager.close()
+            self.balancing = None
+
     def close(self) -> None:
         """Gives the graph up, where there is one."""
         if self._captured is not None:
@@ -183,7 +191,7 @@ class MeasuredSteps:
         self._wait_for_all()
         started = time.perf_counter()
         passed = pass_through(self._stack, x, logits) if self._captured is None else self._captured(x, logits)
-        counts = None if self._balancing is None else self._balancing.end_step()
+        counts = None if self.balancing is None else self.balancing.end_step()
         if x.is_cuda:
             torch.cuda.synchronize(self._device)
         step_ms = (time.perf_counter() - started) * 1e3

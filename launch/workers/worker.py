@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from itertools import repeat
 from pathlib import Path
@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from moe_ep.bench.results import peak_memory
 from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed.exchange import gather_tensors, gather_texts, gather_values
-from moe_ep.distributed.membership import FinishedError, Membership
+from moe_ep.distributed.membership import Membership
 from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.eplb.trace import model_name
 from moe_ep.errors import ConfigError
@@ -74,22 +73,27 @@ def run_worker(
             rank_env, metrics_port=config.metrics_port, metrics_host=config.metrics_host, trace=config.trace
         ) as monitor:
             listener = ignore if monitor is None else monitor.on_eplb_event
-            balancing = Balancing(config, rank_env, stack, reader, listener) if config.eplb else None
+
+            def balance() -> Balancing | None:
+                return Balancing(config, rank_env, stack, reader, listener) if config.eplb else None
+
             steps = MeasuredSteps(
-                stack, source, run.routing, balancing, report, rank_env,
+                stack, source, run.routing, report, rank_env,
                 elastic=run.elastic, dtype=run.dtype, on_step=on_step,
                 keep_choices=config.record_routing is not None,
                 keep_weights=config.record_routed_weights,
             )  # fmt: skip
             with closing(steps):
                 if membership is None:
-                    drive(run, steps, balancing, monitor)
+                    steps.balancing = balance()
+                    drive(run, steps, monitor)
                 else:
-                    _drive_elastic(run, membership, steps, monitor)
-            if balancing is not None:
-                report.eplb = balancing.close()
-                if config.save_placement is not None and rank_env.rank == 0:
-                    report.placement = balancing.placement()
+                    _drive_elastic(run, membership, steps, balance, monitor)
+            if steps.balancing is not None:
+                report.eplb = steps.balancing.close()
+                is_first = (rank_env.rank if membership is None else membership.ep_rank) == 0
+                if config.save_placement is not None and is_first:
+                    report.placement = steps.balancing.placement()
         report.experts = _experts_held(stack)
         report.memory_bytes = peak_memory(run.device)
         progress.report("steps", config.steps, config.steps)
@@ -104,21 +108,25 @@ class Run:
     def __init__(
         self, rank_env: RankEnv, config: RunConfig, reader: CheckpointReader, membership: Membership | None
     ) -> None:
-        self.rank_env, self.config, self.reader = rank_env, config, reader
+        self.rank_env, self.config, self.reader, self._membership = rank_env, config, reader, membership
         self.device = torch.device(rank_env.device)
         self.dtype = torch_dtype(config.dtype, self.device)
         self.spec = model_spec(reader.config, reader)
         started = time.perf_counter()
-        self.stack = self._load(membership)
+        self.stack = self._load()
         load_s = time.perf_counter() - started
         self.elastic = None if membership is None else self._follow(membership)
         self.report = self._new_report(load_s)
         self.routing = RoutingSource(config, self.spec, self.report.model["name"], rank_env.world_size)
 
-    def _load(self, membership: Membership | None) -> MoEStack:
-        config, world_size = self.config, self.rank_env.world_size
+    def _load(self) -> MoEStack:
+        config, world_size, membership = self.config, self.rank_env.world_size, self._membership
         most_tokens = max(config.num_tokens(rank) for rank in range(world_size))
-        slots = None if membership is None else ElasticSlots(membership, config.elastic_config())
+        first_size = world_size if membership is None else len(membership.first_ranks)
+        num_redundant = config.redundant_experts(self.spec.num_experts, first_size)
+        slots = None
+        if membership is not None:
+            slots = ElasticSlots(membership, config.elastic_config(), num_redundant or 0, fills=config.eplb)
         parallel = FusedMoEParallelConfig.make(
             ep_size=world_size, rank=self.rank_env.rank, world_size=world_size, all2all_backend=config.backend
         )
@@ -133,7 +141,7 @@ class Run:
             input_dtype=layer_input_dtype(config.input_dtype),
             batch_balance=config.batch_balance,
             # "auto" chooses by the capacity. A backend of fixed capacity takes larger batches in several passes.
-            num_redundant_experts=config.redundant_experts(self.spec.num_experts, world_size),
+            num_redundant_experts=num_redundant,
             max_num_tokens=most_tokens if config.backend == "auto" else min(most_tokens, DECODE_MAX_NUM_TOKENS),
             on_layer=lambda done, total: progress.report("loading layers", done, total),
         )
@@ -211,6 +219,7 @@ class Run:
         x, logits = steps.inputs(0)
         passes: list[tuple[torch.Tensor, torch.Tensor]] = []
         own, size = dist.get_rank(), dist.get_world_size()
+        ranks = range(size) if self._membership is None else self._membership.ranks
         self.stack(x, lambda layer, hidden_states, output: passes.append((hidden_states, output.clone())), logits)
         mine: list[tuple[int, MoEBlock, list[Any]]] = []
         for position, (block, observed) in enumerate(zip(self.stack.layers(), passes, strict=True)):
@@ -230,14 +239,14 @@ class Run:
                         self.reader, self.spec, block.layer_index, hidden_states.to(x.device), as_quantized,
                         None if logits is None else self.routing.layer_logits(position, 0, rank).to(x.device),
                     )
-                    for rank, (hidden_states, _) in enumerate(gathered)
+                    for rank, (hidden_states, _) in zip(ranks, gathered, strict=True)
                 ]  # fmt: skip
                 computed = torch.cat([output for _, output in gathered])
                 errors[block.layer_index] = verify.max_relative_error(computed, torch.cat(outputs).cpu())
         progress.report("verifying layers", len(mine), len(mine))
 
 
-def drive(run: Run, steps: MeasuredSteps, balancing: Balancing | None, monitor: LayerMonitor | None) -> None:
+def drive(run: Run, steps: MeasuredSteps, monitor: LayerMonitor | None) -> None:
     """Warms up and runs all measured steps. The monitor sees only the measured ones."""
     num_steps = run.config.steps
     run.warm_up(steps)
@@ -248,7 +257,7 @@ def drive(run: Run, steps: MeasuredSteps, balancing: Balancing | None, monitor: 
     progress.hand_over(run.all_reports())
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
-    phases = repeat("", num_steps) if balancing is None else balancing.phases()
+    phases = repeat("", num_steps) if steps.balancing is None else steps.balancing.phases()
     for step, phase in enumerate(phases):
         progress.report("steps", min(step, num_steps), num_steps)
         steps.run(step, phase)
@@ -256,12 +265,22 @@ def drive(run: Run, steps: MeasuredSteps, balancing: Balancing | None, monitor: 
             monitor.end_step(replayed=run.report.graphs)
 
 
-def _drive_elastic(run: Run, membership: Membership, steps: MeasuredSteps, monitor: LayerMonitor | None) -> None:
-    """Runs and verifies the steps of ranks that join and leave. A step that a change interrupts is repeated."""
+def _drive_elastic(
+    run: Run,
+    membership: Membership,
+    steps: MeasuredSteps,
+    balance: Callable[[], Balancing | None],
+    monitor: LayerMonitor | None,
+) -> None:
+    """Runs and verifies the steps of ranks that join and leave.
+
+    A step that a change interrupts is repeated. With EPLB all steps begin anew, and with a new manager.
+    """
     num_steps, next_step = run.config.steps, 0
     elastic = run.elastic
     if elastic is None:
         raise RuntimeError("the layers do not follow the ranks; load them with a membership")
+    before: set[int] = set()
 
     def meet(membership: Membership) -> None:
         nonlocal next_step
@@ -270,31 +289,43 @@ def _drive_elastic(run: Run, membership: Membership, steps: MeasuredSteps, monit
         # A rank may have ended a step that others did not.
         next_step = max(gather_values("step", next_step)) if membership.ep_size > 1 else next_step
 
-    membership.follow(meet)
-    elastic.on_cover(lambda: run.capture(steps))
-    error: Exception | None = None
-    before: set[int] = set()
-    while True:
+    def begin() -> None:
+        """The steps that are not measured, and the report that the present ranks serve."""
+        nonlocal before
+        # Experts that are being read again cannot move.
+        steps.balancing = balance() if elastic.skipping is None else None
+        run.warm_up(steps)
+        steps.forget_load()
+        if monitor is not None and not before:
+            monitor.start()
+        run.capture(steps)
+        reports = run.all_reports()
+        if membership.ep_rank == 0:
+            progress.hand_over(reports)
+        lost, before = before - set(membership.ranks), set(membership.ranks)
+        if monitor is not None:
+            monitor.on_ranks(membership.ep_size, len(lost), time.time() - membership.epoch.decided_at)
+        elastic.serves()
+
+    def end_skipping() -> None:
+        steps.balancing = balance()
+        run.capture(steps)
+
+    def phases() -> Iterator[str]:
+        """The phase of each remaining step."""
+        while run.config.eplb and steps.balancing is None:
+            yield "before"
+        yield from repeat("", num_steps - next_step) if steps.balancing is None else steps.balancing.phases()
+
+    def work() -> None:
+        nonlocal next_step
         try:
-            with record_function("moe_ep_recovery") if error is not None else nullcontext():
-                membership.settle(error)
-            run.warm_up(steps)
-            steps.forget_load()
-            if monitor is not None and error is None:
-                monitor.start()
-            run.capture(steps)
-            reports = run.all_reports()
-            if membership.ep_rank == 0:
-                progress.hand_over(reports)
-            elastic.serves()
-            if monitor is not None:
-                lost, before = before - set(membership.ranks), set(membership.ranks)
-                monitor.on_ranks(membership.ep_size, len(lost), time.time() - membership.epoch.decided_at)
-            while next_step < num_steps:
+            begin()
+            for phase in phases():
                 membership.check()
                 steps.look_at_cover()
-                progress.report("steps", next_step, num_steps)
-                steps.run(next_step, "")
+                progress.report("steps", min(next_step, num_steps), num_steps)
+                steps.run(next_step, phase)
                 next_step += 1
                 if monitor is not None:
                     monitor.end_step(replayed=run.report.graphs)
@@ -304,13 +335,13 @@ def _drive_elastic(run: Run, membership: Membership, steps: MeasuredSteps, monit
                 time.sleep(_COVER_POLL_S)
             run.verify(steps)
             gather_texts("the end")
-            membership.finish()
-        except FinishedError:
-            return
-        except Exception as caught:
-            error = caught
-        else:
-            return
+        except Exception:
+            steps.end_balancing()
+            raise
+
+    membership.follow(meet)
+    elastic.on_cover(end_skipping)
+    membership.serve(work)
 
 
 def _rows_of_all_ranks(rows: torch.Tensor) -> list[torch.Tensor]:

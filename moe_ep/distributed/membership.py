@@ -2,11 +2,8 @@
 
     membership = Membership(store, rank)         # in a worker; no rank serves the store, so that any rank may die
     membership.follow(callback)                  # callback(membership): rebuilds what depends on the ranks
-    membership.settle()                          # meets the others, makes the process group, runs the callbacks
-    try:
-        ...                                      # collective steps of the present ranks
-    except Exception as error:
-        membership.settle(error)                 # the same for the next epoch; raises `error` if there is none
+    membership.serve(work)                       # meets the others, makes the process group, runs the callbacks, then
+                                                 # work(): collective steps; all of it again when the ranks change
 
 Who decides. An epoch is a numbered set of ranks. `MembershipLog.propose` writes the next one with a compare-and-set, so
 the first proposal wins and all processes see the same sequence. A launcher proposes a rank's removal as soon as its
@@ -34,12 +31,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from moe_ep import env
 from moe_ep.distributed import failure_detection
@@ -361,6 +360,31 @@ class Membership:
                 error = failure
             else:
                 return
+
+    def serve(self, work: Callable[[], None]) -> None:
+        """Settles and calls `work`, and again for each change of the ranks, until all work is done.
+
+        Args:
+            work: makes collective steps, calls `check` before each, and continues where it was interrupted. When it
+                returns on one rank, all work is done.
+
+        Raises:
+            RemovedError: this rank was removed.
+        """
+        error: Exception | None = None
+        try:
+            while True:
+                with nullcontext() if error is None else record_function("moe_ep_recovery"):
+                    self.settle(error)
+                try:
+                    work()
+                except Exception as caught:
+                    error = caught
+                else:
+                    self.finish()
+                    return
+        except FinishedError:
+            return
 
     def close(self) -> None:
         """Ends the thread. A second call does nothing."""

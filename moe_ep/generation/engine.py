@@ -15,7 +15,7 @@ import torch
 
 from moe_ep.arguments import INTEGER_NAMES, INTEGERS
 from moe_ep.distributed.exchange import gather_values
-from moe_ep.distributed.membership import FinishedError, Membership
+from moe_ep.distributed.membership import Membership
 from moe_ep.errors import ConfigError, check_at_least, one_of
 from moe_ep.generation.decoder import Doing, Records, SlotDecoder
 from moe_ep.generation.sampling import Sampling, SequenceRandom, next_tokens
@@ -371,7 +371,7 @@ class Generation:
                 self._check_requests()
                 self._run()
             else:
-                self._run_with(self._membership)
+                self._membership.serve(self._run)
         finally:
             self._decoder.close()
         return sorted(self.completions, key=lambda completion: completion.index)
@@ -385,22 +385,6 @@ class Generation:
                     self._on_ranks()
                     self._are_new_ranks = False
                 self._make(*step)
-
-    def _run_with(self, membership: Membership) -> None:
-        """The same where ranks come and go."""
-        error: Exception | None = None
-        try:
-            membership.settle()
-            while True:
-                try:
-                    self._run()
-                    break
-                except Exception as caught:
-                    error = caught
-                membership.settle(error)
-            membership.finish()
-        except FinishedError:
-            return
 
     def _regroup(self, membership: Membership) -> None:
         """Divides what is left over the present ranks, all of which call it."""

@@ -9,6 +9,7 @@ before the next step, or beside the steps, whose tokens go without these experts
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import resource
 import threading
@@ -85,11 +86,13 @@ def first_placement(num_experts: int, num_ranks: int, num_slots: int, num_filled
     for rank in range(num_ranks):
         first = rank * base + min(rank, more)
         rows.append(list(range(first, first + base + (rank < more))))
-    for number in range(max(num_filled - num_experts, 0)):
-        expert = number % num_experts
-        room = [row for row in rows if len(row) < num_slots and expert not in row]
-        if room:
-            min(room, key=len).append(expert)
+    replicas = itertools.cycle(range(num_experts))
+    for _ in range(num_filled - num_experts):
+        for expert in itertools.islice(replicas, num_experts):
+            room = [row for row in rows if len(row) < num_slots and expert not in row]
+            if room:
+                min(room, key=len).append(expert)
+                break
     return [expert for row in rows for expert in row + [EMPTY] * (num_slots - len(row))]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from moe_ep.distributed.membership import Membership, MembershipLog
@@ -65,6 +66,30 @@ def test_a_rank_joins_while_another_change_comes(store: dist.Store) -> None:
         assert (joining.ranks, joining.epoch.number) == ((1,), 2)
     finally:
         joining.close()
+        destroy_process_group()
+
+
+def test_work_goes_on_after_a_change_and_ends_with_an_error_of_its_own(store: dist.Store) -> None:
+    log, epochs = MembershipLog(store, [0]), []
+    membership = Membership(store, 0)
+
+    def work() -> None:
+        epochs.append(membership.epoch.number)
+        if len(epochs) == 2:
+            raise ValueError("of the work")
+        log.propose(admit=[1])
+        log.propose(remove={1: "died"})
+        while True:
+            membership.check()
+            time.sleep(0.01)
+
+    try:
+        with torch.profiler.profile() as profile, pytest.raises(ValueError, match="of the work"):
+            membership.serve(work)
+        assert epochs == [0, 2]
+        assert "moe_ep_recovery" in {event.key for event in profile.key_averages()}
+    finally:
+        membership.close()
         destroy_process_group()
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import torch
 
 import moe_ep
-from moe_ep.distributed.membership import FinishedError, Membership
+from moe_ep.distributed.membership import Membership
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.hf.parallelized import steps_of
 from moe_ep.launch.gangs.local_gang import LocalGang
@@ -62,28 +62,22 @@ def pass_until_killed(rank_env: RankEnv, folder: str, membership: Membership) ->
 
     steps.layers[1].register_forward_pre_hook(in_a_pass)
     membership.follow(lambda _: die() if rank == 3 and 4 in membership.epoch.removed else None)
-    error: Exception | None = None
     worst = 0.0
-    while True:
-        try:
-            membership.settle(error)
-            with moe_ep.serving(model), torch.inference_mode():
-                while num_passes < NUM_PASSES:
-                    membership.check()
-                    num_moving += num_passes > 4 and steps.eplb is not None and steps.eplb.busy
-                    if rank in (0, 2) and num_moving == 2:
-                        die()
-                    tokens = tokens_of(rank, num_passes)
-                    found, expected = (one(tokens, use_cache=False).logits for one in (model, alone))
-                    worst = max(worst, float((found - expected).abs().max()))
-                    num_passes += 1
-            membership.finish()
-        except FinishedError:
-            break
-        except Exception as caught:
-            error = caught
-        else:
-            break
+
+    def work() -> None:
+        nonlocal num_passes, num_moving, worst
+        with moe_ep.serving(model), torch.inference_mode():
+            while num_passes < NUM_PASSES:
+                membership.check()
+                num_moving += num_passes > 4 and steps.eplb is not None and steps.eplb.busy
+                if rank in (0, 2) and num_moving == 2:
+                    die()
+                tokens = tokens_of(rank, num_passes)
+                found, expected = (one(tokens, use_cache=False).logits for one in (model, alone))
+                worst = max(worst, float((found - expected).abs().max()))
+                num_passes += 1
+
+    membership.serve(work)
     return {"rank": rank, "worst": worst, "num_passes": num_passes, "ranks": list(membership.ranks)}
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import threading
+import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -207,21 +208,30 @@ def test_the_node_with_the_store_is_lost(demo: Path, tmp_path: Path) -> None:
     assert all_end(session_pids(first.process.pid) + session_pids(second.process.pid))
 
 
-def test_a_run_goes_on_and_is_verified(demo: Path, tmp_path: Path) -> None:
-    output, steps = tmp_path / "run.jsonl", 40
+def test_a_run_goes_on_balances_and_is_verified(demo: Path, tmp_path: Path) -> None:
+    output, steps, port = tmp_path / "run.jsonl", 20, free_ports(3)[0]
     job = Job(
-        output, "run", "--model", str(demo), "--launcher", "local", "--ep-size", "3", "--tokens-per-rank", "16",
-        "--steps", str(steps), "--spare-slots", "8", "--when-uncovered", "skip", "--json", str(output),
+        output, "run", "--model", str(demo), "--launcher", "local", "--ep-size", "3", "--tokens-per-rank", "8",
+        "--steps", str(steps), "--spare-slots", "8", "--when-uncovered", "skip", "--eplb", "--routing", "zipf:1.2",
+        "--json", str(output), "--metrics-port", str(port),
     )  # fmt: skip
     job.until("serving: 3 ranks")
     os.kill(job.pids[1], signal.SIGKILL)
+    job.until("serving: 2 ranks")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        told = answer.read().decode()
     code, lines, summary = job.end()
     assert code == 0, "".join(job.said)
-    assert sorted({line["step"] for line in lines}) == list(range(steps)) and summary["steps"] == steps
+    found = {line.split("{")[0]: float(line.split()[-1]) for line in told.splitlines() if line[0] != "#"}
+    assert (found["moe_ep_ranks"], found["moe_ep_recoveries_total"]) == (2, 1)
+    assert found["moe_ep_recovery_seconds_count"] == 1
+    assert sorted({line["step"] for line in lines}) == list(range(summary["steps"])) and summary["steps"] >= 2 * steps
+    assert {line["phase"] for line in lines} >= {"before", "after"}
+    assert summary["eplb"]["plans_made"] + summary["eplb"]["plans_skipped"]
     assert summary["verify"]["passed"] and summary["ep_size"] == 2
-    (loss,) = summary["recoveries"]
-    assert loss["rank"] == 1 and loss["experts_read"]
     assert all(len(hit["by_rank"]) == 2 and any(hit["by_rank"]) for hit in summary["tokens_hit"])
+    (loss,) = summary["recoveries"]
+    assert loss["rank"] == 1
 
 
 def test_workers_join_and_leave(demo: Path, tmp_path: Path) -> None:

@@ -36,11 +36,12 @@ def test_numbers_that_do_not_fit() -> None:
 
 def test_the_first_placement() -> None:
     assert first_placement(3, 2, 3, 4) == [0, 1, EMPTY, 2, 0, EMPTY]
-    for num_experts, num_ranks, spare in [(10, 4, 0), (8, 3, 2), (2, 4, 1)]:
+    for num_experts, num_ranks, spare in [(10, 4, 0), (8, 3, 2), (2, 4, 1), (32, 3, 9)]:
         num_slots = -(-num_experts // num_ranks) + spare
         placement = first_placement(num_experts, num_ranks, num_slots, num_ranks * num_slots)
         rows = [placement[rank * num_slots :][:num_slots] for rank in range(num_ranks)]
         assert set(placement) - {EMPTY} == set(range(num_experts))
+        assert EMPTY not in placement or num_slots > num_experts
         for row in rows:
             held = [expert for expert in row if expert != EMPTY]
             assert len(set(held)) == len(held)
