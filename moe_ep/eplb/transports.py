@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from moe_ep.distributed.liveness import machine
+from moe_ep.distributed.peer_memory import PeerMemory
 from moe_ep.distributed.process_groups import subgroup
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
@@ -102,11 +102,8 @@ def nccl_group(
 # straight into its staging buffer. Nobody packs or sends, no kernel runs, and the multiprocessors stay with the model.
 # While the model serves, copies are paced: they take a share of the memory bandwidth that decoding lives on.
 
-_HANDLE_BYTES = 64
 # A paced copy is cut into parts that are this far apart, so that none holds up the model's own messages for long.
 _BEAT_S = 1e-4
-# A handle as int64 words, and the offset in its allocation.
-_WORDS = _HANDLE_BYTES // 8 + 1
 
 
 class _Part(NamedTuple):
@@ -144,29 +141,12 @@ class PeerCopyTransport:
         self, channel: SideChannel, layers: Sequence[ExpertRows], timeout_s: float, bytes_per_s: float | None
     ) -> None:
         self._channel, self._timeout_s, self._bytes_per_s = channel, timeout_s, bytes_per_s
-        self._opened: dict[tuple[int, bytes], int] = {}
         self._layers: dict[ExpertRows, list[_Part]] = {}
-        parts = [(part, start) for experts in layers for part, start in experts.parts]
+        parts = [part for experts in layers for part, _ in experts.parts]
         hosts = channel.gather("their hosts", [digest(machine())])
-        reason = "the ranks are on several hosts" if len({row[0] for row in hosts}) > 1 else ""
-        words: list[int] = [0] * (_WORDS * len(parts))
-        if not reason:
-            try:
-                words = [word for part, _ in parts for word in _export(part)]
-            except (RuntimeError, ImportError) as error:
-                reason = str(error)
-        reason = self._anybody(reason)
-        table = channel.gather("their weights' addresses", words)
-        if not reason:
-            try:
-                addresses = [self._open(rank, row) for rank, row in enumerate(table)]
-                addresses[channel.rank] = [part.data_ptr() for part, _ in parts]
-            except RuntimeError as error:
-                reason = str(error)
-        reason = self._anybody(reason)
-        if reason:
-            self.close()
-            raise RuntimeError(reason)
+        refusal = "the ranks are on several hosts" if len({row[0] for row in hosts}) > 1 else ""
+        self._peers = PeerMemory(channel.gather, channel.rank, parts, refusal)
+        addresses = self._peers.addresses
         index = 0
         for experts in layers:
             self._layers[experts] = [
@@ -207,9 +187,7 @@ class PeerCopyTransport:
 
     def close(self) -> None:
         """Lets go of the peers' weights."""
-        for pointer in self._opened.values():
-            _call("cuIpcCloseMemHandle", pointer)
-        self._opened.clear()
+        self._peers.close()
 
     def _pieces(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor) -> Iterator[_Piece]:
         """Every tensor of every expert that is new here."""
@@ -219,22 +197,6 @@ class PeerCopyTransport:
             for part in self._layers[experts]:
                 address = part.addresses[source] + slot * part.slot_bytes
                 yield _Piece(rows[row].data_ptr() + part.start, address, part.slot_bytes)
-
-    def _open(self, rank: int, words: list[int]) -> list[int]:
-        """The addresses here of what a rank exported."""
-        addresses = []
-        for first in range(0, len(words), _WORDS):
-            *handle_words, offset = words[first : first + _WORDS]
-            handle = b"".join(word.to_bytes(8, "little", signed=True) for word in handle_words)
-            if rank != self._channel.rank and (rank, handle) not in self._opened:
-                self._opened[rank, handle] = _import(handle)
-            addresses.append(self._opened.get((rank, handle), 0) + offset)
-        return addresses
-
-    def _anybody(self, reason: str) -> str:
-        """This rank's reason, or that another one has one."""
-        failed = [rank for rank, row in enumerate(self._channel.gather("what they can", [bool(reason)])) if row[0]]
-        return reason or (f"EP rank {failed[0]} cannot" if failed else "")
 
 
 def _copy_paced(copy: Callable[[int, int, int], None], pieces: Iterable[_Piece], bytes_per_s: float) -> None:
@@ -251,22 +213,6 @@ def _copy_paced(copy: Callable[[int, int, int], None], pieces: Iterable[_Piece],
                 time.sleep(ahead)
 
 
-def _export(part: torch.Tensor) -> list[int]:
-    base, _ = _call("cuMemGetAddressRange", part.data_ptr())
-    handle = ctypes.string_at(_call("cuIpcGetMemHandle", base).getPtr(), _HANDLE_BYTES)
-    words = [int.from_bytes(handle[i : i + 8], "little", signed=True) for i in range(0, _HANDLE_BYTES, 8)]
-    return [*words, part.data_ptr() - int(base)]
-
-
-def _import(handle: bytes) -> int:
-    from cuda.bindings import driver
-
-    opened = driver.CUipcMemHandle()
-    ctypes.memmove(opened.getPtr(), handle, _HANDLE_BYTES)
-    flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-    return int(_call("cuIpcOpenMemHandle", opened, int(flag)))
-
-
 def _copier(stream: int) -> Callable[[int, int, int], None]:
     """copy(target, source, size) on a stream."""
     from cuda.bindings import driver
@@ -279,13 +225,3 @@ def _copier(stream: int) -> Callable[[int, int, int], None]:
             raise RuntimeError(f"cuMemcpyAsync failed with {result.name}")
 
     return copy
-
-
-def _call(name: str, *args: Any) -> Any:
-    """A call of the CUDA driver; RuntimeError with its name and result where it fails."""
-    from cuda.bindings import driver
-
-    result, *values = getattr(driver, name)(*args)
-    if result != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{name} failed with {result.name}")
-    return values[0] if len(values) == 1 else tuple(values)
