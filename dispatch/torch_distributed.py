@@ -33,9 +33,11 @@ from moe_ep.dispatch.batch import (
 )
 from moe_ep.dispatch.placement import Placement, owners_of
 from moe_ep.dispatch.rank_group import RankGroup
+from moe_ep.eplb.packing import ExpertRows
 from moe_ep.errors import ConfigError
+from moe_ep.expert_map import expert_owner_table
 from moe_ep.kernels.dispatch_rows import sum_rows
-from moe_ep.modular_kernel.contracts import BatchExchange, Dispatched, Dispatcher, Pending, Routing
+from moe_ep.modular_kernel.contracts import BatchExchange, Copied, Dispatched, Dispatcher, Pending, Routing
 from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
@@ -408,22 +410,56 @@ class TorchDistributedPrepareFinalize(Dispatcher):
 
 
 class RankExchange:
-    """`BatchExchange` by collectives of the backend's group."""
+    """`BatchExchange` by collectives of the backend's group; counts are on the host."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
 
-    def gather(self, counts: torch.Tensor) -> torch.Tensor:
-        everyones = counts.new_empty(self.size * counts.numel())
+    def open(self, resident: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor], num_slots: int) -> _RankCopies:
+        return _RankCopies(self._ranks, ExpertRows(resident), ExpertRows(scratch), num_slots)
+
+    def gather(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+        known = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).flatten().long()
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+        counts.scatter_add_(0, known, torch.ones_like(known))
+        everyones = counts.new_empty(self.size * num_experts)
         steps = self._ranks.steps("balancing of a batch", counts.device)
-        steps.all_gather(everyones, counts)
+        steps.all_gather(everyones, counts[:-1])
         return torch.tensor(steps.on_host(everyones.view(self.size, -1)).get(), device="cpu")
 
-    def send_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> Pending[torch.Tensor]:
-        arrived = rows.new_empty(sum(received), rows.size(1))
+
+class _RankCopies:
+    """`ExpertCopies` of a RankExchange: an expert is one row of bytes."""
+
+    def __init__(self, ranks: RankGroup, resident: ExpertRows, scratch: ExpertRows, num_slots: int) -> None:
+        self._ranks, self._resident, self._scratch = ranks, resident, scratch
+        self._owners = expert_owner_table(ranks.size, num_slots).tolist()
+
+    def start(self, sources: torch.Tensor) -> Pending[Copied]:
+        rank, owners = self._ranks.rank, self._owners
+        copies = [
+            (owners[slot], to, scratch, slot)
+            for to, of_rank in enumerate(sources.tolist())
+            for scratch, slot in enumerate(of_rank)
+            if slot >= 0
+        ]
+        # In the order of the other rank on both sides, and of slots there.
+        sends = [(to, slot - owners.index(rank)) for source, to, _, slot in sorted(copies) if source == rank]
+        receives = [(source, scratch) for source, to, scratch, _ in sorted(copies) if to == rank]
+        rows = torch.empty(len(sends), self._resident.row_bytes, dtype=torch.uint8, device=self._resident.device)
+        self._resident.pack([slot for _, slot in sends], list(rows))
+        sent, received = (
+            [[other for other, _ in part].count(peer) for peer in range(self._ranks.size)] for part in (sends, receives)
+        )
+        arrived = rows.new_empty(len(receives), rows.size(1))
         steps = self._ranks.steps("balancing of a batch", rows.device)
         steps.all_to_all(arrived, rows, received, sent)
-        return steps.then(lambda: arrived)
+
+        def write() -> Copied:
+            self._scratch.write(list(arrived), [scratch for _, scratch in receives])
+            return Copied(len(copies), len(receives))
+
+        return steps.then(write)
 
 
 def _stream_of(tensor: torch.Tensor) -> int:

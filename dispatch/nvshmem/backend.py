@@ -21,6 +21,7 @@ from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.errors import DispatchTimeoutError, rank_list
 from moe_ep.kernels import jit
+from moe_ep.modular_kernel.contracts import BatchExchange
 
 # Words of the record, as in kernels/cuda/deadline.cuh; one word for each rank follows.
 _FAILED, _PHASE, _EPOCH, _RANKS = range(4)
@@ -131,6 +132,9 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
             f"{name} is {value}; for {cls.NAME} it must {rule}" for holds, name, value, rule in rules if not holds
         )
         return next(broken, None)
+
+    def batch_exchange(self) -> BatchExchange | None:
+        return None
 
     def max_num_tokens_per_rank(self) -> int | None:
         return self.moe_config.max_num_tokens

@@ -31,6 +31,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch, check_tensor, wire_dtype
 from moe_ep.dispatch.nvshmem import arena, kernels
 from moe_ep.dispatch.nvshmem.backend import FailureRecord, NvshmemPrepareFinalize, shared_settings
+from moe_ep.dispatch.nvshmem.batch_exchange import MOST_EXPERTS, DeviceExchange
 from moe_ep.dispatch.nvshmem.kernels import align, offsets_of
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.distributed.exchange import check_agreement, gather_texts
@@ -38,7 +39,7 @@ from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Arrival, ArrivalParams, Limits
 from moe_ep.kernels.quantize import GROUP_SIZE
-from moe_ep.modular_kernel.contracts import Compilation, Dispatched, FusedMoEActivationFormat, Pending
+from moe_ep.modular_kernel.contracts import BatchExchange, Compilation, Dispatched, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 NAME = "nvshmem_high_throughput"
@@ -174,6 +175,7 @@ class Block:
         record: failed waits, for the host.
         order: of this process's kernels.
         recoveries: how often `recover` gave up all open batches.
+        exchange: for balancing batches.
     """
 
     def __init__(
@@ -192,6 +194,7 @@ class Block:
         self.alive = list(range(ranks.size))
         self.recoveries = 0
         self.status = torch.zeros(2, dtype=torch.int32, device=self._device)
+        self.exchange = DeviceExchange(symmetric, ranks, self.status, self.record)
         self.batches = [BatchParts(self, index, in_dtype) for index in range(layout.batches_in_flight)]
         self._start(0)
 
@@ -250,7 +253,7 @@ class Block:
         """Goes on without the EP ranks in `dead`; collective over the others, which must give up open batches too."""
         alive = [rank for rank in range(self._ranks.size) if rank not in dead]
         torch.cuda.synchronize(self._device)
-        epoch = max(int(parts.epoch) for parts in self.batches)
+        epoch = max(self.exchange.epoch, *(int(parts.epoch) for parts in self.batches))
         self._ranks.detector.exclude(dead)
         epochs = gather_texts(f"recovery of {NAME}", str(epoch), self._ranks.group, ranks=alive)
         self.alive = alive
@@ -265,6 +268,7 @@ class Block:
             parts.epoch.fill_(epoch)
             parts.arriving.zero_()
             parts.number, parts.is_open = 0, False
+        self.exchange.epoch = epoch & 0xFFFFFFFF
         self.status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
         torch.cuda.synchronize(self._device)
 
@@ -520,6 +524,12 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
     def overlaps_experts(self) -> bool:
         return self._layout.overlaps
+
+    def batch_exchange(self) -> BatchExchange | None:
+        """None across hosts, beside overlapped experts, for layers of very many, and once a rank was declared dead."""
+        layout, num_experts = self._layout, self.moe_config.num_experts
+        suits = not layout.device_api and not layout.overlaps and num_experts <= MOST_EXPERTS
+        return self.block.exchange if suits and len(self.block.alive) == self.ranks.size else None
 
     def _send(self, batch: Batch) -> Pending[Dispatched]:
         self.check()

@@ -16,6 +16,7 @@ import torch
 from moe_ep.errors import missing_extra
 from moe_ep.kernels import jit
 
+CUDA = Path(__file__).parent / "cuda"
 _ALIGNMENT = 512
 _HEADERS = ("cccl", "cudart")
 # Modules that are registered with NVSHMEM, and again whenever it is initialised again.
@@ -66,7 +67,7 @@ def kernel_source(name: str, layout: Shape, dtype: torch.dtype) -> jit.KernelSou
         defines["SLOT_RESULTS"] = 1
     if getattr(layout, "overlaps", False):
         defines["OVERLAP"] = 1
-    path = Path(__file__).parent / "cuda" / f"{name}.cu"
+    path = CUDA / f"{name}.cu"
     archive = device_archive() if layout.device_api else None
     return jit.KernelSource(path, name, tuple((key, str(value)) for key, value in defines.items()), archive)
 

@@ -23,6 +23,7 @@ Example: two ranks with one expert each, 90 rows and 10: expert 0 is copied to r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -57,6 +58,34 @@ class BatchPlan:
     copies: list[tuple[int, int, int, int]]
     shares: torch.Tensor
 
+    def of_rank(self, rank: int, physical_to_logical: torch.Tensor, spare_slots: int) -> RankPlan:
+        """What a rank needs to know, on the host; arguments as of `plan_batch`."""
+        slots, ep_size = physical_to_logical, self.loads.numel()
+        owners = expert_owner_table(ep_size, slots.numel()).long()
+        last = owners.bincount(minlength=ep_size).cumsum(0)
+        places = torch.full(self.shares.shape[1:], -1, dtype=torch.int32, device=_HOST)
+        sources = torch.full((ep_size, spare_slots), -1, dtype=torch.int32, device=_HOST)
+        filled = (slots >= 0).nonzero().flatten()
+        places[slots[filled], owners[filled]] = (filled + owners[filled] * spare_slots).int()
+        for expert, source, to, scratch in self.copies:
+            places[expert, to] = last[to] + to * spare_slots + scratch
+            sources[to, scratch] = int(((slots == expert) & (owners == source)).int().argmax())
+        return RankPlan(self.shares[rank].to(_HOST, torch.int32), places, sources)
+
+
+class RankPlan(NamedTuple):
+    """What one rank needs of the plan of a batch. Ids number the slots of all ranks, scratch slots behind a rank's own.
+
+    Attributes:
+        shares: int32 `[E, R]`: of this rank's rows of expert e, how many each rank computes.
+        places: int32 `[E, R]`: the id of a slot with expert e on each rank, -1 where there is none.
+        sources: int32 `[R, spare_slots]`: the resident slot that is copied into each scratch slot, -1 for none.
+    """
+
+    shares: torch.Tensor
+    places: torch.Tensor
+    sources: torch.Tensor
+
 
 def plan_batch(
     counts: torch.Tensor,
@@ -80,7 +109,7 @@ def plan_batch(
         ValueError: shapes or numbers that do not fit together, or an expert with rows and without a slot.
         TypeError: a number that is not one, or counts that are no integers.
     """
-    _check(counts, physical_to_logical, ep_size, spare_slots)
+    check_batch(counts, physical_to_logical, ep_size, spare_slots)
     check_not_negative(copy_cost_rows=copy_cost_rows, tolerance=tolerance)
     on_host = counts.detach().to("cpu", torch.int64)
     resident = places(physical_to_logical.detach().cpu(), on_host.size(1), ep_size)
@@ -111,7 +140,7 @@ def plan_batch(
     return BatchPlan(
         loads=best.loads.to(counts.device),
         copies=_addressed(best.copies, resident),
-        shares=_by_source(on_host, best.share).to(counts.device),
+        shares=by_source(on_host, best.share).to(counts.device),
     )
 
 
@@ -311,7 +340,7 @@ def _addressed(copies: list[tuple[int, int]], resident: torch.Tensor) -> list[tu
     return addressed
 
 
-def _by_source(counts: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+def by_source(counts: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """Divides each expert's rows `[R, E]` so that ranks compute what `share` `[E, R]` says: int64 `[R, E, R]`.
 
     Rows stay on their rank as far as its share goes; the others go to what is left, both in the order of the ranks.
@@ -326,7 +355,8 @@ def _by_source(counts: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     return shares
 
 
-def _check(counts: torch.Tensor, physical_to_logical: torch.Tensor, ep_size: int, spare_slots: int) -> None:
+def check_batch(counts: torch.Tensor, physical_to_logical: torch.Tensor, ep_size: int, spare_slots: int) -> None:
+    """ValueError or TypeError for arguments of `plan_batch` that do not fit together."""
     check_at_least(1, ep_size=ep_size)
     check_at_least(0, spare_slots=spare_slots)
     check_tensors(counts=counts, physical_to_logical=physical_to_logical)

@@ -3,8 +3,8 @@
 A balanced pass, on every rank alike:
 
     counts of the batch, rows for each logical expert -> all ranks            one small exchange
-    `plan_batch`: which experts are copied where, and who computes which rows
-    copies in flight: an expert is one row of bytes (`moe_ep.eplb.packing`)
+    which experts are copied where, and who computes which rows               `plan_batch`, or `rank_plan` on a GPU
+    copies in flight, beside the rows                                         of any tensors, as bytes
     dispatch -> experts in resident and scratch slots -> combine              as in any other pass
 
 Rows go to ids that number the slots of all ranks, scratch slots behind a rank's resident ones: the ids of a layer that
@@ -29,7 +29,8 @@ from torch import nn
 from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_tensors
 from moe_ep.config import FusedMoEConfig
-from moe_ep.eplb.batch_plan import BatchPlan, plan_batch
+from moe_ep.eplb.batch_plan import RankPlan, plan_batch
+from moe_ep.eplb.batch_rounds import place_rows, rank_plan
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.errors import check_at_least, check_not_negative, one_of
 from moe_ep.expert_map import expert_owner_table
@@ -38,6 +39,7 @@ from moe_ep.modular_kernel import FusedMoEModularKernel
 from moe_ep.modular_kernel.adapters import as_experts
 from moe_ep.modular_kernel.contracts import (
     BatchExchange,
+    Copied,
     Experts,
     ExpertsCall,
     ExpertTokensMetadata,
@@ -76,8 +78,7 @@ class BatchBalance:
     Attributes:
         spare_slots: scratch slots of each rank, shared by all layers of one kind.
         min_rows: rows (tokens times top_k) of the rank that has most, from which on a batch is balanced; None for as
-            many as pay for the plan on CPUs, and for no batch on GPUs: the plan is made on the host, which takes longer
-            than it saves there.
+            many as pay for the plan on CPUs, and for no batch on GPUs, where it has not been measured what pays.
         copy_cost_rows: rows that a copy must take off the busiest rank; None for as many as are computed in the time
             that an expert is sent in.
 
@@ -113,6 +114,7 @@ class BatchBalancer:
     def __init__(self, method: FusedMoEMethodBase, options: BatchBalance) -> None:
         self._method, self.options = method, options
         self._parts: _Parts | None = None
+        self._slots: torch.Tensor | None = None
 
     @classmethod
     def make(cls, method: FusedMoEMethodBase, choice: str | BatchBalance) -> BatchBalancer | None:
@@ -162,74 +164,54 @@ class BatchBalancer:
         if self._parts is None or self._parts.made_for is not resident:
             self._parts = _Parts(layer, self._method, resident, self.options.spare_slots)
         parts, config = self._parts, self._method.moe_config
+        exchange, spare_slots = parts.exchange, self.options.spare_slots
         with stage("eplb_batch_plan"):
-            slots = self._physical_to_logical(layer)
-            valid = (topk_ids >= 0) & (topk_ids < layer.num_experts)
-            ids = torch.where(valid, topk_ids, layer.num_experts).long()
-            counts = torch.zeros(layer.num_experts + 1, dtype=torch.int64, device=ids.device)
-            counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
-            everyones = parts.exchange.gather(counts[:-1])
             cost = self.options.copy_cost_rows
             if cost is None:
                 seconds = parts.resident_rows.row_bytes / _rates(hidden_states.device).link_bytes_per_s
                 cost = seconds / self._row_s(hidden_states.device)
-            plan = plan_batch(everyones, slots, parts.exchange.size, self.options.spare_slots, cost)
-            if not plan.copies and slots.numel() == layer.num_experts:
-                return None
-            tell_copies(layer, len(plan.copies), parts.resident_rows.expert_bytes)
-            parts.experts.expect(*parts.send_copies(plan, slots))
-            places = parts.places(plan, slots).to(ids.device)
-            extended = places_of(ids, plan.shares[parts.exchange.rank].to(ids.device), places)
+            counts = exchange.gather(topk_ids, layer.num_experts)
+            slots = self._physical_to_logical(layer, counts.device)
+            if counts.is_cuda:
+                plan = rank_plan(counts, slots, exchange.rank, spare_slots, cost)
+            else:
+                whole = plan_batch(counts, slots, exchange.size, spare_slots, cost)
+                if not whole.copies and slots.numel() == layer.num_experts:
+                    return None
+                plan = whole.of_rank(exchange.rank, slots, spare_slots)
+            parts.experts.expect(parts.copies.start(plan.sources))
+            extended = place_rows(topk_ids, RankPlan(*(tensor.to(topk_ids.device) for tensor in plan)))
         w1, w2 = self._method.gemm_weights(layer)
-        return cast(
-            "torch.Tensor | tuple[torch.Tensor, torch.Tensor]",
-            parts.kernel(
-                hidden_states,
-                w1,
-                w2,
-                topk_weights,
-                extended.to(parts.kernel.prepare_finalize.topk_indices_dtype() or torch.int32),
-                activation=layer.activation,
-                global_num_experts=config.num_experts + parts.exchange.size * self.options.spare_slots,
-                expert_map=parts.expert_map(hidden_states.device),
-                apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            ),
+        result = parts.kernel(
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            extended.to(parts.kernel.prepare_finalize.topk_indices_dtype() or torch.int32),
+            activation=layer.activation,
+            global_num_experts=config.num_experts + exchange.size * spare_slots,
+            expert_map=parts.expert_map(hidden_states.device),
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
         )
+        copied = parts.experts.copied()
+        tell_copies(layer, copied.total, parts.resident_rows.expert_bytes)
+        copied.release()
+        return cast("torch.Tensor | tuple[torch.Tensor, torch.Tensor]", result)
 
-    def _physical_to_logical(self, layer: MoELayer) -> torch.Tensor:
-        """The expert in each slot `[P]` at the moment, slots in rank order, on the host."""
+    def _physical_to_logical(self, layer: MoELayer, device: torch.device) -> torch.Tensor:
+        """The expert in each slot, int64 `[P]`, at the moment, slots in rank order; no wait for a GPU that it is on."""
         if layer.eplb_state is None:
-            parallel = self._method.moe_config.moe_parallel_config
-            owners = expert_owner_table(parallel.ep_size, layer.num_experts, parallel.expert_placement_strategy)
-            return owners.argsort(stable=True)
-        table = layer.eplb_state.logical_to_physical_map.cpu().long()
-        expert, column = (table >= 0).nonzero(as_tuple=True)
-        slots = torch.full((self._method.moe_config.num_experts,), -1, dtype=torch.int64, device="cpu")
-        slots[table[expert, column]] = expert
-        return slots
-
-
-def places_of(ids: torch.Tensor, shares: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The slot of each row: of an expert's rows, in their order, the first shares[e, 0] go to rank 0, and so on.
-
-    Args:
-        ids: int64 `[T, top_k]`, logical, E for none.
-        shares: int64 `[E, R]`.
-        places: int64 `[E, R]`, the id of a slot with the expert on that rank.
-
-    Returns:
-        int64 `[T, top_k]`, -1 for none.
-    """
-    num_experts = shares.size(0)
-    flat = ids.flatten()
-    order = flat.argsort(stable=True)
-    counts = flat.bincount(minlength=num_experts + 1)
-    first = counts.cumsum(0) - counts
-    nth = torch.empty_like(flat)
-    nth[order] = torch.arange(flat.numel(), device=flat.device) - first[flat[order]]
-    expert = flat.clamp(max=num_experts - 1)
-    rank = (nth[:, None] >= shares.cumsum(dim=1)[expert]).sum(dim=1).clamp(max=shares.size(1) - 1)
-    return torch.where(flat < num_experts, places[expert, rank], -1).view_as(ids)
+            if self._slots is None or self._slots.device != device:
+                parallel = self._method.moe_config.moe_parallel_config
+                owners = expert_owner_table(parallel.ep_size, layer.num_experts, parallel.expert_placement_strategy)
+                self._slots = owners.argsort(stable=True).to(device)
+            return self._slots
+        table = layer.eplb_state.logical_to_physical_map.to(device).long()
+        num_slots = self._method.moe_config.num_experts
+        slots = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=device)
+        experts = torch.arange(table.size(0), device=device)[:, None].expand_as(table)
+        slots.scatter_(0, torch.where(table >= 0, table, num_slots).flatten(), experts.flatten())
+        return slots[:-1]
 
 
 class _Parts:
@@ -247,8 +229,6 @@ class _Parts:
         parallel = config.moe_parallel_config
         self.made_for, self._spare_slots = made_for, spare_slots
         self._num_resident = config.num_local_experts
-        # Of slots in rank order.
-        self._owners = expert_owner_table(parallel.ep_size, config.num_experts)
         extended = replace(
             config,
             num_experts=config.num_experts + parallel.ep_size * spare_slots,
@@ -261,13 +241,14 @@ class _Parts:
         if exchange is None:
             raise RuntimeError(f"{type(backend).__name__} of {layer.layer_name} has no exchange for balancing a batch")
         self.exchange: BatchExchange = exchange
-        # Where the ids of each rank begin: resident slots, then scratch slots.
-        self._widths = self._owners.bincount(minlength=parallel.ep_size)
-        self._first = (self._widths + spare_slots).cumsum(0) - self._widths - spare_slots
-        before = self._widths.cumsum(0) - self._widths
-        self._local = torch.arange(config.num_experts, device="cpu") - before[self._owners.long()]
+        self._num_ids = extended.num_experts
+        # Where this rank's ids begin: resident slots, then scratch slots.
+        before = (expert_owner_table(parallel.ep_size, config.num_experts) < exchange.rank).sum()
+        self._first = int(before) + exchange.rank * spare_slots
         self.resident_rows = ExpertRows([tensor[: self._num_resident] for tensor in method.expert_tensors(layer)])
         self._scratch = _ScratchSlots.of(layer, method, spare_slots)
+        there, here = ([part for part, _ in rows.parts] for rows in (self.resident_rows, self._scratch.rows))
+        self.copies = exchange.open(there, here, config.num_experts)
         scratch_method = _method_for(method, replace(config, num_local_experts=spare_slots))
         proxy = self._scratch.as_layer(layer)
         self.experts = SplitExperts(
@@ -283,41 +264,10 @@ class _Parts:
     def expert_map(self, device: torch.device) -> torch.Tensor:
         """int32: local index of each id, -1 where it is on another rank."""
         if self._map is None or self._map.device != device:
-            first, width = int(self._first[self.exchange.rank]), self._num_resident + self._spare_slots
-            num_ids = self._owners.numel() + self.exchange.size * self._spare_slots
-            ids = torch.arange(num_ids, device="cpu") - first
-            self._map = torch.where((ids >= 0) & (ids < width), ids, -1).to(device, torch.int32)
+            ids = torch.arange(self._num_ids, device="cpu") - self._first
+            is_here = (ids >= 0) & (ids < self._num_resident + self._spare_slots)
+            self._map = torch.where(is_here, ids, -1).to(device, torch.int32)
         return self._map
-
-    def places(self, plan: BatchPlan, slots: torch.Tensor) -> torch.Tensor:
-        """The id of a slot with each expert on each rank, int64 `[E, R]`; -1 where there is none."""
-        found = torch.full(plan.shares.shape[1:], -1, dtype=torch.int64, device="cpu")
-        found[slots, self._owners.long()] = self._first[self._owners.long()] + self._local
-        for expert, _, rank, slot in plan.copies:
-            found[expert, rank] = self._first[rank] + self._widths[rank] + slot
-        return found
-
-    def send_copies(self, plan: BatchPlan, slots: torch.Tensor) -> tuple[Pending[torch.Tensor], list[int], ExpertRows]:
-        """Starts sending this rank's experts to the ranks that copy them, and receiving.
-
-        Returns:
-            The rows of bytes in flight, the scratch slot of each, and where they are to be written.
-        """
-        rank, size = self.exchange.rank, self.exchange.size
-        # In the order of the other rank on both sides, and of slots there.
-        sends = sorted((to, slot, expert) for expert, source, to, slot in plan.copies if source == rank)
-        receives = sorted((source, slot) for _, source, to, slot in plan.copies if to == rank)
-        rows = torch.empty(
-            len(sends), self.resident_rows.row_bytes, dtype=torch.uint8, device=self.resident_rows.device
-        )
-        held = [int(((slots == expert) & (self._owners == rank)).int().argmax()) for _, _, expert in sends]
-        self.resident_rows.pack([int(self._local[physical]) for physical in held], list(rows))
-        sent, received = [0] * size, [0] * size
-        for to, _, _ in sends:
-            sent[to] += 1
-        for source, _ in receives:
-            received[source] += 1
-        return self.exchange.send_rows(rows, sent, received), [slot for _, slot in receives], self._scratch.rows
 
 
 class _ScratchSlots:
@@ -383,12 +333,21 @@ class SplitExperts(Experts, unchecked=True):
         super().__init__(resident.moe_config, resident.quant_config)
         self._resident, self._run_resident, self._run_scratch = resident, as_experts(resident), as_experts(scratch)
         self._weights, self._num_resident, self._spare_slots = scratch_weights, num_resident, spare_slots
-        self._arriving: tuple[Pending[torch.Tensor], list[int], ExpertRows] | None = None
-        self._is_used = False
+        self._arriving: Pending[Copied] | None = None
+        self._copied = Copied(0, 0)
+        self._maps: tuple[torch.Tensor, ...] = ()
 
-    def expect(self, pending: Pending[torch.Tensor], slots: list[int], rows: ExpertRows) -> None:
-        """The copies of the next batch: rows of bytes in flight, and the scratch slot of each."""
-        self._arriving, self._is_used = (pending, slots, rows), bool(slots)
+    def expect(self, copies: Pending[Copied]) -> None:
+        """The copies of the next batch, in flight."""
+        self._arriving = copies
+
+    def copied(self) -> Copied:
+        """The copies of the batch, which are in their slots in stream order."""
+        if self._arriving is not None:
+            with stage("eplb_batch_copies"), torch.inference_mode():
+                self._copied = self._arriving.receive()
+            self._arriving = None
+        return self._copied
 
     def num_local_experts(self, w1: torch.Tensor) -> int:
         return w1.size(0) + self._spare_slots
@@ -396,12 +355,7 @@ class SplitExperts(Experts, unchecked=True):
     def run(self, call: ExpertsCall) -> None:
         resident, scratch = self._divided(call)
         self._run_resident.run(resident)
-        if self._arriving is not None:
-            pending, slots, rows = self._arriving
-            with stage("eplb_batch_copies"), torch.inference_mode():
-                rows.write(list(pending.receive()), slots)
-            self._arriving = None
-        if not self._is_used:
+        if not self.copied().here:
             return
         if self.activation_format() is FusedMoEActivationFormat.BatchedExperts:
             self._run_scratch.run(scratch)
@@ -420,8 +374,10 @@ class SplitExperts(Experts, unchecked=True):
         count, (w1, w2) = self._num_resident, self._weights
         check_tensors(expert_map=call.expert_map)
         expert_map = cast(torch.Tensor, call.expert_map)
-        resident = call._replace(expert_map=torch.where(expert_map < count, expert_map, -1))
-        scratch = call._replace(expert_map=(expert_map - count).clamp(min=-1), w1=w1, w2=w2)
+        if not self._maps or self._maps[0] is not expert_map:
+            self._maps = expert_map, torch.where(expert_map < count, expert_map, -1), (expert_map - count).clamp(min=-1)
+        resident = call._replace(expert_map=self._maps[1])
+        scratch = call._replace(expert_map=self._maps[2], w1=w1, w2=w2)
         if self.activation_format() is FusedMoEActivationFormat.Standard:
             return resident, scratch
         parts = []

@@ -143,6 +143,32 @@ class Pending(NamedTuple, Generic[Result]):
     start: Callable[[], None] = lambda: None
 
 
+class Copied(NamedTuple):
+    """Experts that were copied for one batch.
+
+    Attributes:
+        total, here: between all ranks, and into this rank's scratch slots.
+        release: to be called on every rank, once: what follows on the current stream may change this rank's experts,
+            which no rank copies for the batch any more.
+    """
+
+    total: int
+    here: int
+    release: Callable[[], None] = lambda: None
+
+
+class ExpertCopies(Protocol):
+    """Copies experts of one layer between its ranks."""
+
+    def start(self, sources: torch.Tensor) -> Pending[Copied]:
+        """Starts copying; a collective step.
+
+        Args:
+            sources: integer `[R, spare_slots]`, where the counts were: the slot that is copied into each scratch slot,
+                numbered over all ranks in their order; -1 for none.
+        """
+
+
 class BatchExchange(Protocol):
     """What balancing a batch needs of a backend's ranks beside dispatch and combine; every call is a collective step.
 
@@ -153,11 +179,16 @@ class BatchExchange(Protocol):
     rank: int
     size: int
 
-    def gather(self, counts: torch.Tensor) -> torch.Tensor:
-        """int64 `[n]` of every rank, `[R, n]` on the host."""
+    def open(self, resident: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor], num_slots: int) -> ExpertCopies:
+        """Prepares copies of a layer's experts.
 
-    def send_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> Pending[torch.Tensor]:
-        """Sends rows uint8 `[sum(sent), bytes]`, sent[r] of them to rank r in order; gives what arrived."""
+        Args:
+            resident, scratch: each tensor of an expert as uint8 `[slots, bytes]`, in this rank's slots.
+            num_slots: resident ones of all ranks; the first ranks have one more where they do not divide evenly.
+        """
+
+    def gather(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """How many of `ids` are each expert, on every rank: integer `[R, E]`, on the host or where `ids` are."""
 
 
 # (rows, their scales, metadata, global physical ids of the rows or None, their weights or None)

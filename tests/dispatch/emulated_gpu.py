@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from moe_ep.dispatch.nvshmem import kernels
-from moe_ep.kernels import jit
+from moe_ep.kernels import batch_plan, jit
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 SOURCES = Path(__file__).parent / "emulated"
-CUDA = Path(kernels.__file__).parent / "cuda"
 MOST_TURNS = 10_000_000
 # Bodies of the functions that are a GPU's instructions; compiling fails where one that is called is missing.
 BODIES = {
@@ -99,8 +98,8 @@ def instructions_for_cpu() -> str:
 def compile_kernels(folder: Path, threads: Mapping[str, int], **defines: int) -> ctypes.CDLL:
     """Kernels, each with so many threads, and what runs them, in bf16 unless said otherwise, without the device
     library."""
-    shared = [Path(jit.__file__).parent / "cuda" / name for name in ("deadline.cuh", "arrival.cuh")]
-    for path in (*CUDA.glob("*.cu*"), *SOURCES.glob("*.cu"), *shared):
+    of_kernels = [path for name in ("deadline.cuh", "arrival.cuh", "batch_*") for path in batch_plan.CUDA.glob(name)]
+    for path in (*kernels.CUDA.glob("*.cu*"), *SOURCES.glob("*.cu"), *of_kernels):
         (folder / path.name).write_text(for_cpu(path.name, path.read_text()))
     (folder / "ptx.cuh").write_text(instructions_for_cpu())
     command = [

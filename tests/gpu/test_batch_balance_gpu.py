@@ -1,4 +1,4 @@
-"""Batches that are balanced by their own counts over two GPUs: plain and packed experts, by NCCL."""
+"""Batches that are balanced by their own counts over two GPUs: plain and packed experts, by NCCL and over NVSHMEM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def over_gpus(rank: int, world_size: int, name: str, backend: str) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("backend", ["all_to_all", "batched_all_to_all", "allgather_reducescatter"])
+@pytest.mark.parametrize(
+    "backend", ["all_to_all", "batched_all_to_all", "allgather_reducescatter", "nvshmem_high_throughput"]
+)
 def test_balanced_batches_over_two_gpus(backend: str, name: str) -> None:
     first, second = ranks(2, "nccl").run(over_gpus, name, backend)
     assert first == second > 0

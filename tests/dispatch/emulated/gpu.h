@@ -304,6 +304,35 @@ T __shfl_up_sync(unsigned, T value, int by) {
   return emulated::shuffle(value, emulated::lane() - (emulated::lane() < by ? 0 : by));
 }
 
+template <typename T, typename Better>
+T reduce(T value, const Better& better) {
+  return emulated::meet(value, [&](T* values) {
+    T best = values[0];
+    for (int i = 1; i < emulated::kLanes; i++) best = better(best, values[i]);
+    std::fill_n(values, emulated::kLanes, best);
+  });
+}
+template <typename T>
+T __reduce_max_sync(unsigned, T value) {
+  return reduce(value, [](T a, T b) { return std::max(a, b); });
+}
+template <typename T>
+T __reduce_min_sync(unsigned, T value) {
+  return reduce(value, [](T a, T b) { return std::min(a, b); });
+}
+template <typename T>
+T __reduce_add_sync(unsigned, T value) {
+  return reduce(value, [](T a, T b) { return a + b; });
+}
+inline unsigned __match_any_sync(unsigned, int value) {
+  return emulated::meet(value, [](int* values) {
+    int same[emulated::kLanes] = {};
+    for (int i = 0; i < emulated::kLanes; i++)
+      for (int j = 0; j < emulated::kLanes; j++) same[i] |= (values[i] == values[j]) << j;
+    memcpy(values, same, sizeof same);
+  });
+}
+
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline float __uint_as_float(unsigned bits) {

@@ -1,0 +1,297 @@
+// The plan of one batch by its own counts: which experts are copied to which ranks, and which rank computes which of
+// this rank's rows; the rule of moe_ep/eplb/batch_rounds.py in one launch of one block.
+//
+// Layout in:   counts [RANKS, EXPERTS], rows of each source rank; slots [SLOTS], the expert in each slot, -1 for none,
+//              slots in rank order.
+// Layout out:  shares [EXPERTS, RANKS], this rank's rows of each expert that each rank computes; places [EXPERTS,
+//              RANKS], ids of the slots they go to, -1 for none; sources [RANKS, SPARE], the resident slot that is
+//              copied into each scratch slot, -1 for none.
+// Warp roles:  all threads add up counts and list the places of each expert. Then each of the first kTries warps makes a
+//              try with a target of its own: a lane has a rank, and a round takes two or three reductions of the warp.
+//              All warps write the best try, one expert after the other, lanes being ranks.
+// Example:     two ranks with one expert each, counts [[90, 10], [0, 0]], SPARE 1, rank 0: expert 0 is copied to rank 1,
+//              sources [[-1], [0]], shares [[51, 39], [0, 10]], places [[0, 3], [-1, 2]].
+#include "ptx.cuh"
+
+constexpr int kThreads = THREADS;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTargets = 8;
+constexpr int kTries = kTargets + 1;  // the last one without copies
+constexpr int kTolerance = 26;        // 1024ths of the mean
+constexpr int kCopies = RANKS * SPARE;
+constexpr int kMostSlots = 1024;
+constexpr u32 kAll = 0xFFFFFFFFu;
+static_assert(RANKS <= 32 && SLOTS <= kMostSlots && kTries <= kWarps, "a lane is a rank, a warp a try");
+
+struct Params {
+  const int* counts;
+  const int* slots;
+  int* shares;
+  int* places;
+  int* sources;
+  int rank;
+  int copy_cost;
+};
+
+struct Try {
+  int rows[SLOTS];
+  int copy_rows[kCopies];
+  short source[kCopies];
+  int loads[RANKS];
+  int cost, copies;
+};
+
+struct Shared {
+  int rows[SLOTS];  // evenly divided
+  short expert[SLOTS];
+  short next[SLOTS];  // of the same expert, on another rank; the first follows the last
+  unsigned char rank[SLOTS];
+  short first_place[EXPERTS];
+  Try tries[kTries];
+};
+
+DEVICE int first_slot(int rank) { return rank * (SLOTS / RANKS) + min(rank, SLOTS % RANKS); }
+
+// The largest number of a warp's lanes, and the lowest index that has it; number 0 and no index if none is above 0.
+struct Best {
+  int number;
+  u32 index;
+
+  DEVICE void take(int other, u32 its_index) {
+    if (other > number || (other == number && its_index < index)) {
+      number = other;
+      index = its_index;
+    }
+  }
+};
+
+DEVICE Best none() { return Best{0, kAll}; }
+
+DEVICE Best best_of_warp(Best own) {
+  const int most = __reduce_max_sync(kAll, own.number);
+  return Best{most, __reduce_min_sync(kAll, own.number == most ? own.index : kAll)};
+}
+
+// Lists the places of an expert, and divides its rows evenly over them, the first ones taking the remainder.
+DEVICE void divide(const Params& p, Shared& shared, int expert) {
+  int total = 0, num = 0, first = -1, last = -1;
+#pragma unroll 8
+  for (int rank = 0; rank < RANKS; ++rank) {
+    total += p.counts[rank * EXPERTS + expert];
+  }
+#pragma unroll 4
+  for (int slot = 0; slot < SLOTS; ++slot) {
+    if (shared.expert[slot] == expert && (last < 0 || shared.rank[last] != shared.rank[slot])) {
+      if (last < 0) {
+        first = slot;
+      } else {
+        shared.next[last] = static_cast<short>(slot);
+      }
+      last = slot;
+      ++num;
+    }
+  }
+  shared.first_place[expert] = static_cast<short>(first);
+  if (last >= 0) {
+    shared.next[last] = static_cast<short>(first);
+    int slot = first;
+    for (int i = 0; i < num; ++i) {
+      shared.rows[slot] = total / num + (i < total % num);
+      slot = shared.next[slot];
+    }
+  }
+}
+
+// The slot of a rank that holds the same expert as another slot, -1 if there is none.
+DEVICE int slot_on(const Shared& shared, int slot, int rank) {
+  int found = slot;
+  do {
+    if (shared.rank[found] == rank) {
+      return found;
+    }
+    found = shared.next[found];
+  } while (found != slot);
+  return -1;
+}
+
+// By a warp: passes rows on until no rank is above the target, or the fullest one can pass nothing on.
+DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int copy_cost) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int slot = lane; slot < SLOTS; slot += 32) {
+    t.rows[slot] = shared.rows[slot];
+  }
+  for (int copy = lane; copy < kCopies; copy += 32) {
+    t.source[copy] = -1;
+    t.copy_rows[copy] = 0;
+  }
+  int load = 0, used = 0, copies = 0;
+  if (lane < RANKS) {
+    for (int slot = first_slot(lane); slot < first_slot(lane + 1); ++slot) {
+      load += shared.rows[slot];
+    }
+    t.loads[lane] = load;
+  }
+  __syncwarp();
+  Best fullest;
+  for (;;) {
+    fullest = none();
+    if (lane < RANKS) {
+      fullest.take(load, lane);
+    }
+    fullest = best_of_warp(fullest);
+    const int from = static_cast<int>(fullest.index), surplus = fullest.number - target;
+    if (surplus <= 0) {
+      break;
+    }
+    // To another place of one of its experts.
+    Best best = none();
+    for (int slot = first_slot(from) + lane; slot < first_slot(from + 1); slot += 32) {
+      const int rows = t.rows[slot];
+      if (rows > 0) {
+        for (int other = shared.next[slot]; other != slot; other = shared.next[other]) {
+          const int passed = min(min(rows, surplus), target - t.loads[shared.rank[other]]);
+          best.take(passed, slot * kMostSlots + other);
+        }
+      }
+    }
+    for (int copy = lane; copy < kCopies; copy += 32) {
+      const int source = t.source[copy], slot = source < 0 ? -1 : slot_on(shared, source, from);
+      if (slot >= 0) {
+        const int passed = min(min(t.rows[slot], surplus), target - t.loads[copy / SPARE]);
+        best.take(passed, kMostSlots * kMostSlots + copy);
+      }
+    }
+    best = best_of_warp(best);
+    int passed = best.number, slot, other = -1, copy = -1, to;
+    if (passed > 0) {
+      const int index = static_cast<int>(best.index);
+      if (index < kMostSlots * kMostSlots) {
+        slot = index / kMostSlots;
+        other = index % kMostSlots;
+        to = shared.rank[other];
+      } else {
+        copy = index - kMostSlots * kMostSlots;
+        slot = slot_on(shared, t.source[copy], from);
+        to = copy / SPARE;
+      }
+    } else {
+      Best emptiest = none(), hottest = none();
+      if (lane < RANKS && used < spare) {
+        emptiest.take(target - load, lane);
+      }
+      emptiest = best_of_warp(emptiest);
+      if (emptiest.number == 0) {
+        break;
+      }
+      to = static_cast<int>(emptiest.index);
+      for (int own = first_slot(from) + lane; own < first_slot(from + 1); own += 32) {
+        hottest.take(t.rows[own], own);
+      }
+      hottest = best_of_warp(hottest);
+      slot = static_cast<int>(hottest.index);
+      passed = min(min(hottest.number, surplus), emptiest.number);
+      copy = to * SPARE + __shfl_sync(kAll, used, to);
+      used += lane == to;
+      ++copies;
+    }
+    load += (lane == to ? passed : 0) - (lane == from ? passed : 0);
+    if (lane < RANKS) {
+      t.loads[lane] = load;
+    }
+    if (lane == 0) {
+      t.rows[slot] -= passed;
+      if (other >= 0) {
+        t.rows[other] += passed;
+      } else {
+        t.source[copy] = t.copy_rows[copy] == 0 ? static_cast<short>(slot) : t.source[copy];
+        t.copy_rows[copy] += passed;
+      }
+    }
+    __syncwarp();
+  }
+  if (lane == 0) {
+    t.cost = fullest.number + copy_cost * copies;
+    t.copies = copies;
+  }
+}
+
+// By a warp: what this rank needs to know of an expert; a lane has a rank.
+DEVICE void write_expert(const Params& p, const Shared& shared, const Try& t, int expert) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, first = shared.first_place[expert];
+  int wanted = 0, place = -1;
+  if (first >= 0 && lane < RANKS) {
+    const int slot = slot_on(shared, first, lane);
+    if (slot >= 0) {
+      wanted = t.rows[slot];
+      place = slot + lane * SPARE;
+    }
+    for (int i = 0; i < SPARE; ++i) {
+      const int source = t.source[lane * SPARE + i];
+      if (source >= 0 && shared.expert[source] == expert) {
+        wanted += t.copy_rows[lane * SPARE + i];
+        place = first_slot(lane + 1) + lane * SPARE + i;
+      }
+    }
+  }
+  // Rows stay on their rank as far as its share goes; the others go to what is left, both in the order of the ranks.
+  const int have = lane < RANKS ? p.counts[lane * EXPERTS + expert] : 0;
+  const int stays = min(have, wanted), supply = have - stays, demand = wanted - stays;
+  int supplied = supply, demanded = demand;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(kAll, supplied, step), asked = __shfl_up_sync(kAll, demanded, step);
+    supplied += lane >= step ? before : 0;
+    demanded += lane >= step ? asked : 0;
+  }
+  const int end = __shfl_sync(kAll, supplied, p.rank), begin = end - __shfl_sync(kAll, supply, p.rank);
+  const int leaves = max(min(end, demanded) - max(begin, demanded - demand), 0);
+  if (lane < RANKS) {
+    p.shares[expert * RANKS + lane] = leaves + (lane == p.rank ? stays : 0);
+    p.places[expert * RANKS + lane] = place;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_plan(const __grid_constant__ Params p) {
+  __shared__ Shared shared;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+  for (int slot = thread; slot < SLOTS; slot += kThreads) {
+    constexpr int kEach = SLOTS / RANKS, kLarger = SLOTS % RANKS * (kEach + 1);
+    shared.rank[slot] = slot < kLarger ? slot / (kEach + 1) : SLOTS % RANKS + (slot - kLarger) / max(kEach, 1);
+    shared.expert[slot] = static_cast<short>(p.slots[slot]);
+    shared.next[slot] = static_cast<short>(slot);
+    shared.rows[slot] = 0;
+  }
+  __syncthreads();
+  for (int expert = thread; expert < EXPERTS; expert += kThreads) {
+    divide(p, shared, expert);
+  }
+  __syncthreads();
+  if (warp < kTries) {
+    int load = 0;
+    const int lane = thread % 32;
+    if (lane < RANKS) {
+      for (int slot = first_slot(lane); slot < first_slot(lane + 1); ++slot) {
+        load += shared.rows[slot];
+      }
+    }
+    const int most = __reduce_max_sync(kAll, load), mean = (__reduce_add_sync(kAll, load) + RANKS - 1) / RANKS;
+    const int low = mean + static_cast<int>(static_cast<u64>(mean) * kTolerance / 1024);
+    const bool copies = warp < kTargets;
+    const u64 above = static_cast<u64>(max(most - low, 0)) * warp / kTargets;
+    make_try(shared, shared.tries[warp], copies ? low + static_cast<int>(above) : mean, copies ? SPARE : 0,
+             p.copy_cost);
+  }
+  __syncthreads();
+  int best = 0;
+  for (int i = 1; i < kTries; ++i) {
+    const Try &one = shared.tries[i], &other = shared.tries[best];
+    best = one.cost < other.cost || (one.cost == other.cost && one.copies < other.copies) ? i : best;
+  }
+  const Try& t = shared.tries[best];
+  for (int expert = warp; expert < EXPERTS; expert += kWarps) {
+    write_expert(p, shared, t, expert);
+  }
+  if (thread < kCopies) {
+    p.sources[thread] = t.source[thread];
+  }
+}

@@ -1,0 +1,73 @@
+// The slot of each row of a batch that was planned: of an expert's rows, in their order, the first shares[e][0] go to
+// rank 0, the next shares[e][1] to rank 1, and so on.
+//
+// Layout in:   ids [num_rows], logical experts, others for none; shares and places [EXPERTS, RANKS] of batch_plan.cu.
+// Layout out:  out [num_rows], the id of a slot, -1 for none.
+// Warp roles:  a thread has one row. Each block counts the rows of all blocks before it by expert, then its own warps'.
+//              So blocks wait for nothing, and the order is that of the rows.
+// Example:     ids [0, 1, 0], shares [[1, 1], [0, 1]], places [[0, 3], [-1, 2]]: out [0, 2, 3].
+#include "batch_rows.cuh"
+
+constexpr int kThreads = THREADS;
+constexpr int kWarps = kThreads / 32;
+constexpr int kAtOnce = 4;  // rows of a thread that are loaded together
+
+struct Params {
+  const Id* ids;
+  const int* shares;
+  const int* places;
+  int* out;
+  int num_rows;
+};
+
+struct Shared {
+  int before[EXPERTS];                     // rows of the blocks before
+  unsigned char of_warp[kWarps][EXPERTS];  // rows of each warp, at most 32
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads) batch_rows(const __grid_constant__ Params p) {
+  __shared__ Shared shared;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  for (int expert = thread; expert < EXPERTS; expert += kThreads) {
+    shared.before[expert] = 0;
+    for (int other = 0; other < kWarps; ++other) {
+      shared.of_warp[other][expert] = 0;
+    }
+  }
+  __syncthreads();
+  const int begin = static_cast<int>(blockIdx.x) * kThreads;
+  for (int first = thread; first < begin; first += kThreads * kAtOnce) {
+    int experts[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      experts[i] = expert_of(p.ids, first + kThreads * i, begin);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      count_row(experts[i], shared.before);
+    }
+  }
+  const int row = begin + thread, expert = expert_of(p.ids, row, p.num_rows);
+  const u32 same = __match_any_sync(kAllOfWarp, expert), before = same & ((1u << lane) - 1);
+  if (expert >= 0 && before == 0) {
+    shared.of_warp[warp][expert] = static_cast<unsigned char>(__popc(same));
+  }
+  __syncthreads();
+  if (row >= p.num_rows) {
+    return;
+  }
+  int place = -1;
+  if (expert >= 0) {
+    int nth = shared.before[expert] + __popc(before), rank = 0;
+#pragma unroll 8
+    for (int other = 0; other < kWarps; ++other) {
+      nth += other < warp ? shared.of_warp[other][expert] : 0;
+    }
+    const int* shares = p.shares + expert * RANKS;
+    while (rank < RANKS - 1 && nth >= shares[rank]) {
+      nth -= shares[rank++];
+    }
+    place = p.places[expert * RANKS + rank];
+  }
+  p.out[row] = place;
+}
