@@ -8,7 +8,7 @@ what a lane needs for 32 columns, so that a warp reads whole cache lines and not
       strip     64 rows, all columns; the last one may have 32           one after the other
       block     a strip's 64 rows x 32 columns                           along the columns
       fragment  a block's 16 rows, one warp's                            4 to a block (2 in a strip of 32)
-      lane      16 codes: 8 bytes (4 bits) or 16 bytes (8 bits)          32 to a fragment
+      lane      16 codes of 4 bits: 8 bytes                              32 to a fragment
 
     a lane's codes; kk = which 16 of the 32 columns, h = row g or g + 8, c = column 2t (+ 1, + 8, + 9)
       4 bits    int32 number kk:        bits 0     4     8     12    16    20    24    28
@@ -18,7 +18,9 @@ what a lane needs for 32 columns, so that a warp reads whole cache lines and not
                 bit of it at each bit, of the other half's codes where marked ':
                 15   14   13   12   11   10   9    8    7    6    5    4    3    2    1    0
                 0.3  1.2' 1.1' 1.0' 2.2' 2.1' 2.0' 0.2  0.1  0.0  1.3  3.1  3.0  2.3  3.3  3.2
-      8 bits    int32 number 2 kk + k:  bytes 0..3 are h 0, c 2t + 8k; h 0, c 2t + 8k + 1; then h 1 alike
+    8 bits: a lane's int32 has the columns 2t, 2t + 8, 2t + 1, 2t + 9 of one row. Those of 8 rows are 128 bytes, a "core
+    matrix" of wgmma, which takes these weights from shared memory as they are; ldmatrix gives each lane its int32 of
+    four of them. The eight core matrices of two fragments f, in order: h, then f, then kk (1024 bytes).
 
 Row order, for every 16 packed rows, position 8 h + j:
     gated     h = 0 gate row 8 b + j, h = 1 up row 8 b + j: a lane holds both and applies the activation itself
@@ -235,8 +237,8 @@ def pack_codes(codes: torch.Tensor, bits: int, gated: bool, spread: bool = False
         if bits == 4:  # e, strip, block, fragment, g, t, kk, i, k; the two rows h share a byte
             low, high = (v[:, :, :, h].permute(0, 1, 4, 2, 3, 7, 5, 8, 6) for h in range(2))
             lanes = low | (high << 4)
-        else:  # e, strip, block, fragment, g, t, kk, k, h, i
-            lanes = v.permute(0, 1, 5, 2, 4, 8, 6, 7, 3, 9)
+        else:  # e, strip, block, pair of fragments, h, fragment, kk, g, t, i, k
+            lanes = v.unflatten(2, (-1, 2)).permute(0, 1, 6, 2, 4, 3, 7, 5, 9, 10, 8)
         parts.append(lanes.reshape(num_experts, -1).view(torch.int32))
     words = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return _move_bits(words, SPREAD) if spread else words
@@ -256,8 +258,8 @@ def _unpack_codes(qweight: torch.Tensor, num_rows: int, num_columns: int, bits: 
             both = torch.stack([v & 15, v >> 4], dim=-1)  # e, strip, block, fragment, g, t, kk, i, k, h
             v = both.permute(0, 1, 3, 9, 4, 2, 6, 8, 5, 7)
         else:
-            v = part.reshape(num_experts, strips, blocks, fragments, 8, 4, 2, 2, 2, 2)  # ..., t, kk, k, h, i
-            v = v.permute(0, 1, 3, 8, 4, 2, 6, 7, 5, 9)
+            v = part.reshape(num_experts, strips, blocks, fragments // 2, 2, 2, 2, 8, 4, 2, 2)  # ..., kk, g, t, i, k
+            v = v.permute(0, 1, 3, 5, 4, 7, 2, 6, 10, 8, 9)  # e, strip, pair, fragment, h, g, block, kk, k, t, i
         parts.append(v.reshape(num_experts, count, num_columns))
     return torch.cat(parts, dim=1)
 
@@ -321,13 +323,12 @@ def _pack_codes_kernel(
     """Gathers each packed word from two rows of the plain form; program (b, e) makes words b * BLOCK ... of expert e.
 
     Before: codes uint8 `[E, out, in]` in natural row order, read as pairs of columns, int16 `[E, out, in / 2]`.
-    After: int32 `[E, words_per_expert]` in the order of strips, blocks, fragments, lanes, words of a lane.
+    After: int32 `[E, words_per_expert]`, laid out as the module says.
 
     Example: 4 bits, not gated: word 0 holds row 0, columns 0, 8, 1, 9 in its even nibbles and row 2, the same columns,
     in its odd ones.
     """
-    LANE_WORDS: tl.constexpr = BITS // 2
-    FRAGMENT_WORDS: tl.constexpr = 32 * LANE_WORDS
+    FRAGMENT_WORDS: tl.constexpr = 16 * BITS
     expert = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < words_per_expert
@@ -336,7 +337,13 @@ def _pack_codes_kernel(
     fragments = tl.where(num_rows - 64 * strip == 32, 2, 4)
     fragment_of_strip, in_fragment = in_strip // FRAGMENT_WORDS, in_strip % FRAGMENT_WORDS
     block, fragment = fragment_of_strip // fragments, fragment_of_strip % fragments
-    lane, lane_word = in_fragment // LANE_WORDS, in_fragment % LANE_WORDS
+    if BITS == 4:
+        lane, sixteen_columns = in_fragment // 2, in_fragment % 2
+    else:  # of two fragments together: h, fragment, sixteen columns, lane
+        in_pair = fragment % 2 * FRAGMENT_WORDS + in_fragment
+        second_row = in_pair // FRAGMENT_WORDS
+        fragment += in_pair // 64 % 2 - fragment % 2
+        lane, sixteen_columns = in_pair % 32, in_pair // 32 % 2
     g, t = lane // 4, lane % 4
     sixteen = 4 * strip + fragment
     if GATED:
@@ -344,21 +351,21 @@ def _pack_codes_kernel(
     else:
         row = 16 * sixteen + 4 * (g // 2) + g % 2
         other_row = row + 2
-    if BITS == 4:
-        pair = 16 * block + 8 * lane_word + t
-    else:
-        pair = 16 * block + 4 * lane_word + t
+    if BITS == 8:
+        row = tl.where(second_row == 1, other_row, row)
+    pair = 16 * block + 8 * sixteen_columns + t
     source = pairs_ptr + expert * num_rows * (num_columns // 2)
     pitch = num_columns // 2
+    # The two columns of a pair go to the two halves of the word.
     first = tl.load(source + row * pitch + pair, mask=inside, other=0).to(tl.int32) & 0xFFFF
-    second = tl.load(source + other_row * pitch + pair, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    far = tl.load(source + row * pitch + pair + 4, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    first, far = (first | (first << 8)) & 0xFF00FF, (far | (far << 8)) & 0xFF00FF
+    packed = first | (far << 8)
     if BITS == 4:
-        far = tl.load(source + row * pitch + pair + 4, mask=inside, other=0).to(tl.int32) & 0xFFFF
+        second = tl.load(source + other_row * pitch + pair, mask=inside, other=0).to(tl.int32) & 0xFFFF
         far_second = tl.load(source + other_row * pitch + pair + 4, mask=inside, other=0).to(tl.int32) & 0xFFFF
-        # The two columns of a pair go to the two halves of the word.
-        first, second = (first | (first << 8)) & 0xFF00FF, (second | (second << 8)) & 0xFF00FF
-        far, far_second = (far | (far << 8)) & 0xFF00FF, (far_second | (far_second << 8)) & 0xFF00FF
-        packed = first | (second << 4) | (far << 8) | (far_second << 12)
+        second, far_second = (second | (second << 8)) & 0xFF00FF, (far_second | (far_second << 8)) & 0xFF00FF
+        packed |= (second << 4) | (far_second << 12)
         if SPREAD:
             # As repack.SPREAD says.
             codes = packed.to(tl.uint32, bitcast=True)
@@ -367,8 +374,6 @@ def _pack_codes_kernel(
             spread |= ((codes & 0x00000700) << 17) | ((codes & 0x07000000) >> 15)
             spread |= ((codes & 0x38003800) >> 9) | ((codes & 0xC000C000) >> 14)
             packed = spread.to(tl.int32, bitcast=True)
-    else:
-        packed = first | (second << 16)
     tl.store(words_ptr + expert * words_per_expert + word, packed, mask=inside)
 
 

@@ -27,7 +27,10 @@ BODIES = {
         "float sigmoid(float x)": "return 1.0f / (1.0f + std::exp2(-1.44269504f * x));",
     },
     "dequant.cuh": {
-        "void load_words_at(u32 from, u32* w)": "memcpy(w, emulated::at<u8>(from + kOffset), 2 * kBits);",
+        "void load_words_at(u32 from, u32* w)": (
+            "if constexpr (kBits == 4) memcpy(w, emulated::at<u8>(from + kOffset), 8);"
+            " else load_matrices(w, from + kOffset);"
+        ),
     },
     "eight_bit_layout.cuh": {
         "float max_or_nan(float a, float b)": "return a != a || b != b ? NAN : std::fmax(a, b);",
@@ -42,7 +45,11 @@ BODIES = {
 }
 _STANDS_FOR = ("ptx.cuh", "number.cuh", "mma.cuh", "wgmma.cuh")
 _WGMMA = """template <int kTokens, bool kAdd>
-DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b) { emulated_wgmma<kTokens, kAdd>(d, a, b); }
+DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b) {
+  emulated_wgmma<kTokens, kAdd>(d, emulated::rows_of_lane(a), b);
+}
+template <int kTokens, bool kAdd>
+DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b) { emulated_wgmma<kTokens, kAdd>(d, rows_at(a), b); }
 """
 
 
@@ -174,7 +181,7 @@ def compile_widening(folder: Path, builds: list[tuple[int, int]]) -> ctypes.CDLL
             "void widen(const u32* words, int count, u32 z0, u32 z1, u32* low, u32* high) {\n"
             "  for (int i = 0; i < count; i++) {\n"
             "    if constexpr (kBits == 4) widen_four_bits(words[i], z0, z1, low[i], high[i]);\n"
-            "    else widen_eight_bits(words[2 * i], words[2 * i + 1], low[i], high[i]);\n"
+            "    else low[i] = high[i] = widen_eight_bits(words[i]);\n"
             f'  }}\n}}\n}}\n#undef ROWS_INT8\nextern "C" float unit_{name}() {{ return n{name}::kCodeUnit; }}\n'
             f'extern "C" void widen_{name}(const u32* w, int n, u32 z0, u32 z1, u32* l, u32* h) '
             f"{{ n{name}::widen(w, n, z0, z1, l, h); }}\n"

@@ -106,11 +106,8 @@ def test_widened_codes_are_the_weights(number: int, is_int8: int, widening: ctyp
         stored = torch.zeros_like(words)
         for mask, by in SPREAD:
             stored |= (words & mask) << by if by > 0 else (words & mask) >> -by
-    if bits == 8:  # two words, of 8 codes; the second is the first one's mirror image
-        codes = torch.cat([codes, codes.flip(0)], dim=1)
-        stored = torch.stack([stored, stored.flip(0)], dim=1)
-    # Columns 2 t, 2 t + 8, 2 t + 1, 2 t + 9 of either row.
-    order = ([0, 2, 4, 6], [1, 3, 5, 7]) if bits == 4 else ([0, 4, 1, 5], [2, 6, 3, 7])
+    # Columns 2 t, 2 t + 8, 2 t + 1, 2 t + 9 of either row, or of one in 8 bits.
+    order = ([0, 2, 4, 6], [1, 3, 5, 7]) if bits == 4 else ([0, 1, 2, 3],) * 2
     given = stored.to(torch.int64).flatten().to(torch.uint32)
     unit = widening[f"unit_{number}_{is_int8}"]
     unit.restype = ctypes.c_float

@@ -118,8 +118,9 @@ def test_every_code_lies_where_the_drawing_says(bits: int, rows: int, gated: boo
                 nibble = 8 * kk + i * 4 + k * 2 + h
                 byte = data[(start + nibble) // 2]
                 value = byte >> 4 if nibble % 2 else byte & 15
-            else:
-                value = data[start + 8 * kk + 4 * k + 2 * h + i]
+            else:  # core matrices of 8 rows x 16 columns, the eight of two pieces in the order h, piece, kk
+                pair = strip * 64 * columns + (block * (height // 16) + piece // 2 * 2) * 512
+                value = data[pair + (4 * h + 2 * (piece % 2) + kk) * 128 + 16 * g + 4 * t + 2 * i + k]
             assert value == codes[0, order[position], column]
 
 

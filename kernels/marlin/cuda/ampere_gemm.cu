@@ -41,7 +41,6 @@ constexpr int kSplitK = kWarps / kGroupWarps;
 // GROUP_COLUMNS: columns that share a scale; 0: each column's group is looked up; -1: one group per row.
 constexpr bool kLookUp = GROUP_COLUMNS == 0;
 constexpr int kStepGroups = GROUP_COLUMNS > 0 && GROUP_COLUMNS < kStepColumns ? kStepColumns / GROUP_COLUMNS : 1;
-constexpr int kFragmentBytes = 512 * kBits / 8;  // 16 rows x 32 columns
 constexpr int kTileFragments = kTileRows / 16;
 constexpr int kCodeBytes = kStepColumns / 32 * kTileFragments * kFragmentBytes;
 constexpr int kScaleRow = kTileRows * kScaleBytes;
@@ -209,7 +208,7 @@ DEVICE void multiply_columns(const GemmParams& gemm, const Tile& tile, const int
   int lane = threadIdx.x % 32, row = lane % 8;
   // A quarter of the warp gives the addresses of 8 rows.
   u32 tokens = shared_address(stage.tokens()) + (lane / 16 * 8 + row) * 128 + (lane / 8 % 2 ^ row) * 16;
-  const u8* codes = stage.codes() + first / 16 * kFragmentBytes + lane * (kFragmentBytes / 32);
+  const u8* codes = stage.codes() + fragment_place(first / 16) + lane_place(lane);
 #pragma unroll
   for (int block = 0; block < kStepColumns / 32; block++) {
     if (!kWhole && step * kStepColumns + block * 32 >= gemm.columns) break;
@@ -224,7 +223,7 @@ DEVICE void multiply_columns(const GemmParams& gemm, const Tile& tile, const int
       if (kLookUp && tile.first + first + 16 * i >= gemm.rows) break;  // there are no scales for it
       u32 words[2 * kWords], a[4];
       Scales scales;
-      load_words(words, codes + (block * kTileFragments + i) * kFragmentBytes);
+      load_words(words, codes + block * kTileFragments * kFragmentBytes + fragment_place(i));
 #pragma unroll
       for (int k = 0; k < 2; k++) {
         dequantize_fragment(gemm, tile, column_groups, step, stage, 2 * block + k, first + 16 * i + lane / 4 * 2,

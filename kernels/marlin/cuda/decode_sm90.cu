@@ -323,11 +323,10 @@ DEVICE void raw_pairs(const u32* words, u32* a) {
   } else {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      u32 word = words[(j >> 1) % kWords];
       if constexpr (WEIGHT_TYPE == UINT8B128) {
-        a[j] = permute_bytes(word, 0, j & 1 ? 0x4342 : 0x4140);
+        a[j] = permute_bytes(word_of_pair(words, j), 0, j < 2 ? 0x4240 : 0x4341);
       } else {
-        a[j] = e4m3_bits(word, j & 1);
+        a[j] = e4m3_bits_of_pair(words, j);
       }
     }
   }
@@ -350,7 +349,6 @@ DEVICE void load_raw_zeros(const u8* row, float* zero) {
 // What the warps of a CTA share: the ring of stages, the queue of slices, flags, and their sizes.
 
 constexpr int kStrips = kTileRows / 64;
-constexpr int kFragmentBytes = 512 * kBits / 8;             // 16 rows x 32 columns
 constexpr int kStripBytes = 64 * kStepColumns * kBits / 8;  // 64 rows of a stage
 constexpr int kCodeBytes = kStrips * kStripBytes;
 constexpr int kScaleRow = kTileRows * kScaleBytes;  // scales of a group
@@ -995,7 +993,7 @@ struct Lane {
     int consumer = thread / 32;
     group = consumer / kGroupWarps, warp = consumer % kGroupWarps, lane = thread % 32;
     int block = warp * kSplitK, row = lane % 8;
-    codes = block / 4 * kStripBytes + block % 4 * kFragmentBytes + lane * (kFragmentBytes / 32);
+    codes = block / 4 * kStripBytes + fragment_place(block % 4) + lane_place(lane);
     // A quarter of the warp gives the addresses of 8 rows: of 8 tokens x 32 columns, or of 16 tokens x 16 columns.
     tokens = kTokens == 8 ? row * 128 + (lane / 8 ^ row) * 16 : (lane / 16 * 8 + row) * 128 + (lane / 8 % 2 ^ row) * 16;
     scales = (block * 16 + lane / 4 * 2) * kScaleBytes;
@@ -1036,7 +1034,7 @@ DEVICE void multiply_stage(const Lane<kTokens, kSplitK>& me, float (&sums)[kSpli
     for (int k = 0; k < 4; k++) {
 #pragma unroll
       for (int i = 0; i < kSplitK && k % 2 == 0; i++) {
-        load_words(words[k / 2][i], codes + (half * 8 + k / 2 * 4 + i) * kFragmentBytes);
+        load_words(words[k / 2][i], codes + (half * 8 + k / 2 * 4) * kFragmentBytes + fragment_place(i));
       }
 #pragma unroll
       for (int j = 0; j < (kTokens + 8) / 16 && (kTokens > 8 || k % 2 == 0); j++) {
@@ -1057,8 +1055,12 @@ DEVICE void multiply_stage(const Lane<kTokens, kSplitK>& me, float (&sums)[kSpli
 // Number k of a lane's codes of 16 columns; of four bits, together with the next.
 DEVICE void read_words(u32* words, const u8* fragment, int k) {
   if (kBits == 4 && k % 2 == 1) return;
-  uint2 v = *reinterpret_cast<const uint2*>(fragment + k / 2 * 4 * kFragmentBytes + k % 2 * 8);
-  words[0] = v.x, words[1] = v.y;
+  const u8* from = fragment + k / 2 * 4 * kFragmentBytes;
+  if constexpr (kBits == 4) {
+    load_words(words, from);
+  } else {
+    load_two_matrices(words, shared_address(from + k % 2 * kNextColumnsPlace));
+  }
 }
 
 // Initial accumulators of a stage for 16 rows; `scales` are those of the rows.
@@ -1109,7 +1111,7 @@ DEVICE void multiply_raw(const Lane<kTokens, kSplitK>& me, float (&sums)[kSplitK
 #pragma unroll
   for (int k = 0; k < 8; k++) {
 #pragma unroll
-    for (int i = 0; i < kSplitK; i++) read_words(words[i], codes + i * kFragmentBytes, k);
+    for (int i = 0; i < kSplitK; i++) read_words(words[i], codes + fragment_place(i), k);
     u32 from = (tokens ^ k % 4 * 32) + k / 4 * token_rows_of(kTokens) * 128;
 #pragma unroll
     for (int j = 0; j < (kTokens + 8) / 16 && (kTokens > 8 || k % 2 == 0); j++) {
@@ -1142,7 +1144,7 @@ DEVICE void multiply_wgmma(const Lane<kTokens, kSplitK>& me, float (&sums)[kSpli
   u32 a[2][2][kSplitK][4];
   auto read = [&](int quarter) {
 #pragma unroll
-    for (int i = 0; i < kSplitK; i++) load_words(words[i], codes + (quarter * 4 + i) * kFragmentBytes);
+    for (int i = 0; i < kSplitK; i++) load_words(words[i], codes + quarter * 4 * kFragmentBytes + fragment_place(i));
   };
   fence_proxy_async();  // tokens were written by cp.async or st.shared, wgmma reads through the async proxy
   if (kAhead) read(0);

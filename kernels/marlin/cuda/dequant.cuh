@@ -4,7 +4,7 @@
 // and g + 8 (g = lane / 4) over one group of columns, each number twice, so that one instruction serves both halves of
 // a pair.
 #pragma once
-#include "number.cuh"
+#include "mma.cuh"
 
 #define UINT4 0
 #define UINT4B8 1
@@ -28,10 +28,12 @@ struct Scales {
 // ---- small floats: their bits are moved into the fields of bf16 or f16; a power of two corrects the exponent bias
 // ----
 
-// Bytes 2 k and 2 k + 1 of a word of e4m3 numbers, as the bits of bf16s that are 2^120 too small, or of f16s 2^8 too
-// small.
-DEVICE u32 e4m3_bits(u32 word, int k) {
-  u32 wide = permute_bytes(word, 0, k ? 0xb3a2 : 0x9180);  // each byte under eight copies of its sign
+// Two bytes of a word, for permute_bytes: each is followed by eight copies of its sign.
+constexpr u32 kEvenBytes = 0xa280, kOddBytes = 0xb391, kLowBytes = 0x9180;
+
+// Those bytes of a word of e4m3 numbers, as the bits of bf16s that are 2^120 too small, or of f16s 2^8 too small.
+DEVICE u32 e4m3_bits(u32 word, u32 bytes) {
+  u32 wide = permute_bytes(word, 0, bytes);
   return ACT_BF16 ? wide << 4 & 0x87f087f0u : wide << 7 & 0xbf80bf80u;
 }
 
@@ -72,7 +74,7 @@ DEVICE Scales load_scales(const u8* row, const u8* zeros, int index) {
     pair = *reinterpret_cast<const u32*>(row + 2 * index);
   } else {
     u32 bytes = *reinterpret_cast<const u16*>(row + index);
-    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(e4m3_bits(bytes, 0)) : e8m0_pair(bytes & 0xff, bytes >> 8);
+    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(e4m3_bits(bytes, kLowBytes)) : e8m0_pair(bytes & 0xff, bytes >> 8);
   }
   s.scale[0] = permute_bytes(pair, 0, 0x1010);
   s.scale[1] = permute_bytes(pair, 0, 0x3232);
@@ -91,27 +93,35 @@ DEVICE Scales load_scales(const u8* row, const u8* zeros, int index) {
 
 // ---- codes ----
 
-// A lane's codes of 16 rows x 32 columns.
-DEVICE void load_words(u32* words, const u8* from) {
-  if constexpr (kBits == 4) {
-    uint2 v = *reinterpret_cast<const uint2*>(from);
-    words[0] = v.x, words[1] = v.y;
-  } else {
-    uint4 v = *reinterpret_cast<const uint4*>(from);
-    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-  }
-}
+constexpr int kFragmentBytes = 512 * kBits / 8;  // 16 rows x 32 columns
 
-// The same from kOffset bytes behind an address in shared memory.
+// Where fragment i of a block of 32 columns begins, and what a lane reads of it (repack.py). Four bits: its two words.
+// Eight bits: two fragments lie in one another, and a lane gives ldmatrix the address of a row of four core matrices.
+DEVICE constexpr int fragment_place(int i) {
+  return kBits == 4 ? i * kFragmentBytes : i / 2 * 2 * kFragmentBytes + i % 2 * 256;
+}
+DEVICE int lane_place(int lane) { return kBits == 4 ? lane * 8 : lane / 8 % 2 * 512 + lane / 16 * 128 + lane % 8 * 16; }
+constexpr int kNextColumnsPlace = 128;  // of the second 16 columns of eight bits
+
+// A lane's codes of 16 rows x 32 columns, from kOffset bytes behind an address in shared memory: kWords for 16 columns.
 template <int kOffset>
 DEVICE void load_words_at(u32 from, u32* w) {
   if constexpr (kBits == 4) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(w[0]), "=r"(w[1]) : "r"(from), "n"(kOffset) : "memory");
   } else {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4+%5];"
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4+%5];"
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
                  : "r"(from), "n"(kOffset)
                  : "memory");
+  }
+}
+
+DEVICE void load_words(u32* words, const u8* from) {
+  if constexpr (kBits == 4) {
+    uint2 v = *reinterpret_cast<const uint2*>(from);
+    words[0] = v.x, words[1] = v.y;
+  } else {
+    load_matrices(words, shared_address(from));
   }
 }
 
@@ -124,15 +134,21 @@ DEVICE u32 four_bit_pair(u32 word, int j) {
 #endif
 }
 
-// Bytes 2 k and 2 k + 1 of a word as numbers, minus 128.
+// Bytes k and k + 2 of a word as numbers, minus 128.
 DEVICE u32 eight_bit_pair(u32 word, int k) {
 #if ACT_BF16
-  float low = __uint_as_float(permute_bytes(word, 0x4b000000u, 0x7650 + 2 * k)) - 8388736.0f;
-  float high = __uint_as_float(permute_bytes(word, 0x4b000000u, 0x7651 + 2 * k)) - 8388736.0f;
+  float low = __uint_as_float(permute_bytes(word, 0x4b000000u, 0x7650 + k)) - 8388736.0f;
+  float high = __uint_as_float(permute_bytes(word, 0x4b000000u, 0x7652 + k)) - 8388736.0f;
   return to_pair(low, high);
 #else
-  return add_pair(permute_bytes(word, 0x64646464u, k ? 0x4342 : 0x4140), 0xe480e480u);  // -1152
+  return add_pair(permute_bytes(word, 0x64646464u, k ? 0x4341 : 0x4240), 0xe480e480u);  // -1152
 #endif
+}
+
+// Of a lane's kWords of 16 columns, the eight-bit codes of pair j, in the order of dequantize().
+DEVICE u32 word_of_pair(const u32* words, int j) { return words[j % 2 % kWords]; }
+DEVICE u32 e4m3_bits_of_pair(const u32* words, int j) {
+  return e4m3_bits(word_of_pair(words, j), j < 2 ? kEvenBytes : kOddBytes);
 }
 
 // The four pairs of 16 columns: rows g and g + 8, then the same rows eight columns further on.
@@ -145,9 +161,9 @@ DEVICE void dequantize(const u32* words, const Scales& s, u32* a) {
     } else if constexpr (WEIGHT_TYPE == UINT4B8) {
       value = add_pair(four_bit_pair(words[0], j), ACT_BF16 ? 0xc308c308u : 0xe408e408u);  // -136, -1032
     } else if constexpr (WEIGHT_TYPE == UINT8B128) {
-      value = eight_bit_pair(words[(j >> 1) % kWords], j & 1);
+      value = eight_bit_pair(word_of_pair(words, j), j / 2);
     } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
-      value = e4m3_pair(e4m3_bits(words[(j >> 1) % kWords], j & 1));
+      value = e4m3_pair(e4m3_bits_of_pair(words, j));
     } else {
       value = e2m1_pair(e2m1_bits(words[0], j));
     }
@@ -198,9 +214,9 @@ DEVICE void unscaled(const u32* words, const Scales& s, u32* a) {
       u32 bits = (j < 2 ? words[0] : words[0] >> 8) & (j & 1 ? 0x00f000f0u : 0x000f000fu);
       a[j] = fma_pair(bits, kMakeNormal, s.offset[j & 1]);
     } else if constexpr (WEIGHT_TYPE == UINT8B128) {
-      a[j] = eight_bit_pair(words[(j >> 1) % kWords], j & 1);
+      a[j] = eight_bit_pair(word_of_pair(words, j), j / 2);
     } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
-      a[j] = e4m3_pair(e4m3_bits(words[(j >> 1) % kWords], j & 1));
+      a[j] = e4m3_pair(e4m3_bits_of_pair(words, j));
     } else {
       a[j] = e2m1_pair(e2m1_bits(words[0], j));
     }
@@ -228,7 +244,7 @@ DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
   } else {
     u32 bytes = *reinterpret_cast<const u16*>(row);
     // An e8m0 byte is the exponent of a bf16, except the least (2^-127), which becomes zero; there is room up to 2^27.
-    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(e4m3_bits(bytes, 0)) : permute_bytes(bytes, 0, 0x4140) << 7;
+    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(e4m3_bits(bytes, kLowBytes)) : permute_bytes(bytes, 0, 0x4140) << 7;
   }
   Scales s;
   s.scale[0] = mul_pair(pair, kFold);
@@ -251,9 +267,9 @@ DEVICE void dequantize_folded(const u32* words, const Scales& s, u32* a) {
       u32 bits = (j < 2 ? words[0] : words[0] >> 8) & (j & 1 ? 0x00f000f0u : 0x000f000fu);
       a[j] = fold(bits, s, j & 1);
     } else if constexpr (WEIGHT_TYPE == UINT8B128) {
-      a[j] = fold(permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x4342 : 0x4140), s, j & 1);
+      a[j] = fold(permute_bytes(word_of_pair(words, j), 0, j < 2 ? 0x4240 : 0x4341), s, j & 1);
     } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
-      a[j] = fold(e4m3_bits(words[(j >> 1) % kWords], j & 1), s, j & 1);
+      a[j] = fold(e4m3_bits_of_pair(words, j), s, j & 1);
     } else {
       a[j] = fold(e2m1_bits(words[0], j), s, j & 1);
     }

@@ -11,7 +11,8 @@
 // Out: rows of sorted ids (params.py), unweighted, 16 bits.
 // Warp roles (12 warps):  0-7 two consumer warpgroups: 128 weight rows x up to 128 tokens each; widen, wgmma, promote,
 //                         epilogue;  8 claims tiles and streams weights;  9 streams tokens;  10, 11 give their registers.
-// Operands: weights are A, widened from packed codes in registers; tokens are B, K-major, 128-byte swizzle.
+// Operands: weights are A, widened from packed codes in registers, or e4m3 in shared memory as they are; tokens are B,
+//           K-major, 128-byte swizzle.
 // Pipeline: ring of kStages stages of 128 columns (256 rows of codes, tokens, scales), full/empty mbarriers per stage.
 // Promotion: the tensor cores add up the products of one group of columns; the sum, times the scales of its weight row
 //            and (w2) of its token, is added to an f32 sum. int8 sums with one scale a row need none in w13: they stay
@@ -104,8 +105,15 @@ DEVICE void run_weight_thread(const ExpertsParams& p, const Tables& tables, Shar
       ring.wait_empty();
       barrier_arrive_expecting(ring.full(shared), rows / 64 * bytes + scale_rows * row_bytes);
       for (int i = 0; i < rows / 64; i++) {
-        bulk_copy(ring.place() + i * kStripBytes, codes + i * strip_stride + step * kStripBytes, bytes,
-                  ring.full(shared), policy);
+        const u8* from = codes + i * strip_stride + step * kStripBytes;
+        if constexpr (kFromShared) {
+          for (int at = 0; at < bytes; at += kStripBlockBytes) {
+            bulk_copy(ring.place() + at * (kTileRows / 64) + i * kStripBlockBytes, from + at, kStripBlockBytes,
+                      ring.full(shared), policy);
+          }
+        } else {
+          bulk_copy(ring.place() + i * kStripBytes, from, bytes, ring.full(shared), policy);
+        }
       }
       for (int i = 0; i < (kGrouped ? groups : 1); i++) {
         i64 from = scales + (kGrouped ? (step * kGroups + i) * (i64)gemm.rows * kScaleBytes : 0);
@@ -171,6 +179,10 @@ DEVICE void run_token_thread(const EightBitParams& params, const Tables& tables,
 template <int kTokens, bool kAdd>
 DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b);
 
+// The same with weights in shared memory, as descriptors of their core matrices.
+template <int kTokens, bool kAdd>
+DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b);
+
 #define EIGHT(i)                                                                                      \
   SUM_CONSTRAINT(d[i]), SUM_CONSTRAINT(d[i + 1]), SUM_CONSTRAINT(d[i + 2]), SUM_CONSTRAINT(d[i + 3]), \
       SUM_CONSTRAINT(d[i + 4]), SUM_CONSTRAINT(d[i + 5]), SUM_CONSTRAINT(d[i + 6]), SUM_CONSTRAINT(d[i + 7])
@@ -187,13 +199,45 @@ DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b);
 #define WGMMA_EIGHT_BIT(n, ...)                    \
   WGMMA_EIGHT_BIT_FORM(n, false, "0", __VA_ARGS__) \
   WGMMA_EIGHT_BIT_FORM(n, true, "1", __VA_ARGS__)
+#define WGMMA_FROM_SHARED_FORM(n, adds, first, list, a_place, place, ...)                                     \
+  template <>                                                                                                 \
+  DEVICE void wgmma_eight_bit<n, adds>(Sum * d, u64 a, u64 b) {                                               \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k32." WGMMA_TYPES " {" list "}, " a_place ", " place \
+                 ", " first WGMMA_SIGNS ";"                                                                   \
+                 : __VA_ARGS__                                                                                \
+                 : "l"(a), "l"(b));                                                                           \
+  }
+#define WGMMA_FROM_SHARED(n, ...)                    \
+  WGMMA_FROM_SHARED_FORM(n, false, "0", __VA_ARGS__) \
+  WGMMA_FROM_SHARED_FORM(n, true, "1", __VA_ARGS__)
 
 WGMMA_EIGHT_BIT(32, LIST_16, "%16", "%17", "%18", "%19", "%20", EIGHT(0), EIGHT(8))
 WGMMA_EIGHT_BIT(64, LIST_32, "%32", "%33", "%34", "%35", "%36", THIRTY_TWO(0))
 WGMMA_EIGHT_BIT(96, LIST_48, "%48", "%49", "%50", "%51", "%52", THIRTY_TWO(0), EIGHT(32), EIGHT(40))
 WGMMA_EIGHT_BIT(128, LIST_64, "%64", "%65", "%66", "%67", "%68", THIRTY_TWO(0), THIRTY_TWO(32))
+WGMMA_FROM_SHARED(32, LIST_16, "%16", "%17", EIGHT(0), EIGHT(8))
+WGMMA_FROM_SHARED(64, LIST_32, "%32", "%33", THIRTY_TWO(0))
+WGMMA_FROM_SHARED(96, LIST_48, "%48", "%49", THIRTY_TWO(0), EIGHT(32), EIGHT(40))
+WGMMA_FROM_SHARED(128, LIST_64, "%64", "%65", THIRTY_TWO(0), THIRTY_TWO(32))
 
 // ==== Products ====
+
+// A warpgroup has 128 rows of weights. Its descriptors begin at either half of each pair of fragments: 16-byte columns
+// are 128 bytes apart, 8 rows 512 (repack.py, kTileBlockBytes).
+constexpr u64 kWeightsDescriptorHigh = 512 / 16;
+DEVICE u32 descriptor_of_weights(u32 ring) {
+  return ((ring + threadIdx.x / 128 * 2 * kStripBlockBytes) & 0x3ffff) >> 4 | (128 / 16) << 16;
+}
+
+// One block of 32 columns; weights in registers, or in shared memory from a descriptor on.
+template <int kTokens, bool kAdd>
+DEVICE void multiply_block(Sum* part, const u32* weights, u64 first_weights, u64 tokens, int block) {
+  if constexpr (kFromShared) {
+    wgmma_eight_bit<kTokens, kAdd>(part, first_weights + block * (kTileBlockBytes / 16), tokens + 2 * block);
+  } else {
+    wgmma_eight_bit<kTokens, kAdd>(part, weights, tokens + 2 * block);
+  }
+}
 
 // All steps of a tile. A warp has two times 16 rows, and groups of columns in a step: each is multiplied, then promoted,
 // so that unpromoted sums take half the registers. What the next one needs is read while the tensor cores multiply.
@@ -206,10 +250,12 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
 #pragma unroll
   for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
   u32 first = __shfl_sync(~0u, wgmma_descriptor(ring.address + kTokensPlace), 0);
+  u32 first_weights = __shfl_sync(~0u, descriptor_of_weights(ring.address), 0);
   ring.wait_full();
   packed.load_part(ring.place(), own, 0, 0);
   for (; steps > 0; steps--, groups -= kGroups) {
     u64 tokens = kDescriptorHigh << 32 | (first + ring.stage * (kStageBytes / 16));
+    u64 from = kWeightsDescriptorHigh << 32 | (first_weights + ring.stage * (kStageBytes / 16));
     int stage = ring.stage;
     u32 token_scales = ring.place() + kTokenScalesPlace + lane % 4 * 16;
 #pragma unroll
@@ -218,15 +264,15 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
       u32 weights[kBlocks][4];
       Sum part[kTokens / 2];
 #pragma unroll
-      for (int i = 0; i < kBlocks; i++) packed.widen(i, weights[i]);
+      for (int i = 0; i < kBlocks && !kFromShared; i++) packed.widen(i, weights[i]);
       float low = packed.low(), high = packed.high();
       // Columns that the last step lacks multiply zeros, but their scales may be anything.
       if (kGroups > 1 && group >= groups) low = high = 0.0f;
       wgmma_fence();
-      wgmma_eight_bit<kTokens, false>(part, weights[0], tokens + 2 * group * kBlocks);
+      multiply_block<kTokens, false>(part, weights[0], from + fragment_place(half) / 16, tokens, group * kBlocks);
 #pragma unroll
       for (int i = 1; i < kBlocks; i++) {
-        wgmma_eight_bit<kTokens, true>(part, weights[i], tokens + 2 * (group * kBlocks + i));
+        multiply_block<kTokens, true>(part, weights[i], from + fragment_place(half) / 16, tokens, group * kBlocks + i);
       }
       wgmma_commit();
       if (n < 2 * kGroups - 1) {

@@ -33,8 +33,12 @@ constexpr int kBlockColumns = 32;                        // of a product of the 
 // Whether tokens have a scale for every 128 columns in w13 (SENT_ROWS) and in w2.
 constexpr bool kTokenScales[2] = {SENT_ROWS != 0, true};
 
+// e4m3 weights are operands as they are: wgmma takes them from shared memory.
+constexpr bool kFromShared = WEIGHT_TYPE == FLOAT8_E4M3 && !ROWS_INT8;
+constexpr int kStripBlockBytes = 64 * kBlockColumns * kBits / 8;
+constexpr int kTileBlockBytes = kTileRows * kBlockColumns * kBits / 8;
+
 // Codes of weights (repack.py), of tokens (wgmma.cuh), scales and zero points of weights, scales of tokens.
-constexpr int kPieceBytes = 16 * kBlockColumns * kBits / 8;  // 16 rows x 32 columns
 constexpr int kStripBytes = 64 * kGroupColumns * kBits / 8;  // 64 rows x 128 columns
 constexpr int kScaleRowBytes = kTileRows * kScaleBytes;
 constexpr int kTokensPlace = kTileRows / 64 * kStripBytes;
@@ -90,7 +94,7 @@ struct LanePlace {
   u32 codes, scales;
   DEVICE LanePlace() {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    codes = warp / 2 * kStripBytes + warp % 2 * 2 * kPieceBytes + lane * (kPieceBytes / 32);
+    codes = warp / 2 * kStripBytes + fragment_place(warp % 2 * 2) + lane_place(lane);
     scales = kScalesPlace + (warp * 32 + lane / 4 * 2) * kScaleBytes;
   }
 };
@@ -104,14 +108,14 @@ struct Packed {
 
   DEVICE void load(u32 codes_from, u32 scales_from) {
 #pragma unroll
-    for (int n = 0; n < kBlocks; n++) load_words_at<0>(codes_from + n * 4 * kPieceBytes, codes[n]);
+    for (int n = 0; n < kBlocks && !kFromShared; n++) load_words_at<0>(codes_from + n * 4 * kFragmentBytes, codes[n]);
     if constexpr (kGrouped) scales = kScaleBytes == 2 ? load_shared_u32(scales_from) : load_shared_u16(scales_from);
     if constexpr (kHasZeros) zeros = load_shared_u32(scales_from + kZerosPlace - kScalesPlace);
   }
 
   // Half `half` (16 rows) and group `group` of a warp's rows and a step's columns.
   DEVICE void load_part(u32 stage, const LanePlace& own, int half, int group) {
-    load(stage + own.codes + half * kPieceBytes + group * kBlocks * 4 * kPieceBytes,
+    load(stage + own.codes + fragment_place(half) + group * kBlocks * 4 * kFragmentBytes,
          stage + own.scales + half * 16 * kScaleBytes + group * kScaleRowBytes);
   }
 
@@ -119,12 +123,12 @@ struct Packed {
   DEVICE void widen(int n, u32 (&a)[4]) const {
     const u32* w = codes[n];
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
+    for (int k = 0; k < kBits / 2; k++) {
       if constexpr (kBits == 4) {
         u32 low = kHasZeros ? zero_bytes(zeros & 0xffff) : 0, high = kHasZeros ? zero_bytes(zeros >> 16) : 0;
         widen_four_bits(w[k], low, high, a[2 * k], a[2 * k + 1]);
       } else {
-        widen_eight_bits(w[2 * k % (kBits / 2)], w[(2 * k + 1) % (kBits / 2)], a[2 * k], a[2 * k + 1]);
+        a[k] = widen_eight_bits(w[k]);
       }
     }
   }

@@ -76,10 +76,5 @@ DEVICE void widen_four_bits(u32 word, u32 zeros_low, u32 zeros_high, u32& low, u
   }
 }
 
-// Eight codes of 8 bits: row g's columns 2 t, 2 t + 1 (bytes 0, 1 of `first`) and row g + 8's, then those 8 further on
-// (`second`), in the order of packed four-bit codes.
-DEVICE void widen_eight_bits(u32 first, u32 second, u32& low, u32& high) {
-  constexpr u32 kFlips = WEIGHT_TYPE == UINT8B128 ? 0x80808080u : 0;
-  low = permute_bytes(first, second, 0x5140) ^ kFlips;
-  high = permute_bytes(first, second, 0x7362) ^ kFlips;
-}
+// Four codes of 8 bits.
+DEVICE u32 widen_eight_bits(u32 word) { return WEIGHT_TYPE == UINT8B128 ? word ^ 0x80808080u : word; }

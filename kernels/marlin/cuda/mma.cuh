@@ -33,6 +33,11 @@ DEVICE void load_matrices(u32* out, u32 address) {
                : "r"(address));
 }
 
+// Two matrices, whose rows' addresses lanes 0 to 15 give.
+DEVICE void load_two_matrices(u32* out, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "r"(address));
+}
+
 // stmatrix, the inverse of load_matrices; sm_90 and later.
 DEVICE void store_matrices(u32 address, const u32* in) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(in[0]),

@@ -460,7 +460,6 @@ constexpr int kWeightWarp = kConsumerWarps;
 constexpr int kTokenWarps = 3;
 constexpr int kThreads = 32 * (kWeightWarp + 1 + kTokenWarps);
 
-constexpr int kFragmentBytes = 512 * kBits / 8;             // codes of 16 rows x 32 columns
 constexpr int kStripBytes = 64 * kStepColumns * kBits / 8;  // codes of 64 rows
 
 // Of a stage if tiles have up to kMaxTokens tokens: weight rows, bytes of codes, of one group's scales, of all of
@@ -817,7 +816,7 @@ struct CodeReader {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     int row = first + warp_row(thread / 32, rows), lane = thread % 32;
-    codes = row / 64 * kStripBytes + row % 64 / 16 * kFragmentBytes + lane * (kFragmentBytes / 32);
+    codes = row / 64 * kStripBytes + fragment_place(row % 64 / 16) + lane_place(lane);
     scales = (row + lane / 4 * 2) * kScaleBytes;
   }
 
@@ -834,9 +833,10 @@ struct CodeReader {
     constexpr int kOffset = kHalf * 8 * kFragmentBytes;
     u32 from = ring.codes_address() + codes;
     load_words_at<kOffset>(from, to.words[0][0]);
-    if constexpr (kRowBlocks == 2) load_words_at<kOffset + kFragmentBytes>(from, to.words[1][0]);
+    if constexpr (kRowBlocks == 2) load_words_at<kOffset + fragment_place(1)>(from, to.words[1][0]);
     load_words_at<kOffset + 4 * kFragmentBytes>(from, to.words[0][1]);
-    if constexpr (kRowBlocks == 2) load_words_at<kOffset + 5 * kFragmentBytes>(from, to.words[1][1]);
+    if constexpr (kRowBlocks == 2)
+      load_words_at<kOffset + 4 * kFragmentBytes + fragment_place(1)>(from, to.words[1][1]);
     constexpr int kScales = SCALES_PER_STEP == 1 && kHalf ? 0 : kRowBlocks * kScalesPerHalf;
 #pragma unroll
     for (int n = 0; n < kScales; n++) {
@@ -861,7 +861,7 @@ struct QuarterCodes {
   DEVICE void read(const CodeReader& reader, const Ring<kMaxTokens>& ring) {
     u32 from = ring.codes_address() + reader.codes;
     load_words_at<kQuarter * 4 * kFragmentBytes>(from, words[0]);
-    load_words_at<(kQuarter * 4 + 1) * kFragmentBytes>(from, words[1]);
+    load_words_at<kQuarter * 4 * kFragmentBytes + fragment_place(1)>(from, words[1]);
     constexpr int kScales = kQuarter * SCALES_PER_STEP % 4 ? 0 : 2 * kGroups;
 #pragma unroll
     for (int n = 0; n < kScales; n++) {
@@ -1351,12 +1351,12 @@ struct TallTile {
     constexpr int kOffset = kQuarter * 4 * kFragmentBytes, kNextStrips = kTileRows / 64 * kStripBytes;
     u32 from = ring.codes_address();
     load_words_at<kOffset>(from + reader.codes, words[0]);
-    load_words_at<kOffset + kFragmentBytes>(from + reader.codes, words[1]);
+    load_words_at<kOffset + fragment_place(1)>(from + reader.codes, words[1]);
     if constexpr (kRowBlocks == 3) {
       load_words_at<kOffset>(from + third.codes, words[2]);
     } else {
       load_words_at<kOffset + kNextStrips>(from + reader.codes, words[2]);
-      load_words_at<kOffset + kNextStrips + kFragmentBytes>(from + reader.codes, words[3]);
+      load_words_at<kOffset + kNextStrips + fragment_place(1)>(from + reader.codes, words[3]);
     }
     constexpr int kScales = kQuarter * SCALES_PER_STEP % 4 ? 0 : kRowBlocks * kGroups;
 #pragma unroll

@@ -1,7 +1,7 @@
 // Instructions of the kernels with 8-bit rows, on the emulated GPU of tests/dispatch/emulated: what stands for ptx.cuh,
 // number.cuh, mma.cuh and wgmma.cuh, and the bodies of the kernels' own functions in assembly.
 //
-// Emulated from the PTX manual: fragments of mma and wgmma (with A in registers and the 128-byte swizzle of B),
+// Emulated from the PTX manual: fragments of mma and wgmma (with A in registers or unswizzled, the 128-byte swizzle of B),
 // ldmatrix, movmatrix, prmt, mbarriers with bytes to come, bulk and tensor copies, cp.async that lands no earlier than
 // it is waited for. Shared addresses are offsets in the block's dynamic memory. Not emulated: registers, time, rounding
 // inside of the tensor cores.
@@ -329,10 +329,23 @@ template <int kLeft>
 void wgmma_wait() {}
 constexpr u64 kDescriptorHigh = 0x40000040;
 inline u32 wgmma_descriptor(u32 address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
+// Operand A without swizzle: core matrices of 8 rows x 16 bytes; the descriptor has their distances along K and M.
+inline emulated::Rows rows_at(u64 descriptor) {
+  const u32 start = (descriptor & 0x3fff) << 4, along_k = (descriptor >> 16 & 0x3fff) << 4,
+            along_m = (descriptor >> 32 & 0x3fff) << 4;
+  if (descriptor >> 46) abort();
+  emulated::Rows rows;
+  for (int h = 0; h < 2; h++) {
+    for (int chunk = 0; chunk < 2; chunk++) {
+      const u32 matrix = start + (threadIdx.x % 128 / 32 * 2 + h) * along_m + chunk * along_k;
+      memcpy(&rows.row[h][16 * chunk], emulated::at<u8>(matrix + emulated::lane() / 4 * 16), 16);
+    }
+  }
+  return rows;
+}
 // A warp's 16 rows of wgmma.m64nNk32; rows of B are 128 bytes apart, 16-byte chunks swizzled by the row.
 template <int kTokens, bool kAdd, typename Sum>
-void emulated_wgmma(Sum* d, const u32* a, u64 descriptor) {
-  const emulated::Rows rows = emulated::rows_of_lane(a);
+void emulated_wgmma(Sum* d, const emulated::Rows& rows, u64 descriptor) {
   const u32 start = (descriptor & 0x3fff) << 4;
   if (descriptor >> 32 != kDescriptorHigh) abort();
   for (int j = 0; j < kTokens / 8; j++) {
