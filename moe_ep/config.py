@@ -445,8 +445,8 @@ class FusedMoEQuantConfig:
             torch.int8 (with one f32 scale per 128 columns).
         input_dtype: torch.int8 or torch.float8_e4m3fn if experts round rows to it: always on CPUs, on GPUs where that
             is faster. None: rows are not rounded.
-        measured_rows_only: on GPUs, of input_dtype only what was measured there: for a checkpoint's sake nothing else
-            is taken.
+        faster_rows_only: on GPUs, of input_dtype only what was measured to be faster there: nothing else is taken for
+            a checkpoint's sake.
     """
 
     quant_type_id: int | None = None
@@ -465,7 +465,7 @@ class FusedMoEQuantConfig:
     w2_quant_type_id: int | None = None
     w2_group_size: int | None = None
     input_dtype: torch.dtype | None = None
-    measured_rows_only: bool = False
+    faster_rows_only: bool = False
 
     def __post_init__(self) -> None:
         check_wire_dtype(dispatch_dtype=self.dispatch_dtype)
@@ -501,6 +501,6 @@ class FusedMoEQuantConfig:
         """The same configuration with rows of another dtype on the wire."""
         return replace(self, dispatch_dtype=dtype)
 
-    def with_input_dtype(self, dtype: torch.dtype | None, measured_only: bool = False) -> FusedMoEQuantConfig:
+    def with_input_dtype(self, dtype: torch.dtype | None, faster_only: bool = False) -> FusedMoEQuantConfig:
         """The same configuration with rows that experts round to another dtype, or not."""
-        return replace(self, input_dtype=dtype, measured_rows_only=measured_only)
+        return replace(self, input_dtype=dtype, faster_rows_only=faster_only)

@@ -117,10 +117,10 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         if moe_config.batch_invariant:
             return "batch_invariant is set, and on a GPU the number of rows decides whether they are rounded"
         kind, capability = weight_type(quant.quant_type_id), jit.capability(device.index or 0)
-        if quant.measured_rows_only and not eight_bit.is_measured(kind, dtype, capability):
+        if quant.faster_rows_only and not eight_bit.is_faster(kind, capability):
             return (
-                f"{dtype_name(dtype)} rows beside {kind.scalar_type} weights were not measured on a GPU of compute "
-                f"capability {capability[0]}.{capability[1]} yet; name the dtype to take them"
+                f"{dtype_name(dtype)} rows beside {kind.scalar_type} weights were not measured to be faster on a GPU "
+                f"of compute capability {capability[0]}.{capability[1]}; name the dtype to take them"
             )
         if moe_config.num_local_experts > hopper.MOST_EXPERTS:
             return f"there are {moe_config.num_local_experts} experts on a rank; 8-bit rows take {hopper.MOST_EXPERTS}"
@@ -310,12 +310,6 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         if dtype is None or self._device.type != "cuda":
             return dtype is not None
         return eight_bit.has_kernel(dtype, jit.capability(self._device.index or 0))
-
-    def takes_quantized_rows(self) -> bool:
-        # The kernel that reads them as they were sent was not measured yet.
-        return super().takes_quantized_rows() and not (
-            self._device.type == "cuda" and self.quant_config.measured_rows_only
-        )
 
     def refuses_overlap(self) -> str | None:
         config = self.moe_config

@@ -34,7 +34,9 @@ pytestmark = [
 ]
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-OFF_BY = 0.003  # mean |d| / mean |ref|, against plain torch with the same rounded rows
+# mean |d| / mean |ref| of all rows, against plain torch with the same rounded rows. The tensor cores add e4m3 products
+# with about 14 bits, so that some codes of `hidden` fall to the other side; of an expert's few rows that may be more.
+OFF_BY = {torch.int8: 0.003, torch.float8_e4m3fn: 0.005}
 E4M3, UINT4, UINT4B8, UINT8B128, MXFP4 = (
     WEIGHT_TYPES[kind.id]
     for kind in (
@@ -99,13 +101,15 @@ def check(experts: WeightPair, counts: list[int], sent: bool = False) -> None:
     output = slots_of(experts, tokens, ids, scales)
     assert torch.equal(output, slots_of(experts, tokens, ids, scales))
     assert not output[ids[:, 0] < 0].any()
+    all_expected = torch.zeros_like(output, dtype=torch.float32)
     for expert in range(len(counts)):
         chosen = ids[:, 0] == expert
         if chosen.any():
             own = None if scales is None else scales[chosen]
-            expected = compute_expert(tokens[chosen], experts, expert, scales=own)
-            error = (output[chosen].float() - expected).abs().mean() / expected.abs().mean()
-            assert error < OFF_BY, (expert, counts[expert], float(error))
+            expected = all_expected[chosen] = compute_expert(tokens[chosen], experts, expert, scales=own)
+            error = relative_error(output[chosen], expected)
+            assert error < 3 * OFF_BY[experts.input_dtype], (expert, counts[expert], error)
+    assert relative_error(output, all_expected) < OFF_BY[experts.input_dtype]
 
 
 @pytest.fixture

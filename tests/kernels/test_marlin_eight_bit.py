@@ -145,15 +145,15 @@ def test_older_gpus_round_to_int8_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "capability", "measured"),
+    ("dtype", "kind", "capability", "faster"),
     [
         (INT8, UINT4B8, (9, 0), True), (FP8, E4M3, (9, 0), True), (INT8, UINT4B8, (8, 0), False),
-        (FP8, UINT4B8, (9, 0), False), (FP8, MXFP4, (9, 0), False), (FP8, UINT4, (9, 0), False),
+        (FP8, UINT4B8, (9, 0), True), (FP8, MXFP4, (9, 0), False), (INT8, UINT4, (9, 0), True),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_checkpoint_takes_measured_pairs_and_a_name_takes_all(
-    dtype: torch.dtype, kind: WeightType, capability: tuple[int, int], measured: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_takes_faster_pairs_and_a_name_takes_all(
+    dtype: torch.dtype, kind: WeightType, capability: tuple[int, int], faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jit, "capability", lambda index: capability)
     group, sizes = (32 if kind is MXFP4 else 128), {"hidden_dim": K, "intermediate_size_per_partition": N}
@@ -161,8 +161,8 @@ def test_a_checkpoint_takes_measured_pairs_and_a_name_takes_all(
     quant = FusedMoEQuantConfig(
         quant_type_id=kind.scalar_type.id, w1_scale=first.packed.scales, w2_scale=second.packed.scales
     )
-    for only, expected in ((True, measured), (False, True)):
-        asked = quant.with_input_dtype(dtype, measured_only=only)
+    for only, expected in ((True, faster), (False, True)):
+        asked = quant.with_input_dtype(dtype, faster_only=only)
         refusal = MarlinExperts.refuses_input_dtype(moe_config(**sizes), asked, torch.device("cuda"))
         assert (refusal is None) is expected, refusal
 

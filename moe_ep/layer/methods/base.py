@@ -138,7 +138,7 @@ class FusedMoEMethodBase(ABC):
         quant_config = self.get_fused_moe_quant_config(layer).with_dispatch_dtype(layer.dispatch_dtype)
         rows = self.input_rows(layer)
         log_once(rows, layer.input_dtype, layer.parallel_config)
-        quant_config = quant_config.with_input_dtype(rows.dtype, measured_only=layer.input_dtype == CHECKPOINT)
+        quant_config = quant_config.with_input_dtype(rows.dtype, faster_only=layer.input_dtype == CHECKPOINT)
         return make_experts(name, self.moe_config, quant_config, **kwargs)
 
     def checkpoint_input_dtype(self) -> torch.dtype | None:
