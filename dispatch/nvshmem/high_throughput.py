@@ -285,7 +285,9 @@ class BatchParts:
         slots: int32 `[C, R]`, of this rank's tokens.
         rows, ids, weights: `[R * C, …]`, what arrives, as the experts read it.
         arriving: int64 `[1]` in host memory, where the first kernel writes number << 32 | rows that arrive.
-        expert_flags: int64, the batch's number once all results of that expert are stored; None without overlap.
+        expert_flags: int64, the batch's number once all results of that expert are stored, then the same for `order`;
+            None without overlap.
+        order: int32 `[R * C]`, what arrives in the order in which results are sent.
     """
 
     def __init__(self, block: Block, index: int, in_dtype: torch.dtype) -> None:
@@ -307,7 +309,9 @@ class BatchParts:
         self.weights = block.part(index, "weights").view(torch.float32).view(layout.max_rows, layout.topk)
         self.expert_flags: torch.Tensor | None = None
         if layout.overlaps:
-            self.expert_flags = torch.zeros(_EXPERT_FLAGS, dtype=torch.int64, device=device)
+            self.expert_flags = torch.zeros(_EXPERT_FLAGS + 1, dtype=torch.int64, device=device)
+            self.order = torch.empty(layout.max_rows, dtype=torch.int32, device=device)
+            self.ordered = self.expert_flags[_EXPERT_FLAGS:]
             self._row_flags, self._source_flags = (block.part(index, n) for n in ("row_flags", "source_flags"))
 
     def params(self, name: str, pointers: Sequence[int | None], numbers: Sequence[int]) -> Any:
@@ -573,10 +577,10 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             if is_sent or parts.number != number:
                 return
             is_sent = True
-            tensors = [batch.rows, batch.topk_ids, batch.owners, parts.slots]
+            sent = (batch.rows, batch.topk_ids, batch.owners, parts.slots, self._layout.offsets["source_flags"])
+            tensors = (*sent, batch.expert_map, parts.order, parts.ordered)
             with self.block.order:
-                offset = self._layout.offsets["source_flags"]
-                self._launch("rows", parts, tensors, [batch.owners.numel(), batch.topk_ids.size(0)], offset)
+                self._launch("rows", parts, tensors, [batch.owners.numel(), batch.topk_ids.size(0)])
 
         return Arrival(params=parts.arrival(self.num_sms), start=start, most_blocks=self._overlap_sms)
 
@@ -601,7 +605,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         check_tensor("output", output, shape, self.moe_config.in_dtype, output.device, contiguous=True)
         if sent.arrival is None:
             rows = self._reduced(expert_output, dispatched, reduce_impl, sent.rows, output, contiguous=True)
-            tensors: list[torch.Tensor | None] = [rows, sent.parts.slots, output]
+            tensors: list[torch.Tensor | int | None] = [rows, sent.parts.slots, output]
             numbers = [num_tokens]
         else:
             slots = (sent.rows, self._layout.topk, self._layout.hidden_size)
@@ -611,9 +615,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             sent.arrival.start()  # where no experts were run
             if dispatched.rows_are_weighted:
                 sent.parts.weights.fill_(1.0)
-            expert_map = sent.batch.expert_map
-            tensors = [expert_output, sent.parts.slots, output, sent.parts.expert_flags, expert_map]
-            numbers = [self.placement.num_local, expert_map.numel(), num_tokens]
+            parts, expert_map = sent.parts, sent.batch.expert_map
+            tensors = [expert_output, parts.slots, output, parts.expert_flags, expert_map, parts.order, parts.ordered]
+            numbers = [expert_map.numel(), num_tokens]
         with self.block.order:
             self._launch("combine", sent.parts, tensors, numbers)
         sent.parts.is_open = False
@@ -629,11 +633,11 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self,
         name: str,
         parts: BatchParts,
-        tensors: Sequence[torch.Tensor | None],
+        tensors: Sequence[torch.Tensor | int | None],
         numbers: Sequence[int],
-        *offsets: int,
     ) -> None:
-        params = parts.params(name, [*map(jit.pointer, tensors), *offsets], numbers)
+        pointers = [each if isinstance(each, int) else jit.pointer(each) for each in tensors]
+        params = parts.params(name, pointers, numbers)
         blocks = {"plan": 1, "combine": self._combine_blocks}.get(name, self.num_sms)
         early = name in ("dispatch", "ids", "rows") or (name == "combine" and self._layout.overlaps)
         self._kernels[name].launch(params, (blocks,), _THREADS, early=early)

@@ -59,10 +59,13 @@ PREFILL = {
 # Of those that overlap experts.
 OVERLAPPED = {
     "ids": (("topk_ids", "weights", "owners", "slots"), ("num_ids", "num_tokens", "max_rows")),
-    "rows": (("rows", "topk_ids", "owners", "slots", "source_flags"), ("num_ids", "num_tokens")),
+    "rows": (
+        ("rows", "topk_ids", "owners", "slots", "source_flags", "expert_map", "order", "ordered"),
+        ("num_ids", "num_tokens"),
+    ),
     "combine": (
-        ("results", "slots", "output", "finished", "expert_map"),
-        ("num_experts", "num_ids", "num_tokens"),
+        ("results", "slots", "output", "finished", "expert_map", "order", "ordered"),
+        ("num_ids", "num_tokens"),
     ),
 }
 

@@ -189,6 +189,12 @@ DEVICE void send_ids(const Params& p, int token, const Rows& rows) {
   }
 }
 
+// Params have expert_map: the number of an id among this rank's experts, -1 for others.
+template <typename Params>
+DEVICE int local_expert(const Params& p, int id) {
+  return id >= 0 && id < p.num_ids ? __ldg(p.expert_map + id) : -1;
+}
+
 // The last block to finish notifies all ranks and waits for all of them, so that the next kernel may read the rows.
 DEVICE void finish(const Common& c, u32 epoch) {
   __shared__ bool last;

@@ -8,10 +8,10 @@
 //              any. This rank's own results are read in place; OVERLAP: they are stored like the others'.
 // Warp roles:  32 warps per block. 0 to 15 send rows, 16 releases their flags (Flag queue), 17 to 31 receive: claim
 //              parts of tokens, wait for their rows, add them. Senders join the receivers when they have finished.
-// OVERLAP:     a sender claims 32 rows at a time, and of these sends the ones whose last expert is in the current round:
-//              experts are in kRounds rounds, in the order in which they are computed. It adds up a row's slots in slot
-//              order, product and sum rounded in f32, and rounds to bf16, as kernels/mul_sum.py does. All blocks start
-//              when the experts have; those that find no room do when blocks of the experts end.
+// OVERLAP:     24 warps send. They claim rows in the order in which these rows' last experts are computed, wait for the
+//              experts, add up the slots in slot order, product and sum rounded in f32, and round to bf16, as
+//              kernels/mul_sum.py does. All blocks start when the experts have; those that find no room do when blocks
+//              of the experts end.
 // Example:     a token with rows from ranks 2 and 0: out = round(y0 + y2).
 #include "high_throughput.cuh"
 
@@ -21,36 +21,22 @@ struct Params {
   const int* slots;   // [T, RANKS], as the batch was sent
   u8* output;         // [T, HIDDEN]
 #if OVERLAP
-  const u64* finished;    // [num_experts]: the epoch once all results of that expert are in `results`
+  const u64* finished;    // [experts]: the epoch once all results of that expert are in `results`
   const int* expert_map;  // [num_ids]: number of each id among this rank's experts, -1 for others
-  int num_experts, num_ids;
+  const int* order;       // received rows, by the last of their experts
+  const u64* ordered;     // the epoch once `order` is that of this batch
+  int num_ids;
 #endif
   int num_tokens;
 };
 
-constexpr int kSenders = kWarps / 2;  // of a block
-constexpr int kRowsPerTurn = 64;      // rows that go to one rank before the next
+constexpr int kSenders = OVERLAP ? kWarps * 3 / 4 : kWarps / 2;  // of a block
+constexpr int kRowsPerTurn = 64;                                 // rows that go to one rank before the next
 // A token is added up by one warp per part of so many vectors, so that the last tokens take little time.
 constexpr int kPartVectors = 128;
 constexpr int kParts = (kResultVectors + kPartVectors - 1) / kPartVectors;
 
 #if OVERLAP
-constexpr int kRounds = 16;
-constexpr int kRowsPerClaim = 32;
-
-DEVICE int local_expert(const Params& p, int id) { return id >= 0 && id < p.num_ids ? __ldg(p.expert_map + id) : -1; }
-
-// The last expert of a received row; -1 if it has none here.
-DEVICE int last_expert(const Params& p, u64 row) {
-  const int* ids = reinterpret_cast<const int*>(p.common.at(p.common.rank, p.common.ids)) + row * TOPK;
-  int last = -1;
-#pragma unroll
-  for (int slot = 0; slot < TOPK; ++slot) {
-    last = max(last, local_expert(p, ids[slot]));
-  }
-  return last;
-}
-
 // By a warp: the weighted sum of those slots of a row that are bits of `slots`; lane s has slot s's weight.
 DEVICE void sum_slots(const u8* row, u32 slots, float weight, u8* target) {
   constexpr int kSums = 2, kSlots = 2;  // vectors of a lane, and slots, that are loaded at a time
@@ -113,29 +99,27 @@ DEVICE bool send_sum(const Params& p, Wait<PHASE_COMBINE>& wait, u64 row, int to
   return true;
 }
 
-// The ranks of the rows alternate within a round, and each rank begins with the one behind it.
+// Rows in the order in which their experts are computed.
 DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, u64 epoch) {
   const Common& c = p.common;
   const int lane = threadIdx.x % 32;
-  int most = 0;
-  for (int source = 0; source < RANKS; ++source) {
-    most = max(most, c.placement->count[source]);
-  }
-  const int claims = (most + kRowsPerClaim - 1) / kRowsPerClaim * RANKS;
   Wait<PHASE_COMBINE> wait(c.limits, epoch);
+  const bool is_ordered = load_acquire_sys(p.ordered) == epoch || wait.for_flag(p.ordered, epoch, c.rank);
+  __syncwarp();
+  if (!__all_sync(kAllLanes, is_ordered)) {
+    return;
+  }
   TaskCounter tasks(c.taken + RESULTS_TAKEN);
   int sent = 0;
-  for (int task = tasks.next(); task < claims * kRounds; task = tasks.next()) {
-    const int round = task / claims, claim = task % claims, to = (c.rank + 1 + claim % RANKS) % RANKS;
-    const int index = claim / RANKS * kRowsPerClaim + lane;
-    const u64 row = c.placement->begin[to] + index;
-    const int last = index < c.placement->count[to] ? max(last_expert(p, row), 0) * kRounds / p.num_experts : -1;
-    for (u32 left = __ballot_sync(kAllLanes, last == round); left; left &= left - 1) {
-      const u64 next = __shfl_sync(kAllLanes, row, __ffs(left) - 1), there = next + c.placement->return_offset[to];
-      const bool is_sent = send_sum(p, wait, next, to, there, epoch);
-      const bool has_flag = is_sent && lane == sent++ % RANKS;
-      enqueue_flags(due, has_flag ? c.flag_of(to, c.result_flags, there) : nullptr);
+  for (int task = tasks.next(); task < c.placement->total; task = tasks.next()) {
+    const u64 row = p.order[task];
+    int to = 0;
+    for (int source = 1; source < RANKS; ++source) {
+      to = c.placement->begin[source] <= static_cast<int>(row) ? source : to;
     }
+    const u64 there = row + c.placement->return_offset[to];
+    const bool has_flag = send_sum(p, wait, row, to, there, epoch) && lane == sent++ % RANKS;
+    enqueue_flags(due, has_flag ? c.flag_of(to, c.result_flags, there) : nullptr);
   }
 }
 

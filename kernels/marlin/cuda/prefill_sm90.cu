@@ -622,7 +622,7 @@ DEVICE void load_codes(const CodeSource& source, int step, Ring<kMaxTokens>& rin
 // combine uses, each claims no more items from the ticket on from which the others need as long for the rest of w2 as
 // these SMs need to read all slots. Only whole tiles may be left to others.
 
-constexpr int kSlotBytesPerCycle = 32;  // that an SM adds up and stores
+constexpr int kSlotBytesPerCycle = 48;  // that an SM adds up, twice over: half of the rows leave behind the last tile
 constexpr int kCyclesPerCost = 235;     // of tile_cost
 
 DEVICE int leaving_ticket(const ExpertsParams& p, Schedule& s, int total) {
@@ -1272,14 +1272,19 @@ DEVICE void publish_tile(const ExpertsParams& p, const TileSlice& g) {
   }
 }
 
-// Counts what the CTA has stored of an expert's results; the last one sets the expert's flag.
+// Counts what a warpgroup has stored of an expert's results, as much as the tile for either; the last one sets the
+// expert's flag. The warpgroups do not wait for each other: one stores while the tensor cores work for the other.
 DEVICE void publish_results(const ExpertsParams& p, Schedule& s, const TileSlice& g, int groups) {
 #if ARRIVALS  // without, it is not called
-  named_barrier<1, kConsumerThreads>();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < kConsumerThreads / 2) {
+    named_barrier<4, kConsumerThreads / 2>();
+  } else {
+    named_barrier<5, kConsumerThreads / 2>();
+  }
+  if (threadIdx.x % (kConsumerThreads / 2) == 0) {
     int rows = min(g.tile_rows, p.gemm[1].rows - g.first_row);
     count_results(p.arrival, g.expert, stored_counter(p, g.expert), groups * (rows / 32),
-                  token_groups(s.rows()[g.expert]) * (p.gemm[1].rows / 32));
+                  2 * token_groups(s.rows()[g.expert]) * (p.gemm[1].rows / 32));
   }
 #endif
 }
