@@ -22,13 +22,15 @@ import torch
 import torch.distributed as dist
 from harness import Bench, this_gpu, use_gpu_of_rank
 
+from moe_ep.activation import MoEActivation
 from moe_ep.bench.timing import slowest_rank, time_calls, timing_of
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.nvshmem.high_throughput import HighThroughputPrepareFinalize
 from moe_ep.expert_map import determine_expert_map
+from moe_ep.kernels.arrival import Arrival, ArrivalParams, Limits
 from moe_ep.kernels.marlin.experts import MarlinExperts
 from moe_ep.modular_kernel import FusedMoEModularKernel
-from moe_ep.modular_kernel.contracts import Routing
+from moe_ep.modular_kernel.contracts import Dispatched, ExpertsCall, Routing
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNoOP
 from moe_ep.scalar_type import scalar_types
 
@@ -36,6 +38,8 @@ BF16 = torch.bfloat16
 GROUP = 128
 TOLERANCE = 0.01  # mean |d| / mean |ref|; tiles are divided differently
 MODES = {"separate": False, "overlapped": True}
+# Experts alone: with the sum over slots, and those that wait for rows, without.
+COLUMNS = (*MODES, "dispatch_and_combine", "separate_experts", "overlapped_experts")
 ROUTINGS = ("uniform", "zipf", "one_rank", "one_expert")
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, weights and ids of one rank
 
@@ -112,16 +116,35 @@ class RankLayer:
             x, self.w1, self.w2, weights, ids, global_num_experts=self.size.experts, expert_map=self.expert_map
         )
 
+    def compute(self, mode: str, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        """The experts alone, of rows that are all here."""
+        experts, size, arrival = self.kernels[mode].fused_experts, self.size, None
+        if MODES[mode]:
+            numbers = torch.zeros(2 + len(self.w1), dtype=torch.int64, device="cuda")
+            first = numbers.data_ptr()
+            params = ArrivalParams(epoch=first, finished=first + 16, limits=Limits(status=first + 8))
+            arrival = Arrival(params=params, start=lambda: None)
+        sizes = (len(x), size.N, size.K, size.topk, size.experts, len(self.w1), None, MoEActivation.SILU)
+        made = [torch.empty(shape, dtype=BF16, device="cuda") for shape in experts.workspace_shapes(*sizes)]
+        call = ExpertsCall(
+            made[2], x, self.w1, self.w2, weights, ids, self.expert_map, MoEActivation.SILU, (made[0], made[1]), None,
+            None, size.experts, False, arrival,
+        )  # fmt: skip
+        experts.run(call)
+
     def check(self) -> None:
         for backend in self.backends.values():
             backend.check()
 
-    def dispatch_and_combine(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-        """The two alone: rows return as they arrived."""
-        backend, output = self.backends["separate"], torch.empty_like(x)
+    def dispatch(self, mode: str, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Dispatched:
         routing = Routing(topk_weights=weights, topk_ids=ids, num_experts=self.size.experts, expert_map=self.expert_map)
-        arrived = backend.dispatch(x, routing, self.quant)
-        backend.combine(output, arrived.rows, arrived, TopKWeightAndReduceNoOP())
+        return self.backends[mode].dispatch(x, routing, self.quant)
+
+    def dispatch_and_combine(self, *batch: torch.Tensor) -> None:
+        """The two alone: rows return as they arrived."""
+        arrived = self.dispatch("separate", *batch)
+        output = torch.empty_like(batch[0])
+        self.backends["separate"].combine(output, arrived.rows, arrived, TopKWeightAndReduceNoOP())
 
 
 def draw(size: Size, tokens: int, num_ranks: int, routing: str, seed: int) -> Batch:
@@ -159,20 +182,33 @@ def ranks_on_one_gpu(num_ranks: int) -> Iterator[None]:
         yield
 
 
-def share_of_one_gpu(num_ranks: int) -> int | None:
-    """SMs that a rank of several on one GPU may fill: together at most half of them for all ranks but one, so that no
-    rank keeps another from sending what it waits for."""
+def layers_of_one_gpu(size: Size, num_ranks: int, capacity: int) -> list[RankLayer]:
+    """Of several ranks each may fill a share of the SMs: all but one together half of them, so that no rank keeps
+    another from sending what it waits for. Kernels are loaded: while others wait for each other, loading waits, too."""
     sms = torch.cuda.get_device_properties(this_gpu()).multi_processor_count
-    return None if num_ranks == 1 else sms // 2 // (num_ranks - 1)
+    share = None if num_ranks == 1 else sms // 2 // (num_ranks - 1)
+    layers = [RankLayer(size, rank, num_ranks, capacity, share) for rank in range(num_ranks)]
+    for mode in MODES:
+        layers[0].compute(mode, *draw(size, num_ranks * capacity, num_ranks, "uniform", 0))
+    torch.cuda.synchronize()
+    return layers
 
 
-def run_together(layers: list[RankLayer], mode: str, batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """A call on every rank of this process, each on a stream of its own."""
+def run_together(
+    layers: Sequence[RankLayer], mode: str, batches: Sequence[Batch], cycles: Sequence[int] = ()
+) -> list[torch.Tensor]:
+    """A call on every rank of this process, each on a stream of its own.
+
+    Args:
+        cycles: what each rank's stream sleeps before.
+    """
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in layers] if len(layers) > 1 else [torch.cuda.current_stream()]
     outputs = []
-    for layer, stream, batch in zip(layers, streams, batches, strict=True):
+    for number, (layer, stream, batch) in enumerate(zip(layers, streams, batches, strict=True)):
         with torch.cuda.stream(stream):
+            if cycles:
+                torch.cuda._sleep(cycles[number])
             outputs.append(layer.run(mode, *batch))
     torch.cuda.synchronize()
     for layer in layers:
@@ -206,6 +242,7 @@ def time_rank(layer: RankLayer, batch: Batch, together: Callable[[], object]) ->
 
     found = {mode: median(lambda _, mode=mode: layer.run(mode, *batch)) for mode in MODES}
     found["dispatch_and_combine"] = median(lambda _: layer.dispatch_and_combine(*batch))
+    found |= {f"{mode}_experts": median(lambda _, mode=mode: layer.compute(mode, *batch)) for mode in MODES}
     layer.check()
     return found
 
@@ -224,9 +261,10 @@ def time_ranks_of_one_gpu(layers: list[RankLayer], batches: Sequence[Batch]) -> 
     return {mode: round(timing_of([span(mode) for _ in range(8)]).median, 1) for mode in MODES}
 
 
-def measure(bench: Bench, size: str, tokens: int, ranks: Sequence[int], num_ranks: int, sms: int | None) -> bool:
+def measure(
+    bench: Bench, size: str, tokens: int, layers: list[RankLayer], ranks: Sequence[int], num_ranks: int
+) -> bool:
     """Prints a row; whether all values are right."""
-    layers = [RankLayer(SIZES[size], rank, num_ranks, tokens, sms) for rank in ranks]
     checks = check_values(layers, ranks[0], num_ranks, tokens)
     wrong = [check for check in checks if not check["is_right"]]
     batches = [draw(SIZES[size], tokens, num_ranks, "uniform", rank) for rank in ranks]
@@ -238,7 +276,7 @@ def measure(bench: Bench, size: str, tokens: int, ranks: Sequence[int], num_rank
     bench.keep({"layer": size, "tokens": tokens, "ranks": num_ranks, "checks": checks} | times)
     if ranks[0] == 0:
         worst = f"{max(check['difference'] for check in checks):.5f}" if not wrong else f"WRONG: {wrong}"
-        cells = [size, tokens, *(times.get(name, "-") for name in (*MODES, "dispatch_and_combine"))]
+        cells = [size, tokens, *(times.get(name, "-") for name in COLUMNS)]
         ratio = times["overlapped"] / times["separate"]
         print(f"| {' | '.join(map(str, cells))} | {ratio:.3f} | {worst} |", flush=True)
     return not wrong
@@ -256,14 +294,23 @@ def main() -> int:
         use_gpu_of_rank()
         dist.init_process_group("cpu:gloo,cuda:nccl")
     if not is_gang or dist.get_rank() == 0:
-        print("| layer | tokens per rank | separate | overlapped | dispatch + combine | ratio | largest difference |")
-        print("|---|---|---|---|---|---|---|", flush=True)
+        print(f"| layer | tokens per rank | {' | '.join(COLUMNS)} | ratio | largest difference |")
+        print("|---" * (4 + len(COLUMNS)) + "|", flush=True)
     if is_gang:
-        right = [measure(bench, *case, [dist.get_rank()], dist.get_world_size(), None) for case in cases]
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        right = [
+            measure(bench, size, tokens, [RankLayer(SIZES[size], rank, num_ranks, tokens)], [rank], num_ranks)
+            for size, tokens in cases
+        ]
     else:
-        sms = share_of_one_gpu(options.ranks)
         with ranks_on_one_gpu(options.ranks):
-            right = [measure(bench, *case, range(options.ranks), options.ranks, sms) for case in cases]
+            right = [
+                measure(
+                    bench, size, tokens, layers_of_one_gpu(SIZES[size], options.ranks, tokens), range(options.ranks),
+                    options.ranks,
+                )
+                for size, tokens in cases
+            ]  # fmt: skip
     return 0 if all(right) else 1
 
 

@@ -74,6 +74,12 @@ class ArrivingExperts(ctypes.Structure):
 
     _fields_ = (*ExpertsParams._fields_, ("arrival", ArrivalParams))
 
+    @classmethod
+    def of(cls, params: ExpertsParams, arrival: ArrivalParams) -> ArrivingExperts:
+        joined = cls(arrival=arrival)
+        ctypes.memmove(ctypes.addressof(joined), ctypes.addressof(params), ctypes.sizeof(params))
+        return joined
+
 
 class ArrivingParams(ctypes.Structure):
     """PrefillParams with ARRIVALS."""
@@ -210,8 +216,7 @@ def launch_arriving(
     params.max_small_m, params.launch_overhead, params.max_tiles = 0, 0, params.num_experts
     _set_flags(params, common, f"{kernel.entry}_arriving", decode=False)
     plain = _prefill_params(params, pair.act_dtype)
-    given = ArrivingParams(tokens=plain.tokens, experts=ArrivingExperts(arrival=arrival.params))
-    ctypes.memmove(ctypes.addressof(given.experts), ctypes.addressof(params), ctypes.sizeof(params))
+    given = ArrivingParams(tokens=plain.tokens, experts=ArrivingExperts.of(params, arrival.params))
     blocks = min(common.num_blocks, arrival.most_blocks or common.num_blocks)
     arrival.start()
     kernel.launch(given, (blocks, 1, 1), _PREFILL_THREADS, common.shared_bytes, early=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -15,14 +16,18 @@ from tests.ranks import ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import bench_overlap
-from bench_overlap import SIZES, RankLayer, check_values, difference, draw, share_of_one_gpu
+from bench_overlap import (
+    SIZES,
+    TOLERANCE,
+    RankLayer,
+    check_values,
+    difference,
+    draw,
+    layers_of_one_gpu,
+    run_together,
+)
 
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
-
-
-def layers_of_one_gpu(num_ranks: int, most: int) -> list[RankLayer]:
-    sms = share_of_one_gpu(num_ranks)
-    return [RankLayer(SIZES["small"], rank, num_ranks, most, sms) for rank in range(num_ranks)]
 
 
 @pytest.mark.gpu
@@ -30,20 +35,49 @@ def layers_of_one_gpu(num_ranks: int, most: int) -> list[RankLayer]:
 @pytest.mark.parametrize("most", [1, 40, 3000])
 def test_values_of_separate_kernels(monkeypatch: pytest.MonkeyPatch, num_ranks: int, most: int) -> None:
     on_one_gpu(monkeypatch, num_ranks)
-    checks = check_values(layers_of_one_gpu(num_ranks, most), 0, num_ranks, most)
+    checks = check_values(layers_of_one_gpu(SIZES["small"], num_ranks, most), 0, num_ranks, most)
     assert all(check["is_right"] for check in checks), checks
 
 
 @pytest.mark.gpu
-def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_ranks_and_layers_that_share_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_one_gpu(monkeypatch, 3)
+    pairs, rng = [layers_of_one_gpu(SIZES["small"], 3, 200) for _ in range(2)], random.Random(0)
+    for step in range(20):
+        layers = pairs[step % 2]
+        batches = [draw(SIZES["small"], rng.randint(0, 200), 3, "uniform", 10 * step + rank) for rank in range(3)]
+        cycles = [rng.choice([0, 0, 50_000, 500_000]) for _ in layers]
+        expected = run_together(layers, "separate", batches)
+        got = run_together(layers, "overlapped", batches, cycles)
+        assert all(difference(*both) < TOLERANCE for both in zip(got, expected, strict=True)), step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sends", ["nothing", "ids"])
+def test_a_rank_that_stops_is_named_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch, sends: str) -> None:
     monkeypatch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "0.5")
-    on_one_gpu(monkeypatch, 2)
-    layers = layers_of_one_gpu(2, 64)
-    layers[0].run("overlapped", *draw(SIZES["small"], 64, 2, "uniform", 0))
+    on_one_gpu(monkeypatch, 3)
+    layers = layers_of_one_gpu(SIZES["small"], 3, 64)
+    batches = [draw(SIZES["small"], 64, 3, "uniform", rank) for rank in range(3)]
+    run_together(layers, "overlapped", batches)
+    others, streams = [layers[0], layers[2]], [torch.cuda.Stream() for _ in layers]
+    for rank, (layer, batch) in enumerate(zip(layers, batches, strict=True)):
+        with torch.cuda.stream(streams[rank]):
+            if layer in others:
+                layer.run("overlapped", *batch)
+            elif sends == "ids":
+                layer.dispatch("overlapped", *batch)
     torch.cuda.synchronize()
-    with pytest.raises(DispatchTimeoutError) as raised:
-        layers[0].check()
-    assert raised.value.ranks == (1,)
+    for layer in others:
+        with pytest.raises(DispatchTimeoutError) as raised:
+            layer.check()
+        assert raised.value.ranks == (1,)
+    for backend in (layer.backends[mode] for mode in bench_overlap.MODES for layer in others):
+        backend.recover(dead=(1,))
+    for _ in range(2):
+        few = [batches[0], batches[2]]
+        separate, overlapped = (run_together(others, mode, few) for mode in bench_overlap.MODES)
+        assert all(difference(*both) < TOLERANCE for both in zip(overlapped, separate, strict=True))
 
 
 @pytest.mark.gpu2
@@ -58,7 +92,7 @@ def check_over_gpus(rank: int, world_size: int) -> list[object]:
 
 @pytest.mark.gpu2
 def test_replays_of_a_graph_follow_their_inputs() -> None:
-    assert all(worst < bench_overlap.TOLERANCE for worst in ranks(2, "nccl").run(check_replays, limit_s=120))
+    assert all(worst < TOLERANCE for worst in ranks(2, "nccl").run(check_replays, limit_s=120))
 
 
 def check_replays(rank: int, world_size: int) -> float:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_ep.errors import ConfigError
+from moe_ep.kernels.arrival import ArrivalParams
 from moe_ep.kernels.marlin import hopper, tuning
 from moe_ep.kernels.marlin.params import ExpertsParams, Rows
 from moe_ep.kernels.marlin.tuning import Problem
@@ -81,6 +82,11 @@ def test_forced_rows_decide_alone() -> None:
     with tuning.forced(16):
         chosen, params = divide(1, num_experts=8, max_rows=64)
     assert (chosen, params.max_small_m, params.launch_overhead) == (BOTH, 16, 0)
+
+
+def test_experts_that_wait_for_rows_are_told_of_both() -> None:
+    joined = hopper.ArrivingExperts.of(ExpertsParams(sync=3, max_tiles=7), ArrivalParams(epoch=5, leaving=9))
+    assert (joined.sync, joined.max_tiles, joined.arrival.epoch, joined.arrival.leaving) == (3, 7, 5, 9)
 
 
 def test_a_batch_invariant_launch_has_one_kernel_and_room_for_tiles_of_16() -> None:
