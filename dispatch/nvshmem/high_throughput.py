@@ -45,6 +45,7 @@ from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 NAME = "nvshmem_high_throughput"
 KERNELS = ("plan", "dispatch", "combine")
 OVERLAPPED_KERNELS = ("plan", "ids", "rows", "combine")
+_PART = 1024  # columns of a result that have a flag, where experts are overlapped
 _EXPERT_FLAGS = 1024  # the most experts of a rank beside which rows are sent
 _LINE_BYTES = 16
 _LINES_OF_COUNTS = 4
@@ -128,7 +129,7 @@ class Layout:
             "counts": 2 * _LINE_BYTES * _LINES_OF_COUNTS * self.num_ranks,
             "done": _LINE_BYTES * self.num_ranks,
             "row_flags": _FLAG_BYTES * self.max_rows,
-            "result_flags": _FLAG_BYTES * self.max_results,
+            "result_flags": _FLAG_BYTES * self.max_results * (-(-self.hidden_size // _PART) if self.overlaps else 1),
             "ids": 4 * self.topk * self.max_rows,
             "weights": 4 * self.topk * self.max_rows,
             "rows": self.row_bytes * self.max_rows,

@@ -41,6 +41,8 @@ from tests.dispatch.emulated_gpu import Session, compile_kernels
 
 # More than one group of columns with a scale, the last not full.
 HIDDEN, TOPK, CAPACITY = 272, 4, 7
+# Of batches that overlap experts: a result has two parts.
+LONG = 1040
 WARPS = 4
 # A warp of the first kernel has a lane for each warp.
 THREADS = {"plan": 1024, **dict.fromkeys(("dispatch", "ids", "rows", "combine"), 32 * WARPS)}
@@ -58,7 +60,12 @@ def compile_prefill(
     overlaps: bool = False,
 ) -> ctypes.CDLL:
     """A batch's kernels, and beside those that overlap experts also a kernel that stands for these."""
-    defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": int(code_dtype is not None)}
+    defines = {
+        "HIDDEN": LONG if overlaps else HIDDEN,
+        "TOPK": TOPK,
+        "RANKS": num_ranks,
+        "EIGHT_BIT": int(code_dtype is not None),
+    }
     defines |= {"INT8": int(code_dtype == torch.int8), "ACT_BF16": int(dtype is torch.bfloat16)}
     names = OVERLAPPED_KERNELS if overlaps else KERNELS
     threads = {f"high_throughput_{name}": THREADS[name] for name in names}
@@ -121,7 +128,7 @@ class Prefill(Session):
         overlaps: bool = False,
     ) -> None:
         super().__init__(library, num_ranks, seed, blocks=3)  # all of a kernel, as the backend must have them
-        self.dtype = dtype
+        self.dtype, self.hidden_size = dtype, LONG if overlaps else HIDDEN
         self.code_dtype, self.timeout_ns = code_dtype, timeout_ns
         self.num_sms, self.replays = self.random.choice([1, 2, 3]), self.random.random() < 0.5
         self.batches_in_flight = self.random.choice([1, 1, 2])
@@ -129,7 +136,7 @@ class Prefill(Session):
         self.layout = Layout(
             num_ranks=num_ranks,
             capacity=CAPACITY,
-            hidden_size=HIDDEN,
+            hidden_size=self.hidden_size,
             topk=TOPK,
             code_dtype=code_dtype,
             f32_results=dtype is torch.float16,
@@ -200,7 +207,7 @@ class Prefill(Session):
             tokens=tuple(self.random.choice(most) for _ in range(self.num_ranks)),
             num_experts=NUM_EXPERTS,
             topk=TOPK,
-            hidden_size=HIDDEN,
+            hidden_size=self.hidden_size,
             dtype=self.dtype,
             routing=self.random.choice(["random", "random", "masked", "any", "one_rank", "none"]),
             capacity=CAPACITY,
@@ -284,8 +291,8 @@ class Prefill(Session):
         experts = [number for number, local in sorted(step.setting.local.items(), key=lambda pair: pair[1])]
         lists = torch.zeros(max(ids.numel(), 1), dtype=torch.int32)
         counts, numbers = torch.zeros(len(experts), dtype=torch.int32), torch.tensor(experts, dtype=torch.int32)
-        slots = torch.full((*ids.shape, HIDDEN), float("nan"), dtype=self.dtype)
-        hidden = torch.full((max(ids.numel(), 1), HIDDEN), float("nan"), dtype=self.dtype)
+        slots = torch.full((*ids.shape, LONG), float("nan"), dtype=self.dtype)
+        hidden = torch.full((max(ids.numel(), 1), LONG), float("nan"), dtype=self.dtype)
         sync = torch.zeros(2 + 2 * len(experts), dtype=torch.int32)
         expert_map = backend.placement.expert_map(ids.device)
         arrival = received.arrival.params

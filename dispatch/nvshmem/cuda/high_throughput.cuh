@@ -6,7 +6,7 @@
 //   counts       [2, R, 4]              lines: how many rows source s sends to each rank, two numbers per line
 //   done         [R]                    lines: source s has written all of its rows, if rows have no flags (bf16, f16)
 //   row_flags    [R * C]                the epoch once that row has arrived, if rows are converted (EIGHT_BIT, DEVICE_API)
-//   result_flags [C * min(R, TOPK)]     the epoch once that result has arrived
+//   result_flags [C * min(R, TOPK)]     the epoch once that result has arrived; OVERLAP: [.., parts of a result]
 //   ids, weights, rows   [R * C]        what arrives, ordered by (source, token), without gaps
 //   results      [C * min(R, TOPK)]     results for this rank's tokens, by (rank that computed, token), without gaps
 //   source_flags [R]                    OVERLAP: the epoch once all rows of that source have arrived

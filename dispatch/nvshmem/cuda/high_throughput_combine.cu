@@ -8,8 +8,8 @@
 //              any. This rank's own results are read in place; OVERLAP: they are stored like the others'.
 // Warp roles:  32 warps per block. 0 to 15 send rows, 16 releases their flags (Flag queue), 17 to 31 receive: claim
 //              parts of tokens, wait for their rows, add them. Senders join the receivers when they have finished.
-// OVERLAP:     24 warps send. They claim rows in the order in which these rows' last experts are computed, wait for the
-//              experts, add up the slots in slot order, product and sum rounded in f32, and round to bf16, as
+// OVERLAP:     24 warps send. They claim parts of rows in the order in which these rows' last experts are computed, wait
+//              for the experts, add up the slots in slot order, product and sum rounded in f32, and round to bf16, as
 //              kernels/mul_sum.py does. All blocks start when the experts have; those that find no room do when blocks
 //              of the experts end.
 // Example:     a token with rows from ranks 2 and 0: out = round(y0 + y2).
@@ -37,10 +37,10 @@ constexpr int kPartVectors = 128;
 constexpr int kParts = (kResultVectors + kPartVectors - 1) / kPartVectors;
 
 #if OVERLAP
-// By a warp: the weighted sum of those slots of a row that are bits of `slots`; lane s has slot s's weight.
-DEVICE void sum_slots(const u8* row, u32 slots, float weight, u8* target) {
+// By a warp: a part of the weighted sum of those slots of a row that are bits of `slots`; lane s has slot s's weight.
+DEVICE void sum_slots(const u8* row, u32 slots, float weight, int begin, u8* target) {
   constexpr int kSums = 2, kSlots = 2;  // vectors of a lane, and slots, that are loaded at a time
-  for (int start = threadIdx.x % 32; start < (kResultVectors + 31) / 32 * 32; start += 32 * kSums) {
+  for (int start = begin + threadIdx.x % 32; start < begin + kPartVectors; start += 32 * kSums) {
     Sums sum[kSums] = {};
     for (u32 left = slots; left;) {
       Vec v[kSlots][kSums];
@@ -53,8 +53,8 @@ DEVICE void sum_slots(const u8* row, u32 slots, float weight, u8* target) {
         of_slot[n] = is_there ? __shfl_sync(kAllLanes, weight, slot) : 0.0f;
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
-          const Vec* from = reinterpret_cast<const Vec*>(row + static_cast<u64>(kPlainBytes) * slot) + start + 32 * i;
-          v[n][i] = is_there && start + 32 * i < kResultVectors ? *from : Vec{};
+          const u32 at = slot * kResultVectors + start + 32 * i;
+          v[n][i] = is_there && start + 32 * i < kResultVectors ? reinterpret_cast<const Vec*>(row)[at] : Vec{};
         }
       }
 #pragma unroll
@@ -78,9 +78,9 @@ DEVICE void sum_slots(const u8* row, u32 slots, float weight, u8* target) {
   }
 }
 
-// By a warp: waits for all experts of a row and sends their sum; nothing where a wait of this rank has failed, behind
-// which rows are what they happen to be.
-DEVICE bool send_sum(const Params& p, Wait<PHASE_COMBINE>& wait, u64 row, int to, u64 there, u64 epoch) {
+// By a warp: waits for all experts of a row and sends a part of their sum; nothing where a wait of this rank has failed,
+// behind which rows are what they happen to be.
+DEVICE bool send_sum(const Params& p, Wait<PHASE_COMBINE>& wait, u64 row, int part, u8* target, u64 epoch) {
   const Common& c = p.common;
   const int lane = threadIdx.x % 32;
   const u64 at = 4 * (row * TOPK + lane);
@@ -94,8 +94,7 @@ DEVICE bool send_sum(const Params& p, Wait<PHASE_COMBINE>& wait, u64 row, int to
     return false;
   }
   const u32 slots = __ballot_sync(kAllLanes, expert >= 0);
-  sum_slots(p.results + static_cast<u64>(kPlainBytes) * TOPK * row, slots, weight,
-            c.at(to, c.results + kResultBytes * there));
+  sum_slots(p.results + static_cast<u64>(kPlainBytes) * TOPK * row, slots, weight, part * kPartVectors, target);
   return true;
 }
 
@@ -110,16 +109,19 @@ DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, u64 epoch) {
     return;
   }
   TaskCounter tasks(c.taken + RESULTS_TAKEN);
-  int sent = 0;
-  for (int task = tasks.next(); task < c.placement->total; task = tasks.next()) {
-    const u64 row = p.order[task];
+  for (int task = tasks.next(); task < c.placement->total * kParts; task = tasks.next()) {
+    const int part = task % kParts;
+    const int row = p.order[task / kParts];
     int to = 0;
+#pragma unroll 1  // registers are short
     for (int source = 1; source < RANKS; ++source) {
-      to = c.placement->begin[source] <= static_cast<int>(row) ? source : to;
+      to = c.placement->begin[source] <= row ? source : to;
     }
-    const u64 there = row + c.placement->return_offset[to];
-    const bool has_flag = send_sum(p, wait, row, to, there, epoch) && lane == sent++ % RANKS;
-    enqueue_flags(due, has_flag ? c.flag_of(to, c.result_flags, there) : nullptr);
+    const u32 there = row + c.placement->return_offset[to];
+    const bool is_sent =
+        send_sum(p, wait, row, part, c.at(to, c.results + static_cast<u64>(kResultBytes) * there), c.current_epoch());
+    const bool has_flag = is_sent && lane == task % RANKS;
+    enqueue_flags(due, has_flag ? c.flag_of(to, c.result_flags, static_cast<u64>(there) * kParts + part) : nullptr);
   }
 }
 
@@ -205,7 +207,8 @@ DEVICE void receive_tokens(const Params& p, u64 epoch) {
       address = reinterpret_cast<u64>(p.results) + kResultBytes * row;
     } else if (slot >= 0) {
       address = reinterpret_cast<u64>(c.at(c.rank, c.results)) + static_cast<u64>(kResultBytes) * slot;
-      came = await_flag(wait, c.flag_of(c.rank, c.result_flags, slot), epoch, lane);
+      const u64 flag = OVERLAP ? static_cast<u64>(slot) * kParts + task % kParts : slot;
+      came = await_flag(wait, c.flag_of(c.rank, c.result_flags, flag), epoch, lane);
     }
     __syncwarp();
     if (__all_sync(kAllLanes, came)) {
