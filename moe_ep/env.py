@@ -161,8 +161,8 @@ NVSHMEM_TIMEOUT_S = EnvVar(
 )  # fmt: skip
 OVERLAP = EnvVar(
     "MOE_EP_OVERLAP", _switch, "0",
-    "1: nvshmem_high_throughput sends rows and results while packed experts compute bf16 rows (Hopper, one host); 0 "
-    "until it has been measured",
+    "1: nvshmem_high_throughput sends rows and results while packed experts compute bf16 rows (Hopper, one host), "
+    "which was slower where it was measured",
 )  # fmt: skip
 RANKS_PER_HOST = EnvVar(
     "MOE_EP_RANKS_PER_HOST", _whole_number, "0",
