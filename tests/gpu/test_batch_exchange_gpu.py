@@ -79,19 +79,20 @@ class Balanced:
             ids = inputs[rank][2]
             counts = self.exchanges[rank].gather(ids, E)
             plan = rank_plan(counts, slots, rank, SPARE)
-            pending = self.copies[rank].start(plan.sources)
-            return counts, plan, pending, place_rows(ids, plan)
+            return counts, plan, place_rows(ids, plan)
 
         begun = self.ranks._together(begin)
         expected = torch.stack([ids[ids >= 0].bincount(minlength=E) for _, _, ids in inputs]).int()
-        for rank, (counts, plan, _, placed) in enumerate(begun):
+        for rank, (counts, plan, placed) in enumerate(begun):
             assert torch.equal(counts, expected), (batch, rank)
             reference = rank_plan_reference(counts, slots, rank, SPARE, 0)
             assert all(map(torch.equal, plan, reference)), (batch, rank)
             assert torch.equal(placed, place_rows_reference(inputs[rank][2], plan)), (batch, rank)
             rows, weights, _ = inputs[rank]
             self.ranks.args[rank] = (rows, weights, placed, *self.ranks.args[rank][3:])
-        copied = self.ranks._together(lambda rank: begun[rank][2].receive())
+        # Not at once: streams of all ranks together are more than the GPU has queues.
+        pending = self.ranks._together(lambda rank: self.copies[rank].start(begun[rank][1].sources))
+        copied = self.ranks._together(lambda rank: pending[rank].receive())
         received = self.ranks.prepare()
         results = []
         for rank, (rows, _, _, ids, weights) in enumerate(received):
