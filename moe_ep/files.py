@@ -14,6 +14,8 @@ from typing import Any
 
 # No config.json of a model is larger, also where it names every matrix of every expert.
 MAX_CONFIG_BYTES = 64 << 20
+# Whoever copies or writes a value calls itself for each level, and Python allows about a thousand calls.
+_MOST_NESTED = 200
 
 
 def user_path(raw: str) -> Path:
@@ -35,11 +37,18 @@ def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """`json.loads`, with ValueError as its only error, also for lists that are nested too deep."""
+    """`json.loads`, with ValueError as its only error, also for lists and objects that are nested too deep."""
+    too_deep = ValueError("it nests too many lists or objects")
     try:
-        return json.loads(text, **hooks)
+        value = json.loads(text, **hooks)
     except RecursionError:
-        raise ValueError("it nests too many lists or objects") from None
+        raise too_deep from None
+    nested = [value]
+    for _ in range(_MOST_NESTED):
+        inside = (each.values() if isinstance(each, dict) else each for each in nested if isinstance(each, dict | list))
+        if not (nested := [each for values in inside for each in values if isinstance(each, dict | list)]):
+            return value
+    raise too_deep
 
 
 @contextlib.contextmanager

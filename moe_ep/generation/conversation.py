@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep.errors import ConfigError
-from moe_ep.files import parse_json
+from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded
 from moe_ep.generation.template_process import TemplateError, TemplateLimitError, TemplateProcess
 
 Message = dict[str, Any]
@@ -256,7 +256,7 @@ def processor_templates(folder: Path) -> str | dict[str, str] | None:
         if not file.is_file():
             continue
         try:
-            found = parse_json(file.read_bytes()).get("chat_template")
+            found = parse_json(read_bounded(file, MAX_CONFIG_BYTES)).get("chat_template")
         except (AttributeError, ValueError) as error:
             raise ConfigError(f"{file}: expected a JSON object, found none: {error}") from None
         if isinstance(found, list) and all(isinstance(each, dict) for each in found):

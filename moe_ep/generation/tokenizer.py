@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moe_ep.errors import ConfigError
-from moe_ep.files import parse_json
+from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded
 from moe_ep.generation.conversation import Conversation, ConversationRenderer, processor_templates
 from moe_ep.hf.loading import context_length, text_config
 from moe_ep.hf.untrusted import tokenizer_folder
@@ -123,7 +123,7 @@ def _special_tokens(file: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
-        found = parse_json(file.read_bytes())
+        found = parse_json(read_bounded(file, MAX_CONFIG_BYTES))
     except ValueError as error:
         raise ConfigError(f"{file}: expected a JSON object, found none: {error}") from None
     contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
-from moe_ep.checkpoint.finite import check_finite
+from moe_ep.checkpoint.finite import check_finite, count_nonfinite
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.checkpoint.loading import read_linear
 from moe_ep.checkpoint.reader import read_config
@@ -85,7 +85,9 @@ def load_without_experts(
     model.__class__ = kind
     if not reader.allow_nonfinite:
         for name, tensor in model.state_dict().items():
-            check_finite(reader.index_file, name, tensor)
+            if count_nonfinite(tensor):
+                stored = names_on_disk(model, reader).get(name, name)
+                check_finite(reader.info(stored).file if stored in reader else reader.index_file, name, tensor)
     model.to(device)
     unread = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
     _fill_dequantized(model, reader, unread)

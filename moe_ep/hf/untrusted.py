@@ -21,7 +21,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from moe_ep.checkpoint.reader import read_config, read_json
-from moe_ep.errors import ConfigError
+from moe_ep.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ ATTENTION_KEYS = frozenset({"attn_implementation", "_attn_implementation"})
 # Of config.json and tokenizer_config.json: refused unless it names a tokenizer of transformers.
 TOKENIZER_CLASS = "tokenizer_class"
 # Files of a folder that tokenizers have no use for.
+_MAX_TOKENIZER_BYTES = 256 << 20
+_READ_BY_TOKENIZERS = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 _NOT_FOR_TOKENIZERS = {".py", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -159,9 +161,16 @@ def tokenizer_folder(folder: Path) -> Iterator[Path]:
     """A folder with what tokenizers need of a checkpoint, its configs without what is closed.
 
     Raises:
-        CheckpointError: a config that is no JSON object.
+        CheckpointError: a config that is no JSON object, or a file that is larger than any tokenizer's.
         ConfigError: a tokenizer of a class that is none.
     """
+    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        size = file.stat().st_size if file.suffix in _READ_BY_TOKENIZERS and file.is_file() else 0
+        if size > _MAX_TOKENIZER_BYTES:
+            raise CheckpointError(
+                f"{file}: it has {size} bytes and at most {_MAX_TOKENIZER_BYTES} of a tokenizer's file are read; fetch "
+                f"it again"
+            )
     with tempfile.TemporaryDirectory(prefix="moe_ep_tokenizer_") as name:
         copy = Path(name)
         configs = {"config.json": open_config(read_config(folder))}

@@ -246,7 +246,14 @@ def test_a_matrix_of_zeros_has_a_factor_of_zero(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["re:^(([a-z0-9_.])+)+!$", "re:(.*)*x!", "re:(a|a|[a-z.0-9_])*!", "*a" * 30 + "!", "re:(?:[^!]*[^!]*)*[^!]*!$"],
+    [
+        "re:^(([a-z0-9_.])+)+!$",
+        "re:(.*)*x!",
+        "re:(a|a|[a-z.0-9_])*!",
+        "*a" * 30 + "!",
+        "re:(?:[^!]*[^!]*)*[^!]*!$",
+        "re:(?R)",
+    ],
 )
 def test_expressions_that_take_time_without_end_are_refused(pattern: str) -> None:
     patterns = ModulePatterns([pattern])

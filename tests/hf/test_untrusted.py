@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,10 +16,12 @@ import pytest
 pytest.importorskip("transformers")
 
 
+from safetensors.torch import load_file, save_file
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
+from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.demo import make_demo_checkpoint
-from moe_ep.errors import ConfigError
+from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.generation.tokenizer import ModelTokenizer
 from moe_ep.hf.untrusted import ATTENTION_KEYS, CLOSED_KEYS, open_config
 
@@ -157,6 +160,53 @@ def test_a_tokenizer_of_another_class(demo: Path, tmp_path: Path, file: str, nam
     change(folder / file, tokenizer_class=name)
     with pytest.raises(ConfigError, match="tokenizer_class"):
         ModelTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "tokenizer.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.json",
+        "processor_config.json",
+        "additional_chat_templates/tool_use.jinja",
+    ],
+)
+def test_a_file_of_a_tokenizer_that_is_too_large(demo: Path, tmp_path: Path, file: str) -> None:
+    folder = copied(demo, tmp_path / "model")
+    (folder / file).parent.mkdir(exist_ok=True)
+    with (folder / file).open("wb") as opened:
+        opened.truncate(3 << 30)
+    with pytest.raises(CheckpointError, match=f"{file}.*{3 << 30}"):
+        ModelTokenizer(folder)
+
+
+def test_a_config_that_nests_too_deep_to_be_copied(demo: Path, tmp_path: Path) -> None:
+    import moe_ep
+
+    folder = copied(demo, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"a":' + "[" * 900 + "]" * 900 + "}")
+    with pytest.raises(CheckpointError, match="generation_config.json"):
+        moe_ep.parallelize(folder)
+
+
+def test_a_weight_of_transformers_that_is_not_finite(demo: Path, tmp_path: Path) -> None:
+    """The message names the shard that holds it."""
+    import moe_ep
+
+    folder, name = copied(demo, tmp_path / "model"), "model.embed_tokens.weight"
+    with CheckpointReader(folder) as reader:
+        file = reader.info(name).file
+    tensors = load_file(file)
+    tensors[name][5, 0] = math.nan
+    file.unlink()  # the original may be a link
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{file.name}: tensor {name}: .*1 of"):
+        moe_ep.parallelize(folder)
 
 
 def test_an_adapter_beside_a_model(demo: Path, tmp_path: Path) -> None:

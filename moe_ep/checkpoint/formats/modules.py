@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -83,8 +82,17 @@ class Expression:
         """Whether it matches; CheckpointError once matching has taken too long."""
         while True:
             started, found = time.thread_time(), None
-            with contextlib.suppress(TimeoutError):  # of the clock: others may have had the processor
+            try:
                 found = self._compiled.match(name, timeout=_MOST_SECONDS) is not None
+            except TimeoutError:  # of the clock: others may have had the processor
+                pass
+            except MemoryError:
+                raise unexpected(
+                    "quantization_config",
+                    "an expression that is matched in little memory",
+                    self._expression[:200],
+                    ", which calls itself without end; write it without recursion",
+                ) from None
             # Fast matches do not count, as there may be several for every matrix of every expert.
             if (took := time.thread_time() - started) > _MOST_SECONDS / 1000:
                 self._slow_seconds += took
