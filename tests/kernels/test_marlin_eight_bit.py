@@ -92,7 +92,13 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
 
 
-def experts(num_experts: int, K: int, N: int, input_dtype: torch.dtype | None = FP8) -> WeightPair:
+# As scripts/gemm_cases.py names them.
+KINDS = {"int4": UINT4B8, "uint4": UINT4, "fp8": E4M3, "mxfp4": MXFP4}
+
+
+def experts(
+    num_experts: int, K: int, N: int, input_dtype: torch.dtype | None = FP8, kind: WeightType | None = None
+) -> WeightPair:
     """Experts without weights."""
     w13, w2 = (
         SimpleNamespace(
@@ -105,7 +111,7 @@ def experts(num_experts: int, K: int, N: int, input_dtype: torch.dtype | None = 
         )
         for rows, columns in ((2 * N, K), (K, N))
     )
-    kind = UINT4B8 if input_dtype == INT8 else E4M3
+    kind = kind or (UINT4B8 if input_dtype == INT8 else E4M3)
     return WeightPair(kind, SILU, torch.bfloat16, w13, w2, None, input_dtype)  # type: ignore[arg-type]
 
 
@@ -132,8 +138,10 @@ def test_the_rule_takes_8_bit_rows_where_the_measured_table_has_them_faster() ->
     rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
     assert rows
     for row in rows:
-        pair = experts(*sizes[row["shape"]], getattr(torch, row["input_dtype"]))
-        assert eight_bit.pays(pair, row["rows"]) == (row["ratio"] > 1), row
+        dtype, kind = getattr(torch, row["input_dtype"]), KINDS[row["weights"]]
+        pair = experts(*sizes[row["shape"]], dtype, kind)
+        taken = eight_bit.is_faster(kind, (9, 0)) and eight_bit.pays(pair, row["rows"])
+        assert taken == (row["ratio"] > 1), row
 
 
 @pytest.mark.usefixtures("on_hopper")
