@@ -33,8 +33,8 @@ class Ceilings:
         return 0.0 if self.link_bytes_per_s is None else 1e6 * num_bytes / self.link_bytes_per_s
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> Ceilings:
-    """Measures them; a collective call of the group's ranks. On CPUs the sizes are small and a step takes 0.1 s."""
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measures them; a collective call of all ranks. On CPUs the sizes are small and a step takes 0.1 s."""
     on_gpu = device.type == "cuda"
     source = torch.randn((1 << 29) if on_gpu else (1 << 23), device=device)
     target = torch.empty_like(source)
@@ -46,23 +46,23 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, group: dist.Proce
     return Ceilings(
         memory_bytes_per_s=2 * source.nbytes / copy_us * 1e6,
         flops_per_s=2 * side**3 / product_us * 1e6,
-        link_bytes_per_s=_link(device, group),
+        link_bytes_per_s=_link(device),
     )
 
 
-def _link(device: torch.device, group: dist.ProcessGroup | None) -> float | None:
-    size = dist.get_world_size(group) if dist.is_initialized() else 1
+def _link(device: torch.device) -> float | None:
+    size = dist.get_world_size() if dist.is_initialized() else 1
     if size == 1:
         return None
     buffer = torch.zeros(size * ((64 << 20) if device.type == "cuda" else (1 << 20)), dtype=torch.uint8, device=device)
     output = torch.empty_like(buffer)
     times = time_calls(
-        lambda _: dist.all_to_all_single(output, buffer, group=group),
+        lambda _: dist.all_to_all_single(output, buffer),
         device=device,
         chain=2,
         repeats=8,
         graph=False,
-        together=lambda: dist.barrier(group),
+        together=lambda: dist.barrier(),
     )
     leaving = buffer.numel() * (size - 1) / size
-    return leaving / timing_of(slowest_rank(times, group)).median * 1e6
+    return leaving / timing_of(slowest_rank(times)).median * 1e6

@@ -109,11 +109,9 @@ def gather_texts(
     return found
 
 
-def gather_values(
-    name: str, value: Any, group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None
-) -> list[Any]:
+def gather_values(name: str, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of the group's ranks (`moe_ep.distributed.plain_data`), in their order; as `gather_texts`."""
-    texts = gather_texts(name, encode(value).decode(), group, timeout_s=timeout_s)
+    texts = gather_texts(name, encode(value).decode(), group)
     return [decode(text.encode()) for text in texts]
 
 

@@ -18,6 +18,21 @@ from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.quantization.quantize_weights import quantize_int
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+# What makes a DeepSeek-V3 of `qwen3_config`: grouped routing with a correction bias, and shared experts.
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "num_experts": None,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
+}
 
 
 def write_raw(file: Path, header: Any, data: bytes) -> None:

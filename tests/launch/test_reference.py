@@ -14,23 +14,9 @@ from moe_ep.checkpoint.spec import Gate
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.launch.workers import verify
 from moe_ep.layer.stack import MoEStack
-from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
+from tests.checkpoint.checkpoints import DEEPSEEK, make_checkpoint, qwen3_config
 
 F32_ERROR = 3e-6
-DEEPSEEK: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "num_experts": None,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 0,
-    "moe_layer_freq": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "routed_scaling_factor": 2.5,
-}
 
 
 def stack_of(folder: Path, **options: Any) -> tuple[CheckpointReader, Any, MoEStack]:

@@ -15,22 +15,8 @@ from moe_ep.errors import ConfigError
 from moe_ep.launch.workers import verify
 from moe_ep.launch.workers.steps import why_not_captured
 from moe_ep.layer.stack import MoEStack
-from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
+from tests.checkpoint.checkpoints import DEEPSEEK, GPTQ, make_checkpoint, qwen3_config
 
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "num_experts": None,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 0,
-    "moe_layer_freq": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "routed_scaling_factor": 2.5,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3-not-renormalized": {"norm_topk_prob": False},
