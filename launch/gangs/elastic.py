@@ -7,6 +7,7 @@ changes on stderr. The gang ends when every remaining rank has answered.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,15 @@ POLL_S = 0.05
 # Limit for the other ranks to prepare for a rank's leaving.
 _PREPARE_S = 60.0
 _LEFT = "was told to leave"
+_RECOVERIES = "moe_ep/gang/recoveries"
 # Lost ranks are replaced at most this many times for each initial rank: if all replacements die, the cause is not the
 # machine.
 _REPLACEMENTS_PER_RANK = 3
+
+
+def recoveries_in(store: dist.Store) -> list[dict[str, Any]]:
+    """The account of losses so far, which the launcher keeps in its store."""
+    return json.loads(store.get(_RECOVERIES)) if store.check([_RECOVERIES]) else []
 
 
 def say_started(rank: int, pid: int, host: str) -> None:
@@ -42,7 +49,9 @@ class ElasticOutcomes:
 
     Args:
         store: the gang's store, which this process serves.
+        ranks: the initial ranks; None if this launcher takes over from a lost one.
         on_item: gets the items of all ranks, including lost ones.
+        before: the recoveries of the lost launcher.
 
     Attributes:
         recoveries: an account of each loss, in order; seconds count from the rank's last sign of life.
@@ -51,25 +60,28 @@ class ElasticOutcomes:
     def __init__(
         self,
         store: dist.Store,
-        ranks: Iterable[int],
+        ranks: Iterable[int] | None,
         config: ElasticConfig,
         end_process: Callable[[int], None],
         on_item: OnItem,
+        before: Iterable[dict[str, Any]] = (),
     ) -> None:
         from moe_ep.distributed.membership import MembershipLog
 
-        self._log = MembershipLog(store, list(ranks))
+        self._store, self._log = store, MembershipLog(store, None if ranks is None else list(ranks))
         self._config, self._end_process, self._on_item = config, end_process, on_item
         self._items = mailbox.ItemReader(store)
         self._epoch = self._log.latest()
         # The last epochs in which the ranks began their first step, and held all experts.
-        self._served = self._covered = -1
+        self._served = self._covered = self._epoch.number - 1
         self._values: dict[int, Any] = {}
         self._failures: list[WorkerFailure] = []
-        self.recoveries: list[dict[str, Any]] = []
+        self.recoveries: list[dict[str, Any]] = list(before)
         # Losses after which the others do not serve yet, and those after which they do but do not hold all experts
         # yet, each with the time of the last sign of life.
-        self._unserved: list[tuple[dict[str, Any], float]] = []
+        self._unserved: list[tuple[dict[str, Any], float]] = [
+            (loss, time.time() - loss["detected_s"]) for loss in self.recoveries if "serving_s" not in loss
+        ]
         self._uncovered: list[tuple[dict[str, Any], float]] = []
         self._start_rank: Callable[[int], None] | None = None
         self._replacements, self._next_rank = 0, 0
@@ -121,6 +133,7 @@ class ElasticOutcomes:
         while (epoch := self._log.next_of(self._epoch)) is not None:
             self._epoch = epoch
             self._note(epoch)
+            self._share()
         self._take_in()
         self._let_leave()
         if self._covered < self._epoch.number and (reports := self._log.reports(self._epoch)) is not None:
@@ -130,6 +143,16 @@ class ElasticOutcomes:
             if all(report["covered_at"] for report in reports):
                 self._covered = self._epoch.number
                 self._covers(reports)
+                self._share()
+
+    def lead(self) -> None:
+        """Makes the members go on in this launcher's store, in place of a lost one."""
+        self._share()
+        self._log.lead()
+
+    def _share(self) -> None:
+        """Writes what a launcher that takes over needs to know."""
+        self._store.set(_RECOVERIES, json.dumps(self.recoveries))
 
     @property
     def ranks(self) -> tuple[int, ...]:

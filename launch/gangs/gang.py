@@ -239,8 +239,8 @@ def run_member(
         rank_env.export()
         torch.set_num_threads(_num_threads(rank_env))
         use_interface_of(rank_env)
-        progress.set_receiver(mailbox.ItemSender(store, rank_env.rank))
         membership = Membership(store, rank_env.rank, device=rank_env.device, timeout_s=timeout_s)
+        progress.set_receiver(mailbox.ItemSender(membership))
         on_membership(membership)
         return Outcome(fn(rank_env, *args, membership=membership))
     except Exception as error:

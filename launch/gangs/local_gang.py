@@ -160,7 +160,10 @@ class LocalWorkers:
     ends all of them.
 
     Args:
-        port: of the store, if this process serves it, as in an elastic gang; None if rank 0 does.
+        port: of the elastic gang's store; None if rank 0 serves the store.
+
+    Attributes:
+        port: as given. It may be replaced, for workers that are started later.
 
     Raises:
         ConfigError: the function cannot be imported by another process.
@@ -176,7 +179,7 @@ class LocalWorkers:
         port: int | None = None,
     ) -> None:
         _check_importable(fn)
-        self._port = port
+        self.port = port
         self._context, self._ranks = context, ranks
         self._timeout_s, self._fn, self._args = timeout_s, fn, args
         self._processes: dict[Connection, tuple[int, ForkServerProcess]] = {}
@@ -210,14 +213,14 @@ class LocalWorkers:
         ours, theirs = self._context.Pipe()
         worker = self._context.Process(
             target=_serve,
-            args=(theirs, os.getpid(), dict(os.environ), rank_env, self._timeout_s, self._fn, self._args, self._port),
+            args=(theirs, os.getpid(), dict(os.environ), rank_env, self._timeout_s, self._fn, self._args, self.port),
             daemon=True,
         )
         worker.start()
         theirs.close()
         self._processes[ours] = (rank_env.rank, worker)
         self._open.add(ours)
-        if self._port is not None:
+        if self.port is not None:
             elastic.say_started(rank_env.rank, worker.pid or 0, socket.gethostname())
 
     def kill(self, rank: int) -> None:

@@ -6,13 +6,21 @@ data (`moe_ep.distributed.plain_data`), because any process that reaches the sto
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from moe_ep.distributed.membership import Membership
+
 _PREFIX = "moe_ep/mailbox"
+
+
+def result_key(rank: int) -> str:
+    """The key of a rank's result."""
+    return f"result/{rank}"
 
 
 def put(store: dist.Store, key: str, value: Any) -> None:
@@ -39,14 +47,36 @@ def take(store: dist.Store, key: str) -> Any:
 
 
 class ItemSender:
-    """Sends the items of one rank, in order."""
+    """Sends the items of one rank, in order; all of them again when the gang goes on in another store."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store, self._rank, self._count = store, rank, 0
+    def __init__(self, membership: Membership) -> None:
+        self._log, self._rank, self._may_move = membership.log, membership.rank, membership.may_move
+        self._kept: list[Any] = []
+        self._count = 0
+        self._sending = threading.Lock()
+        membership.on_move(self._send_again)
 
     def __call__(self, item: Any) -> None:
-        put(self._store, f"item/{self._rank}/{self._count}", item)
+        from torch.distributed import DistError
+
+        with self._sending:
+            if self._may_move:
+                self._kept.append(item)
+            try:
+                self._put(item)
+            except DistError:
+                if not self._may_move:
+                    raise
+
+    def _put(self, item: Any) -> None:
+        put(self._log.store, f"item/{self._rank}/{self._count}", item)
         self._count += 1
+
+    def _send_again(self) -> None:
+        with self._sending:
+            self._count = 0
+            for item in self._kept:
+                self._put(item)
 
 
 class ItemReader:

@@ -10,6 +10,10 @@ the first proposal wins and all processes see the same sequence. A launcher prop
 process ends; that needs no majority. Ranks that cannot be reached are removed by `Membership.settle` after a deadline,
 if the others are at least half of the epoch. Only a side that reaches the store can propose.
 
+If the store is lost. A launcher of several hosts has a standby store on each (`announce_standby`), with a copy of the
+epochs. One of them is chosen (`lead`). Members that cannot reach their store look for it and move there: each writes
+again what it wrote to the lost store, in callbacks of `on_move`, and settles anew. What lost members wrote is lost.
+
 What a launcher does (`moe_ep.launch.gangs.elastic`): it serves the store, writes epoch 0, gives every worker a
 `Membership`, proposes removals and admissions through a `MembershipLog`, and ends the processes of removed ranks.
 
@@ -26,8 +30,10 @@ numbered in the order of their ranks: `Membership.ep_rank` of `Membership.ep_siz
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,6 +65,8 @@ _SILENT = 0.8
 # Limit for the launcher to report that a process ended.
 _LAUNCHER_S = 0.5
 _STEP_S = 0.005
+# Limit for a connection to another host's store.
+_CONNECT_S = 2.0
 # Abandoned groups are kept so long.
 _FREE_S = 5.0
 _PREFIX = "moe_ep/membership"
@@ -120,12 +128,47 @@ class MembershipLog:
     """
 
     def __init__(self, store: dist.Store, first: Sequence[int] | None = None) -> None:
-        self.store = store
         if first is not None:
             begun = Epoch(number=0, ranks=tuple(sorted(first)), admitted=tuple(sorted(first)), decided_at=time.time())
             store.set(_key(0), begun.to_json())
+        self.move(store)
+
+    def move(self, store: dist.Store) -> None:
+        """Continues in another store, which has the same epochs up to some number."""
+        self.store = store
         self.first = self._latest = Epoch.from_json(store.get(_key(0)).decode())
         self._ever = set(self.first.ranks)
+
+    @staticmethod
+    def copy(epoch: Epoch, store: dist.Store) -> None:
+        """Writes an epoch into a standby store; epochs are to be copied in order."""
+        store.set(_key(epoch.number), epoch.to_json())
+
+    # Standby stores of other hosts, each at (host, port).
+
+    def expect_standbys(self, count: int) -> None:
+        """Sets the number of standby stores, before there are members."""
+        self.store.set(f"{_PREFIX}/standbys", str(count))
+
+    def announce_standby(self, number: int, address: tuple[str, int]) -> None:
+        """Sets the address of a standby store, numbered from 1."""
+        self.store.set(f"{_PREFIX}/standby/{number}", json.dumps(address))
+
+    def num_standbys(self) -> int:
+        """The number of standby stores."""
+        key = f"{_PREFIX}/standbys"
+        return int(self.store.get(key)) if self.store.check([key]) else 0
+
+    def standbys(self, count: int) -> list[tuple[str, int]] | None:
+        """Their addresses; None until all are known."""
+        keys = [f"{_PREFIX}/standby/{number}" for number in range(1, count + 1)]
+        if not self.store.check(keys):
+            return None
+        return [(str(host), int(port)) for host, port in (json.loads(self.store.get(key)) for key in keys)]
+
+    def lead(self) -> None:
+        """Chooses this store, a standby store, for the gang to go on."""
+        self.store.set(_LEADS, "")
 
     def latest(self) -> Epoch:
         """The present epoch."""
@@ -221,6 +264,7 @@ class MembershipLog:
         return bool(self.store.check([f"{_PREFIX}/finished"]))
 
 
+_LEADS = f"{_PREFIX}/leads"
 Callback = Callable[["Membership"], None]
 
 
@@ -254,6 +298,11 @@ class Membership:
         self._watching = MembershipLog(_clone(store))
         # The last heartbeat of each other rank, and when this process first saw it.
         self._beats: dict[int, tuple[float, float]] = {}
+        # The standby stores, once they are known; whether this member looks for the one that was chosen, and whether it
+        # has moved there and not settled yet.
+        self._num_standbys, self._standbys = self.log.num_standbys(), list[tuple[str, int]]()
+        self._is_moving = self._has_moved = False
+        self._on_move: list[Callable[[], None]] = []
         self._preparing: list[Callable[[int], None]] = []
         self._wants_to_leave, self._prepared = False, set[int]()
         self._thread = threading.Thread(target=self._watch, name="moe_ep-membership", daemon=True)
@@ -295,6 +344,16 @@ class Membership:
         """Adds a callback that `settle` runs on every member, in the order of adding."""
         self._callbacks.append(callback)
 
+    def on_move(self, callback: Callable[[], None]) -> None:
+        """Adds a callback that runs in a thread when the gang goes on in another store. It writes there again what this
+        member wrote to the lost store."""
+        self._on_move.append(callback)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether there are standby stores."""
+        return self._num_standbys > 0
+
     def before_leaving(self, callback: Callable[[int], None]) -> None:
         """Adds a callback that runs in a thread before a rank leaves, with that rank. It returns when this member is
         ready, or raises if it cannot be."""
@@ -329,6 +388,17 @@ class Membership:
             RemovedError: this rank is not in the newest epoch.
             FinishedError: another rank has marked all work as done.
         """
+        while True:
+            try:
+                self._settle(error)
+            except dist.DistError as lost:
+                if not self._await_move():
+                    raise
+                error = lost
+            else:
+                return
+
+    def _settle(self, error: BaseException | None) -> None:
         if error is not None:
             logger.debug("rank %d left epoch %d: %s", self.rank, self.epoch.number, error)
             self._await_change(error)
@@ -339,8 +409,8 @@ class Membership:
                 time.sleep(_STEP_S)
         while True:
             with self._lock:
-                goes_on = error is None and self._has_groups and self._seen.number == self.epoch.number
-                self.epoch = self._seen
+                goes_on = error is None and self._has_groups and not self._is_outdated_now()
+                self.epoch, self._has_moved = self._seen, False
             if not goes_on:
                 self._has_groups, self._num_called = False, 0
             if self.rank not in self.ranks:
@@ -401,15 +471,51 @@ class Membership:
                     beat = time.monotonic() + _HEARTBEAT_S
                     self._remove_silent()
                     self._look_who_leaves()
+                    if self.may_move and not self._standbys:
+                        self._standbys = self._watching.standbys(self._num_standbys) or []
                 newest = self._watching.latest()
             except RuntimeError as error:
-                # The store ends only with the launcher, which ends its workers.
+                # The store ends with its launcher. Without standby stores the workers end with it too.
                 logger.debug("the gang's store cannot be reached: %s", error)
+                self._move()
                 continue
             with self._lock:
                 self._seen = newest
                 if newest.number > self.epoch.number:
                     failure_detection.end_all_waits("the ranks have changed")
+
+    def _move(self) -> None:
+        """Moves to the standby store that is chosen within the deadline, if any."""
+        self._is_moving = bool(self._standbys)
+        until = time.monotonic() + self.timeout_s
+        while self._is_moving and time.monotonic() < until and not self._closed.wait(_POLL_S):
+            for host, port in self._standbys:
+                with contextlib.suppress(OSError, RuntimeError):
+                    socket.create_connection((host, port), timeout=_CONNECT_S).close()
+                    timeout = timedelta(seconds=self.timeout_s)
+                    store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+                    if store.check([_LEADS]):
+                        self._go_on_in(store)
+                        return
+        self._is_moving = False
+
+    def _go_on_in(self, store: dist.Store) -> None:
+        self._store = store
+        self._watching.move(_clone(store))
+        self.log.move(_clone(store))
+        self._prepared.clear()
+        for callback in self._on_move:
+            callback()
+        with self._lock:
+            self._seen, self._has_moved, self._is_moving = self._watching.latest(), True, False
+            failure_detection.end_all_waits("the ranks go on in another store")
+
+    def _await_move(self) -> bool:
+        """Waits while this member looks for another store; whether it has moved."""
+        until = time.monotonic() + _NEWS_S
+        while not self._is_outdated() and (self._is_moving or time.monotonic() < until):
+            time.sleep(_STEP_S)
+        return self._is_outdated()
 
     def _look_who_leaves(self) -> None:
         if self._wants_to_leave:
@@ -465,7 +571,10 @@ class Membership:
 
     def _is_outdated(self) -> bool:
         with self._lock:
-            return self._seen.number > self.epoch.number
+            return self._is_outdated_now()
+
+    def _is_outdated_now(self) -> bool:
+        return self._has_moved or self._seen.number > self.epoch.number
 
     def _remove_failed(self, error: DispatchTimeoutError) -> None:
         """Removes the ranks that a verdict names, if the others may go on without them."""

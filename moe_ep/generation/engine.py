@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import time
 import zlib
 from collections import Counter, deque
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 
 from moe_ep.arguments import INTEGER_NAMES, INTEGERS
 from moe_ep.distributed.exchange import gather_values
@@ -200,10 +202,13 @@ class TokenLog:
     """
 
     def __init__(self, membership: Membership) -> None:
-        self._members = membership.log
-        self._store: Any = membership.log.store
+        self._members, self._may_move = membership.log, membership.may_move
         self._key = self._key_of(membership.rank)
         self._new: list[str] = []
+        # What was written, for a store that may replace this one.
+        self._written: list[str] = []
+        self._writing = threading.Lock()
+        membership.on_move(self._write_again)
 
     def add(self, index: int, position: int, token: int) -> None:
         """A sequence's token at a position of its continuation."""
@@ -219,17 +224,34 @@ class TokenLog:
 
     def flush(self) -> None:
         """Writes what was added."""
-        if self._new:
-            self._store.append(self._key, "".join(f"{line}\n" for line in self._new))
-            self._new.clear()
+        if not self._new:
+            return
+        text, self._new = "".join(f"{line}\n" for line in self._new), []
+        with self._writing:
+            if self._may_move:
+                self._written.append(text)
+            try:
+                self._append(text)
+            except dist.DistError:
+                if not self._may_move:
+                    raise  # otherwise the next store gets it
+
+    def _append(self, text: str) -> None:
+        store: Any = self._members.store
+        store.append(self._key, text)
+
+    def _write_again(self) -> None:
+        with self._writing:
+            self._append("".join(self._written))
 
     def read(self) -> tuple[dict[int, list[int]], dict[int, list[int]], set[int]]:
         """Of all ranks ever: the continuations by index, their skipped tokens, and which were finished."""
         tokens: dict[int, dict[int, int]] = {}
         skipped: dict[int, set[int]] = {}
         ended: set[int] = set()
+        store = self._members.store
         for key in map(self._key_of, sorted(self._members.all_ranks())):
-            told = self._store.get(key).decode() if self._store.check([key]) else ""
+            told = store.get(key).decode() if store.check([key]) else ""
             for line in told.splitlines():
                 index, *more = map(int, line.split())
                 if len(more) == 2:

@@ -173,39 +173,24 @@ def test_actors_are_killed_and_replaced_join_and_leave(demo: Path, tmp_path: Pat
     assert set(os.listdir("/dev/shm")) <= shared
 
 
-def start_agents(model: Path, folder: Path) -> tuple[Job, Job]:
-    """The agents of two nodes with two ranks each, when all ranks serve; first the one that has the store."""
-    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
-    jobs = []
-    for name in ("first", "second"):
-        (folder / name).mkdir()
-        options = ("--launcher", "torchrun", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--ep-size", "4")
-        jobs.append(generate(model, folder / name, *options))
+def test_nodes_are_lost(demo: Path, texts: list[str], tmp_path: Path) -> None:
+    """Three agents with a rank each: the one that leads is killed, and then another."""
+    endpoint, jobs = f"127.0.0.1:{free_ports(1)[0]}", []
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+        options = ("--launcher", "torchrun", "--nnodes", "3", "--rdzv-endpoint", endpoint, "--ep-size", "3")
+        jobs.append(generate(demo, tmp_path / name, *options))
     for job in jobs:
-        job.until("rank [13]: ")
-    first, second = sorted(jobs, key=lambda job: min(job.pids))
-    first.until("serving: 4 ranks")
-    return first, second
-
-
-def test_a_node_is_lost(demo: Path, texts: list[str], tmp_path: Path) -> None:
-    first, second = start_agents(demo, tmp_path)
-    os.kill(second.pids[3], signal.SIGKILL)
+        job.until("rank [012]: ")
+    first, second, third = sorted(jobs, key=lambda job: min(job.pids))
     first.until("serving: 3 ranks")
-    second.until("rank 4: ")  # which replaces it
-    second.process.kill()
-    first.until("serving: 2 ranks")
-    summary = check(first, texts, [3, 2])
-    assert "SIGKILL" in summary["recoveries"][0]["cause"] and "agent" in summary["recoveries"][1]["cause"]
-    assert all_end(session_pids(second.process.pid)) and all_end(list(second.pids.values()))
-
-
-def test_the_node_with_the_store_is_lost(demo: Path, tmp_path: Path) -> None:
-    first, second = start_agents(demo, tmp_path)
     first.process.kill()
-    assert second.process.wait(60) == 1
-    assert any("agent of its node" in line for line in second.lines())
-    assert all_end(session_pids(first.process.pid) + session_pids(second.process.pid))
+    second.until("serving: 2 ranks")
+    third.process.kill()
+    summary = check(second, texts, [0, 2])
+    assert all("agent" in loss["cause"] for loss in summary["recoveries"])
+    for job in (first, third):
+        assert all_end(session_pids(job.process.pid)) and all_end(list(job.pids.values()))
 
 
 def test_a_run_goes_on_balances_and_is_verified(demo: Path, tmp_path: Path) -> None:

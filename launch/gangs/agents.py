@@ -1,0 +1,446 @@
+"""Agents of several nodes, which meet at an endpoint: the one on that machine listens there and numbers the nodes.
+
+They exchange lines of JSON over connections that stay open, so that each notices at once when another dies. One agent
+leads: it has the outcomes of all ranks, and is the one that listens unless an elastic gang has lost that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from multiprocessing.connection import wait
+from typing import Any
+
+from moe_ep.errors import ConfigError, GangError, MoeEpError
+from moe_ep.launch.gangs import waiting
+from moe_ep.launch.gangs.gang import Outcome, Outcomes, WorkerFailure, gang_error
+from moe_ep.launch.gangs.local_gang import POLL_S
+from moe_ep.launch.gangs.rendezvous import addresses_of, listen_at
+from moe_ep.launch.gangs.waiting import Wait
+
+RETRY_S = 0.2
+_CONNECT_LIMIT_S = 5.0
+# Errors of a connection to a machine that may still run.
+_OUT_OF_REACH = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+# The first field of every line, and the version in it.
+_PROTOCOL = "moe_ep_agents"
+_VERSION = 1
+# Longer lines are not an agent's.
+_MOST_BYTES = 1 << 20
+# TCP keepalive: seconds and probes until an unreachable machine is noticed.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+
+
+class Peer:
+    """A connection to another agent: lines of JSON objects."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.connection, self.name, self.is_out_of_reach = connection, name, False
+        self._received = b""
+        self._lines: list[dict[str, Any]] = []
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, **message: Any) -> None:
+        """Sends a line; OSError if the other agent is gone."""
+        line = json.dumps({_PROTOCOL: _VERSION, **message}) + "\n"
+        self.connection.settimeout(_CONNECT_LIMIT_S)
+        self.connection.sendall(line.encode())
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the lines that have arrived; EOFError at the end of the connection, ValueError for a foreign line."""
+        self.connection.settimeout(0.0)
+        try:
+            found = self.connection.recv(65536)
+        except (BlockingIOError, InterruptedError):
+            found = None
+        except OSError as error:
+            self.is_out_of_reach = isinstance(error, TimeoutError) or error.errno in _OUT_OF_REACH
+            found = b""
+        if not found and (self._lines or found is None):
+            lines, self._lines = self._lines, []
+            return lines
+        if not found:
+            raise EOFError
+        *complete, self._received = (self._received + found).split(b"\n")
+        if len(self._received) > _MOST_BYTES:
+            raise ValueError("a line without end")
+        lines, self._lines = self._lines + [_message(line) for line in complete], []
+        return lines
+
+    def answer(self, wait_for: Wait, why: Callable[[], str] | None = None) -> dict[str, Any]:
+        """Waits for the next line."""
+        while not self._lines:
+            self._lines = self.receive()
+            if not self._lines:
+                wait_for.look(why)
+                wait(waitable(self), timeout=min(0.2, max(wait_for.left_s, 0.0)))
+        return self._lines.pop(0)
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def waitable(*found: Any) -> list[Any]:
+    """The sockets, and objects with their fileno, as `wait` takes them."""
+    return list(found)
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict) or message.get(_PROTOCOL) != _VERSION:
+        raise ValueError(repr(line[:60].decode(errors="replace")))
+    return message
+
+
+@dataclass
+class Node:
+    """One agent's view of a job of several nodes. The leading node has the outcomes of all ranks; the others send
+    theirs and are told when the job is over.
+
+    Attributes:
+        leader: the leading node; node 0 unless it was lost.
+        is_over: all ranks have answered, or the job has failed with `failure` or `error`.
+        outlives_leader: whether the job goes on when the leader dies; `lost_leader` is then set, instead of `failure`.
+        record: called with the outcome of each rank; by default it adds to `outcomes`.
+        to_start: ranks that the leader has asked this node to start.
+    """
+
+    node_rank: int
+    master_addr: str
+    peers: dict[int, Peer]
+    num_local: int
+    outcomes: Outcomes
+    leader: int = 0
+    is_over: bool = False
+    outlives_leader: bool = False
+    lost_leader: bool = False
+    failure: WorkerFailure | None = None
+    error: MoeEpError | None = None
+    left_s: float = POLL_S
+
+    def __post_init__(self) -> None:
+        self.record: Callable[[int, WorkerFailure | None], None] = self._record
+        self.to_start: list[int] = []
+        # On the leader: the node of each rank that joined, and of all ranks if it has taken over.
+        self.places: dict[int, int] = {}
+        # This machine's address in its connection to the leader.
+        self.address = self.master_addr if self.leads else str(self.peers[0].connection.getsockname()[0])
+
+    @property
+    def leads(self) -> bool:
+        return self.leader == self.node_rank
+
+    def lead(self) -> None:
+        """Makes this node the leader; connections to the others are to be added to `peers`."""
+        self.leader, self.master_addr, self.peers, self.lost_leader = self.node_rank, self.address, {}, False
+
+    def follow(self, leader: int, address: str, peer: Peer) -> None:
+        """Makes another node the leader."""
+        self.leader, self.master_addr, self.peers, self.lost_leader = leader, address, {leader: peer}, False
+
+    @classmethod
+    def meet(cls, description: dict[str, Any], endpoint: str, timeout_s: float | None) -> contextlib.closing[Node]:
+        """Connects all nodes.
+
+        Raises:
+            GangError: nodes do not arrive within the timeout, or something else listens at the endpoint.
+            ConfigError: nodes have different options.
+        """
+        host, _, port = endpoint.rpartition(":")
+        host, limit_s = host.strip("[]"), waiting.limit_of(timeout_s)
+        try:
+            listener = listen_at(host, int(port))
+        except OSError:  # the address of another machine, or another agent of this one listens there
+            return contextlib.closing(cls._join(description, host, int(port), limit_s))
+        with listener:
+            return contextlib.closing(cls._gather(description, listener, endpoint, limit_s))
+
+    @classmethod
+    def _gather(cls, description: dict[str, Any], listener: socket.socket, endpoint: str, limit_s: float) -> Node:
+        """Node 0: accepts the other nodes in the order in which they arrive."""
+        num_nodes = description["--nnodes"]
+        joined: dict[int, Peer] = {}
+        arriving: list[Peer] = []
+
+        def missing() -> str:
+            here = ", ".join([socket.gethostname(), *(peer.name for peer in joined.values())])
+            return f"{num_nodes - 1 - len(joined)} of {num_nodes} nodes to come to {endpoint} (here: {here})"
+
+        wait_for = Wait(missing, limit_s)
+        listener.setblocking(False)
+        try:
+            while len(joined) < num_nodes - 1:
+                wait_for.look()
+                for ready in wait(waitable(listener, *arriving), timeout=min(0.2, max(wait_for.left_s, 0.0))):
+                    if ready is listener:
+                        with contextlib.suppress(OSError):
+                            connection, address = listener.accept()
+                            arriving.append(Peer(connection, str(address[0])))
+                            arriving[-1].send(node=socket.gethostname())
+                    elif isinstance(ready, Peer):
+                        cls._take_in(ready, description, joined, arriving)
+            address = listener.getsockname()[0]
+            for node_rank, peer in joined.items():
+                peer.send(node_rank=node_rank, address=address)
+        except BaseException as error:
+            for peer in (*joined.values(), *arriving):
+                with contextlib.suppress(OSError):
+                    peer.send(ended=str(error) or "it was interrupted")
+                peer.close()
+            raise
+        for peer in arriving:
+            peer.close()
+        num_local = description["--ep-size"] // num_nodes
+        return cls(0, address, joined, num_local, Outcomes(range(description["--ep-size"])))
+
+    @staticmethod
+    def _take_in(peer: Peer, description: dict[str, Any], joined: dict[int, Peer], arriving: list[Peer]) -> None:
+        """Reads an arriving node's introduction, and accepts or refuses it."""
+        try:
+            messages = peer.receive()
+            if not messages:
+                return
+            told = messages[0]
+            peer.name = str(told.get("node"))[:256]
+            wrong = next((name for name, value in description.items() if told.get(name) != value), None)
+            if wrong is not None:
+                refusal = (
+                    f"{wrong} is {told.get(wrong)!r} on {peer.name} and {description[wrong]!r} on "
+                    f"{socket.gethostname()}; all nodes run the same command"
+                )
+                peer.send(refused=refusal)
+                if wrong != "job":
+                    raise ConfigError(refusal)
+                peer.close()
+            else:
+                joined[len(joined) + 1] = peer
+        except ConfigError:
+            raise
+        except (EOFError, OSError, ValueError):
+            peer.close()
+        arriving.remove(peer)
+
+    @classmethod
+    def _join(cls, description: dict[str, Any], host: str, port: int, limit_s: float) -> Node:
+        """Another node: finds the one that listens, and waits until all have arrived."""
+        where = f"{host}:{port}"
+        wait_for = Wait(f"the node that listens at {where}", limit_s)
+        while True:
+            try:
+                peer = Peer(_connected(host, port), host)
+                return cls._introduced(peer, description, where, wait_for, limit_s)
+            except EOFError:
+                why = f"the node that listens at {where} ended before all were there"
+            except OSError as error:
+                why = f"nobody answers at {where} ({error})"
+            wait_for.pause(
+                RETRY_S,
+                lambda why=why: (  # type: ignore[misc]
+                    f"{why}, for {limit_s:g} s; check that the command runs on the node that --rdzv-endpoint names, "
+                    f"and that no firewall is between"
+                ),
+            )
+
+    @classmethod
+    def _introduced(cls, peer: Peer, description: dict[str, Any], where: str, wait_for: Wait, limit_s: float) -> Node:
+        try:
+            with contextlib.suppress(OSError):
+                peer.send(node=socket.gethostname(), **description)
+            banner = peer.answer(
+                wait_for,
+                lambda: (
+                    f"what listens at {where} has not answered as a node of this job does within {limit_s:g} s; see "
+                    f"what it is, or choose another port for --rdzv-endpoint"
+                ),
+            )
+            peer.name = str(banner["node"])[:256]
+            answer = peer.answer(Wait(f"the other nodes to come to {where}", limit_s))
+            if "refused" in answer:
+                raise ConfigError(f"the node that listens at {where} refuses this one: {answer['refused']}")
+            if "ended" in answer:
+                raise GangError(f"the node that listens at {where} gave up: {answer['ended']}")
+            num_local = description["--ep-size"] // description["--nnodes"]
+            node_rank, address = int(answer["node_rank"]), str(answer["address"])
+        except (ValueError, KeyError, TypeError) as error:
+            peer.close()
+            if isinstance(error, ConfigError):
+                raise
+            raise GangError(
+                f"what listens at {where} is no node of such a job: it said {error}; choose another port for "
+                f"--rdzv-endpoint"
+            ) from None
+        except BaseException:
+            peer.close()
+            raise
+        first = node_rank * num_local
+        return cls(node_rank, address, {0: peer}, num_local, Outcomes(range(first, first + num_local)))
+
+    @property
+    def sockets(self) -> list[Peer]:
+        return list(self.peers.values())
+
+    def announce(self, port: int) -> None:
+        """Tells all nodes the port of the store."""
+        self._send_all(port=port)
+
+    def add(self, rank: int, failure: WorkerFailure | None) -> None:
+        """Records the outcome of a rank of this node."""
+        if self.leads:
+            self.record(rank, failure)
+        else:
+            self._send_all(rank=rank, failure=None if failure is None else asdict(failure))
+
+    def receive(self) -> Iterator[int]:
+        """Handles the messages of the other agents; yields the port of the store when it is announced."""
+        for node_rank, peer in list(self.peers.items()):
+            try:
+                for message in peer.receive():
+                    if "port" in message:
+                        yield int(message["port"])
+                    elif "over" in message:
+                        self.failure = _failure_from(message["over"])
+                        self.is_over = True
+                    elif "ended" in message:
+                        self.error = (ConfigError if message["is_refusal"] else GangError)(str(message["ended"]))
+                        self.is_over = True
+                    elif "start" in message:
+                        self.to_start.append(int(message["start"]))
+                    elif self.leads:
+                        self.record(int(message["rank"]), _failure_from(message["failure"]))
+            except (EOFError, ValueError, KeyError, TypeError):
+                self._lose(node_rank, peer)
+        if self.leads and not self.is_over:
+            self._look_whether_over()
+
+    def place_new(self, rank: int, present: Sequence[int]) -> int:
+        """Leader: asks the node with the fewest present ranks to start a new one; returns that node."""
+        nodes = [self.places.get(one, one // self.num_local) for one in present]
+        place = self.places[rank] = min((self.node_rank, *self.peers), key=lambda node: (nodes.count(node), node))
+        if place != self.node_rank:
+            with contextlib.suppress(OSError):  # a lost node is found by its connection
+                self.peers[place].send(start=rank)
+        return place
+
+    def await_port(self, timeout_s: float | None) -> int:
+        """Waits for the port of the store, which the leader announces.
+
+        Raises:
+            GangError, ConfigError: the leader has ended, or does not announce it within the timeout.
+        """
+        wait_for = Wait("the node that listens to tell where the ranks meet", waiting.limit_of(timeout_s))
+        while True:
+            ports = list(self.receive())
+            self.check()
+            if ports:
+                return ports[0]
+            wait_for.look()
+            wait(waitable(*self.sockets), timeout=RETRY_S)
+
+    def await_end(self) -> None:
+        """Waits for the end of the job, or the loss of its leader, after the leader's store has gone."""
+        wait_for = Wait("the node that listens to say why it ended", _CONNECT_LIMIT_S)
+        while not (self.is_over or self.lost_leader):
+            wait_for.pause()
+            for _ in self.receive():
+                pass
+
+    def check(self) -> None:
+        """Raises the error that has ended the job, if any."""
+        if self.error is not None:
+            raise self.error
+        if self.failure is not None:
+            raise gang_error(self.failure)
+
+    def end(self, error: MoeEpError | None = None) -> None:
+        """Leader: tells the others that the job is done or why it failed, and waits until they have left the store."""
+        self.is_over = True
+        if error is None:
+            self._send_all(over=None)
+        else:
+            self._send_all(ended=str(error), is_refusal=isinstance(error, ConfigError))
+        until = time.monotonic() + _CONNECT_LIMIT_S
+        while self.peers and time.monotonic() < until:
+            wait(waitable(*self.sockets), timeout=RETRY_S)
+            for _ in self.receive():
+                pass
+
+    def close(self) -> None:
+        """Leaves the job. If it is not over, the other nodes are told that this one gave up."""
+        if not self.is_over:
+            first = self.node_rank * self.num_local
+            left = WorkerFailure(rank=first, node=socket.gethostname(), cause="the command on its node was ended")
+            if self.leads:
+                self._send_all(over=asdict(left))
+            else:
+                self._send_all(rank=first, failure=asdict(left))
+        for peer in self.peers.values():
+            peer.close()
+
+    def _record(self, rank: int, failure: WorkerFailure | None) -> None:
+        self.outcomes.add(rank, Outcome(failure=failure))
+
+    def _lose(self, node_rank: int, peer: Peer) -> None:
+        """Handles the end of a connection to another agent."""
+        peer.close()
+        del self.peers[node_rank]
+        if self.is_over:
+            return
+        first, last = node_rank * self.num_local, (node_rank + 1) * self.num_local - 1
+        failure = WorkerFailure(
+            rank=first,
+            node=peer.name,
+            cause=f"the agent of its node (ranks {first} to {last}) ended silently: killed, or out of reach",
+        )
+        if not self.leads:
+            # A leader that cannot be reached may go on, with the store.
+            if self.outlives_leader and not peer.is_out_of_reach:
+                self.lost_leader = True
+            else:
+                self.failure, self.is_over = failure, True
+            return
+        joined = [rank for rank, place in self.places.items() if place == node_rank]
+        for rank in (*range(first, last + 1), *joined):
+            self.record(rank, failure)
+
+    def _look_whether_over(self) -> None:
+        self.left_s = min(POLL_S, self.outcomes.left_s)
+        if self.outcomes.are_final:
+            self.failure, self.is_over = self.outcomes.cause, True
+            self._send_all(over=None if self.failure is None else asdict(self.failure))
+
+    def _send_all(self, **message: Any) -> None:
+        for peer in self.peers.values():
+            with contextlib.suppress(OSError):
+                peer.send(**message)
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    """Connects to the first of the host's addresses that accepts."""
+    error: OSError = ConnectionRefusedError(f"{host} has no address")
+    for address in addresses_of(host):
+        try:
+            return socket.create_connection((address, port), timeout=_CONNECT_LIMIT_S)
+        except OSError as caught:
+            error = caught
+    raise error
+
+
+def _failure_from(told: dict[str, Any] | None) -> WorkerFailure | None:
+    """Reads a failure from another agent's message."""
+    if told is None:
+        return None
+    kinds = {"rank": int, "echo": bool, "refusal": bool, "is_final": bool}
+    return WorkerFailure(**{item.name: kinds.get(item.name, str)(told[item.name]) for item in fields(WorkerFailure)})

@@ -1,0 +1,236 @@
+"""The agent of a node in an elastic gang of several nodes: leads the gang, or follows and is ready to lead."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+from typing import TYPE_CHECKING, Any
+
+from moe_ep.errors import GangError, MoeEpError
+from moe_ep.launch.gangs import elastic, mailbox, progress
+from moe_ep.launch.gangs.agents import RETRY_S, Node, Peer, waitable
+from moe_ep.launch.gangs.control import ControlServer
+from moe_ep.launch.gangs.gang import OnItem, Outcome, WorkerFailure
+from moe_ep.launch.gangs.local_gang import LocalWorkers, joining_rank_env
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.gangs.rendezvous import listen_at, listen_store, open_clients_store
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from moe_ep.distributed.membership import MembershipLog
+    from moe_ep.layer.elastic import ElasticConfig
+
+# How long an agent that takes over waits for the others.
+_SUCCEED_S = 3.0
+
+
+class ElasticAgent:
+    """A node's part of an elastic gang of several nodes.
+
+    The leading agent serves the gang's store and has the outcomes of all ranks. The others report their ranks' outcomes
+    to it, end ranks that were removed, and copy the epochs into a store of their own. If the leading agent dies, the
+    first of the others leads, with its store; the rest, and all workers, go on there.
+
+    Args:
+        job: its name, which other agents know.
+    """
+
+    def __init__(
+        self, node: Node, config: ElasticConfig, job: str, device: str, timeout_s: float | None, on_item: OnItem
+    ) -> None:
+        self._node, self._config, self._job, self._on_item = node, config, job, on_item
+        self._device, self._timeout_s = device, timeout_s
+        self._recoveries: list[dict[str, Any]] = []
+        # This node's running ranks, and the outcomes of the others, which an agent that takes over is told again.
+        self._ranks: set[int] = set()
+        self._outcomes: dict[int, Outcome] = {}
+        # Where the agents that may take over listen, by node.
+        self._successors: dict[int, tuple[str, int]] = {}
+        self._num_successors = 0
+
+    def run(
+        self, context: ForkServerContext, ranks: Sequence[RankEnv], fn: Callable[..., Any], args: Sequence[Any]
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        """As `TorchrunGang.run_elastic`."""
+        from moe_ep.distributed.membership import MembershipLog
+
+        node, timeout_s = self._node, self._timeout_s
+        node.outlives_leader = True
+        with contextlib.ExitStack() as stack:
+            self._store = listen_store(node.address, timeout_s)
+            if node.leads:
+                world_size = node.num_local * (1 + len(node.peers))
+                log = MembershipLog(self._store, range(world_size))
+                log.expect_standbys(len(node.peers))
+                node.announce(self._store.port)
+                port = self._store.port
+            else:
+                self._listener = stack.enter_context(listen_at(node.address, 0))
+                port = node.await_port(timeout_s)
+                client = open_clients_store(node.master_addr, port, timeout_s)
+                log = MembershipLog(client)
+                self._num_successors = log.num_standbys()
+                log.announce_standby(node.node_rank, (node.address, self._store.port))
+                client.set(_successor_key(node.node_rank), json.dumps(self._listener.getsockname()[:2]))
+            self._ranks = {rank_env.rank for rank_env in ranks}
+            workers = stack.enter_context(LocalWorkers(context, ranks, timeout_s, fn, args, port))
+            takes_over = not node.leads
+            while not node.leads:
+                self._follow(workers, log)
+                if node.is_over:
+                    node.check()
+                    return [], []
+                self._succeed()
+                port = self._store.port if node.leads else node.await_port(timeout_s)
+                if not node.leads:
+                    log.move(open_clients_store(node.master_addr, port, timeout_s))
+                workers.port = port
+            return self._lead(workers, takes_over=takes_over)
+
+    def _lead(self, workers: LocalWorkers, *, takes_over: bool) -> tuple[list[Any], list[dict[str, Any]]]:
+        """Leads the gang to its end."""
+        node, store = self._node, self._store
+        outcomes = elastic.ElasticOutcomes(
+            store, None, self._config, workers.kill, self._on_item, before=self._recoveries
+        )
+        node.record = lambda rank, failure: outcomes.add(
+            rank, Outcome(None if failure else mailbox.take(store, mailbox.result_key(rank)), failure)
+        )
+        if takes_over:
+            self._take_over(outcomes)
+
+        def start_rank(rank: int) -> None:
+            if node.place_new(rank, outcomes.ranks) == node.node_rank:
+                workers.start(self._joining(rank))
+
+        try:
+            with ControlServer() as control:
+                outcomes.take_requests(control, start_rank, replaces=True)
+                while not outcomes.are_final:
+                    for event in workers.events(elastic.POLL_S, also=node.sockets):
+                        outcomes.add(event.rank, event.content)
+                    for _ in node.receive():
+                        pass
+                    outcomes.look()
+                results = outcomes.results()
+        except MoeEpError as error:
+            node.end(error)
+            raise
+        node.end()
+        return results, outcomes.recoveries
+
+    def _follow(self, workers: LocalWorkers, log: MembershipLog) -> None:
+        """Follows the leading agent until the gang has ended or that agent is lost."""
+        import torch.distributed as dist
+
+        node, epoch = self._node, log.first
+        log.copy(epoch, self._store)
+        for rank, outcome in self._outcomes.items():
+            self._report(log.store, rank, outcome)
+        while not node.is_over and not node.lost_leader:
+            try:
+                for event in workers.events(elastic.POLL_S, also=node.sockets):
+                    self._ranks.discard(event.rank)
+                    self._outcomes[event.rank] = event.content
+                    self._report(log.store, event.rank, event.content)
+                while (after := log.next_of(epoch)) is not None:
+                    epoch = after
+                    log.copy(epoch, self._store)
+                    for rank in epoch.removed:
+                        workers.kill(rank)
+                self._recoveries = elastic.recoveries_in(log.store)
+                self._find_successors(log.store)
+            except dist.DistError:
+                node.await_end()
+            for _ in node.receive():
+                pass
+            while node.to_start:
+                rank = node.to_start.pop()
+                self._ranks.add(rank)
+                workers.start(self._joining(rank))
+
+    def _report(self, store: dist.Store, rank: int, outcome: Outcome) -> None:
+        """Reports the outcome of a rank of this node to the leading agent."""
+        if outcome.failure is None:
+            mailbox.put(store, mailbox.result_key(rank), outcome.value)
+        self._node.add(rank, outcome.failure)
+
+    def _find_successors(self, store: dist.Store) -> None:
+        if len(self._successors) < self._num_successors:
+            for node in range(1, self._num_successors + 1):
+                if store.check([_successor_key(node)]):
+                    host, port = json.loads(store.get(_successor_key(node)))
+                    self._successors[node] = str(host), int(port)
+
+    def _succeed(self) -> None:
+        """Makes the first remaining agent the leader: this one, or another one, which is told of this node.
+
+        Raises:
+            GangError: the leading agent was lost before all agents knew each other.
+        """
+        node = self._node
+        for other in sorted(self._successors):
+            if other == node.node_rank:
+                node.lead()
+                return
+            with contextlib.suppress(OSError):
+                peer = Peer(socket.create_connection(self._successors[other], timeout=_SUCCEED_S), f"node {other}")
+                peer.send(job=self._job, node_rank=node.node_rank, ranks=sorted(self._ranks | self._outcomes.keys()))
+                node.follow(other, self._successors[other][0], peer)
+                return
+        raise GangError("the leading agent was lost before this one learned where the others are; start the job again")
+
+    def _take_over(self, outcomes: elastic.ElasticOutcomes) -> None:
+        """Begins to lead: gathers the other agents, and removes the ranks of those that do not come."""
+        node = self._node
+        nodes = dict.fromkeys(self._ranks | self._outcomes.keys(), node.node_rank) | self._gather()
+        node.places |= nodes
+        progress.say_plain(f"the agent of {socket.gethostname()} leads from here on")
+        for rank in set(outcomes.ranks) - nodes.keys():
+            cause = "the agent of its node ended silently: killed, or out of reach"
+            outcomes.add(rank, Outcome(failure=WorkerFailure(rank=rank, node="unknown", cause=cause)))
+        for rank, outcome in self._outcomes.items():
+            outcomes.add(rank, outcome)
+        outcomes.lead()
+        node.announce(self._store.port)
+
+    def _gather(self) -> dict[int, int]:
+        """Waits for a moment for the agents that come after this one; the nodes of their ranks, by rank."""
+        node, until = self._node, time.monotonic() + _SUCCEED_S
+        expected = {other for other in self._successors if other > node.node_rank}
+        nodes: dict[int, int] = {}
+        arriving: list[Peer] = []
+        while expected - node.peers.keys() and time.monotonic() < until:
+            for ready in wait(waitable(self._listener, *arriving), timeout=RETRY_S):
+                if ready is self._listener:
+                    connection, address = self._listener.accept()
+                    arriving.append(Peer(connection, str(address[0])))
+                elif isinstance(ready, Peer):
+                    try:
+                        for told in ready.receive()[:1]:
+                            if told["job"] != self._job:
+                                raise ValueError("of another job")
+                            other = int(told["node_rank"])
+                            nodes |= {int(rank): other for rank in told["ranks"]}
+                            node.peers[other] = ready
+                            arriving.remove(ready)
+                    except (EOFError, ValueError, KeyError, TypeError):
+                        arriving.remove(ready)
+                        ready.close()
+        return nodes
+
+    def _joining(self, rank: int) -> RankEnv:
+        node = self._node
+        return joining_rank_env(
+            rank, self._device, source="torchrun", node_rank=node.node_rank, master_addr=node.master_addr
+        )
+
+
+def _successor_key(node_rank: int) -> str:
+    return f"moe_ep/agent/{node_rank}"
