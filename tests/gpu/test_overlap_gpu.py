@@ -41,11 +41,11 @@ def test_values_of_separate_kernels(monkeypatch: pytest.MonkeyPatch, num_ranks: 
 
 @pytest.mark.gpu
 def test_late_ranks_and_layers_that_share_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_one_gpu(monkeypatch, 3)
-    pairs, rng = [layers_of_one_gpu(SIZES["small"], 3, 200) for _ in range(2)], random.Random(0)
+    on_one_gpu(monkeypatch, 4)
+    pairs, rng = [layers_of_one_gpu(SIZES["small"], 4, 200) for _ in range(2)], random.Random(0)
     for step in range(20):
         layers = pairs[step % 2]
-        batches = [draw(SIZES["small"], rng.randint(0, 200), 3, "uniform", 10 * step + rank) for rank in range(3)]
+        batches = [draw(SIZES["small"], rng.randint(0, 200), 4, "uniform", 10 * step + rank) for rank in range(4)]
         cycles = [rng.choice([0, 0, 50_000, 500_000]) for _ in layers]
         expected = run_together(layers, "separate", batches)
         got = run_together(layers, "overlapped", batches, cycles)
@@ -56,11 +56,11 @@ def test_late_ranks_and_layers_that_share_buffers(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("sends", ["nothing", "ids"])
 def test_a_rank_that_stops_is_named_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch, sends: str) -> None:
     monkeypatch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "0.5")
-    on_one_gpu(monkeypatch, 3)
-    layers = layers_of_one_gpu(SIZES["small"], 3, 64)
-    batches = [draw(SIZES["small"], 64, 3, "uniform", rank) for rank in range(3)]
+    on_one_gpu(monkeypatch, 4)
+    layers = layers_of_one_gpu(SIZES["small"], 4, 64)
+    batches = [draw(SIZES["small"], 64, 4, "uniform", rank) for rank in range(4)]
     run_together(layers, "overlapped", batches)
-    others, streams = [layers[0], layers[2]], [torch.cuda.Stream() for _ in layers]
+    others, streams = [layers[0], *layers[2:]], [torch.cuda.Stream() for _ in layers]
     for rank, (layer, batch) in enumerate(zip(layers, batches, strict=True)):
         with torch.cuda.stream(streams[rank]):
             if layer in others:
@@ -75,7 +75,7 @@ def test_a_rank_that_stops_is_named_and_can_be_left_out(monkeypatch: pytest.Monk
     for backend in (layer.backends[mode] for mode in bench_overlap.MODES for layer in others):
         backend.recover(dead=(1,))
     for _ in range(2):
-        few = [batches[0], batches[2]]
+        few = [batches[0], *batches[2:]]
         separate, overlapped = (run_together(others, mode, few) for mode in bench_overlap.MODES)
         assert all(difference(*both) < TOLERANCE for both in zip(overlapped, separate, strict=True))
 

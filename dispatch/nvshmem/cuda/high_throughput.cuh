@@ -228,21 +228,23 @@ DEVICE void finish(const Common& c, u32 epoch) {
 // One warp of each block releases the flags of the rows that the others send: the fence before a flag takes until the
 // links have delivered all stores in flight, and the senders need not wait for it.
 //
-// A warp that has stored a row writes the addresses of its flags to its own slots in shared memory, one per rank, once
-// they are empty. The releasing warp takes all that it finds and sets them behind one fence. It waits for no other
+// A warp that has stored a row writes the addresses of its flags to its own slots in shared memory, one per rank (OVERLAP:
+// eight, in turns), once they are empty. The releasing warp takes all that it finds and sets them behind one fence. It waits for no other
 // rank, so no sender waits long.
+
+constexpr int kQueuedFlags = OVERLAP ? 8 : RANKS;  // of a warp
 
 template <int kMostSenders>
 struct FlagQueue {
-  u64 flags[kMostSenders][RANKS];  // addresses, 0 if empty
-  u32 finished;                    // warps that enqueue no more
+  u64 flags[kMostSenders][kQueuedFlags];  // addresses, 0 if empty
+  u32 finished;                           // warps that enqueue no more
 };
 
 // By the whole block, before it sends.
 template <int kMostSenders>
 DEVICE void clear_queue(FlagQueue<kMostSenders>& due) {
-  for (int i = threadIdx.x; i < kMostSenders * RANKS; i += kThreads) {
-    due.flags[i / RANKS][i % RANKS] = 0;
+  for (int i = threadIdx.x; i < kMostSenders * kQueuedFlags; i += kThreads) {
+    due.flags[i / kQueuedFlags][i % kQueuedFlags] = 0;
   }
   if (threadIdx.x == 0) {
     due.finished = 0;
@@ -250,7 +252,7 @@ DEVICE void clear_queue(FlagQueue<kMostSenders>& due) {
   __syncthreads();
 }
 
-// Flags of a row that the warp has stored; a lane below RANKS may have one, or null.
+// Flags of a row that the warp has stored; a lane below kQueuedFlags may have one, or null.
 template <int kMostSenders>
 DEVICE void enqueue_flags(FlagQueue<kMostSenders>& due, u64* flag) {
   __syncwarp();
@@ -277,8 +279,8 @@ DEVICE void finish_enqueuing(FlagQueue<kMostSenders>& due) {
 // By the releasing warp, until all `senders` have finished.
 template <int kMostSenders>
 DEVICE void release_flags(FlagQueue<kMostSenders>& due, int senders, u64 epoch) {
-  constexpr int kOfLane = (kMostSenders * RANKS + 31) / 32;
-  const int slots = senders * RANKS;
+  constexpr int kOfLane = (kMostSenders * kQueuedFlags + 31) / 32;
+  const int slots = senders * kQueuedFlags;
   for (;;) {
     // Read before the slots are, so that everything enqueued before the senders finished is found.
     const bool is_last = __any_sync(kAllLanes, atomicAdd(&due.finished, 0u) == static_cast<u32>(senders));
@@ -289,7 +291,7 @@ DEVICE void release_flags(FlagQueue<kMostSenders>& due, int senders, u64 epoch) 
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       const int slot = threadIdx.x % 32 + 32 * i;
-      flags[i] = slot < slots ? atomicExch(&due.flags[slot / RANKS][slot % RANKS], 0ull) : 0;
+      flags[i] = slot < slots ? atomicExch(&due.flags[slot / kQueuedFlags][slot % kQueuedFlags], 0ull) : 0;
       found |= flags[i] != 0;
     }
     if (__any_sync(kAllLanes, found)) {

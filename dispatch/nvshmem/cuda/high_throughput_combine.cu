@@ -109,6 +109,7 @@ DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, u64 epoch) {
     return;
   }
   TaskCounter tasks(c.taken + RESULTS_TAKEN);
+  int sent = 0;
   for (int task = tasks.next(); task < c.placement->total * kParts; task = tasks.next()) {
     const int part = task % kParts;
     const int row = p.order[task / kParts];
@@ -120,7 +121,7 @@ DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, u64 epoch) {
     const u32 there = row + c.placement->return_offset[to];
     const bool is_sent =
         send_sum(p, wait, row, part, c.at(to, c.results + static_cast<u64>(kResultBytes) * there), c.current_epoch());
-    const bool has_flag = is_sent && lane == task % RANKS;
+    const bool has_flag = is_sent && lane == sent++ % kQueuedFlags;
     enqueue_flags(due, has_flag ? c.flag_of(to, c.result_flags, static_cast<u64>(there) * kParts + part) : nullptr);
   }
 }

@@ -74,7 +74,7 @@ DEVICE void send_rows(const Params& p, FlagQueue<kSenders>& due, int first, int 
       const u64 token = begin + source * warps;
       const u64 row = p.slots[token * RANKS + to] + c.placement->send[to];
       copy_row(p.rows + token * kPlainBytes, c.at(to, c.rows + kRowBytes * row));
-      enqueue_flags(due, lane == sent++ % RANKS ? c.flag_of(to, c.row_flags, row) : nullptr);
+      enqueue_flags(due, lane == sent++ % kQueuedFlags ? c.flag_of(to, c.row_flags, row) : nullptr);
 #pragma unroll
       for (int rank = 0; rank < RANKS; ++rank) {
         experts[rank] = rank == to && lane == source ? kNone : experts[rank];
