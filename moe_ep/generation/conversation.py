@@ -42,7 +42,7 @@ _NOT_VARIABLES = frozenset(
 )
 _PROBE = "moe_ep 7391 probe"
 _PRINTED_PART = re.compile(f"""['"]text['"]: ?['"]{_PROBE}""")
-# Times that the process may be ended; each takes seconds.
+# How often the template process may be ended before the template is refused; each time takes seconds.
 _MOST_ENDED = 3
 
 
@@ -275,7 +275,7 @@ def _checked_message(name: str, message: Any) -> Message:
     """A message as templates of transformers know them; ValueError for one that no chat request may hold."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{name} is {_shown(message)}; it must be an object with a role")
-    # Templates test whether a key is there; null is as good as none.
+    # Templates test whether a key exists, so a null is removed.
     checked = {key: value for key, value in message.items() if value is not None}
     calls = checked.get("tool_calls")
     if calls is not None:

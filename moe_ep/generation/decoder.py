@@ -23,7 +23,7 @@ from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS
 from moe_ep.modular_kernel.invariant_ops import invariant_ops
 from moe_ep.rollouts.recording import Choices, RoutingLog
 
-# What is recorded of the routing.
+# What a generation records of the routing: no choices, the chosen ids, or ids and weights.
 Records = Literal["nothing", "ids", "weights"]
 PREFILL_GRAPHS = ("auto", "on", "off")
 # What a rank does in a step.
@@ -60,7 +60,7 @@ def batch_invariant_passes(model: Any) -> Iterator[None]:
         raise ConfigError(f"model is a {type(model).__name__} and its passes cannot be batch-invariant: {reason}")
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
     attention = slot_attention(model, windows, batch_invariant=True)
-    # The model's own routers: what replays take the place of, and what gradients go through.
+    # The model's own routers stay: a replay replaces their choices, and gradients flow through them.
     with FusedModules(model, routers=False).used(), invariant_ops(), attention, _experts_one_by_one(model):
         yield
 
@@ -132,12 +132,12 @@ class SlotDecoder:
             )
         self.by_table = self._batch_invariant or can_attend(model)
         self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
-        # Linear attention cannot tell sequences in one row apart.
+        # Linear attention cannot separate sequences that are packed into one row.
         self._repeats = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
         self._packs = self.by_table and self._repeats
         self._kinds = getattr(model.config.get_text_config(), "layer_types", None)
         self._fused = FusedModules(model)
-        # A row for each slot and position, written as the cache is.
+        # The log has a row for each slot and position, and is written like the cache.
         self._log: RoutingLog | None = None
         self._recording = contextlib.ExitStack()
         if records != "nothing":
@@ -148,14 +148,14 @@ class SlotDecoder:
         if prefill_graphs == "on" and (reason := self._why_not_packed()):
             raise ConfigError(f"prefill_graphs is on and {reason}; leave it at auto")
         self._graphs, self._prefill_graphs, self._prefill_tokens = graphs, prefill_graphs, prefill_tokens
-        # Of each slot, the positions of tokens that went without an expert, since `take_hits`.
+        # Positions of each slot's tokens that skipped an expert since the last `take_hits`.
         self._hits: dict[int, list[int]] = {}
         if self.steps.elastic is not None:
             self.steps.elastic.on_cover(self.capture_anew)
         self.capture_anew()
 
     def capture_anew(self) -> None:
-        """Captures all passes once more, of other ranks' layers."""
+        """Drops the captured graphs after the set of ranks has changed; passes are captured again."""
         self._pass_graphs: PassGraphs | None = None
 
     @property
@@ -188,7 +188,7 @@ class SlotDecoder:
         return self._repeats
 
     def resume(self, slot: int, token: int, position: int) -> None:
-        """Has a slot go on with a token at a position, whatever a pass that failed has left of it."""
+        """Continues a slot with a token at a position, and discards what a failed pass left in it."""
         self._tokens[slot], self._positions[slot], self._active[slot] = token, position, True
 
     @property
@@ -227,11 +227,11 @@ class SlotDecoder:
         return [common if of_rank else 0 for of_rank in lengths]
 
     def _num_plain_rows(self, lengths: Sequence[int]) -> int:
-        """Without a bucket."""
+        """Rows of the pass that reads these prompts, without padding to a bucket."""
         return sum(lengths) if self._packs else len(lengths) * max(lengths, default=0)
 
     def _bucket(self, lengths: Sequence[int]) -> int | None:
-        """Rows up to which a pass is filled; None for none."""
+        """The bucket that a pass is padded to; None if it is not padded."""
         buckets = self.graphs.buckets
         return None if buckets is None or not lengths else buckets.rows_of(lengths)
 
@@ -258,7 +258,7 @@ class SlotDecoder:
         mask, last = batch.mask(), batch.last()
         if batch.is_packed:
             mask = as_models_take(dict.fromkeys(self._kinds or [""], mask))
-            # Every layer keeps every token: the last ones of a window are those of one prompt only.
+            # Every layer keeps every token: the last tokens of a window would belong to one prompt only.
             prefilled = DynamicCache()
         else:
             prefilled = DynamicCache(config=self.model.config)
@@ -282,11 +282,11 @@ class SlotDecoder:
         return logits
 
     def serve(self) -> None:
-        """This rank's part of a step in which it has no tokens."""
+        """Takes part in a step in which this rank has no tokens."""
         self._run("serve", 0, self.steps.pass_without_tokens)
 
     def append(self, slots: slice | list[int], tokens: torch.Tensor) -> None:
-        """Says which tokens come next."""
+        """Sets the token that each slot decodes next."""
         self._tokens[slots] = tokens
 
     def free(self, slot: int) -> None:
@@ -296,7 +296,7 @@ class SlotDecoder:
         self._hits.pop(slot, None)
 
     def routing(self, slot: int, num_tokens: int) -> Choices | None:
-        """What the first tokens of a slot's sequence chose, where it is recorded; waits for the device."""
+        """The recorded routing of the first tokens of a slot's sequence; waits for the device."""
         first = slot * self._max_length
         return None if self._log is None else self._log.read(slice(first, first + num_tokens))
 
@@ -305,7 +305,7 @@ class SlotDecoder:
         return self._hits.pop(slot, [])
 
     def clear(self, slot: int) -> None:
-        """Forgets what a slot's sequence has left in the cache."""
+        """Clears the state that a slot's sequence has left in the cache."""
         if self._cache is not None:
             self._cache.clear(slot)
 
@@ -315,7 +315,7 @@ class SlotDecoder:
         self.graphs.close()
 
     def _run(self, doing: Doing, num_rows: int, run: Callable[..., Any], *inputs: PromptBatch) -> Any:
-        """A pass of the step under way, eagerly or as a graph."""
+        """Runs one pass of the current step, eagerly or by replaying its graph."""
         step = self.steps.current
         if step is None:
             return run(*inputs)
@@ -463,7 +463,7 @@ class PassGraphs:
         self.buckets = buckets
         self._numbers = {size: number for number, size in enumerate(buckets.sizes if buckets else (), 4)}
         self._decode, self._prefill = decode, prefill
-        # Where some ranks read, the others decode or serve in a step of many tokens.
+        # While some ranks read prompts, the others decode, or serve, in a step of many tokens.
         self._decode_numbers = (decodes_small, 2 + decodes_small)
         self._num_eager: dict[int, int] = {}
         self._graphs: dict[int, tuple[Any, tuple[PromptBatch, ...], Any]] = {}
@@ -485,7 +485,7 @@ class PassGraphs:
     def run(
         self, number: int | None, run: Callable[..., Any], inputs: tuple[PromptBatch, ...], *, can_replay: bool
     ) -> Any:
-        """run(*inputs), or a replay of it."""
+        """Calls run(*inputs), or replays the graph that was captured of it."""
         if number is None:
             return run(*inputs)
         if can_replay and number in self._graphs:
@@ -530,7 +530,7 @@ class PassGraphs:
 
 
 def may_capture_on(device: torch.device) -> bool:
-    """Whether CUDA graphs exist there."""
+    """Whether the device has CUDA graphs."""
     return device.type == "cuda"
 
 

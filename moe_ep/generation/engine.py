@@ -131,9 +131,9 @@ def check_token_ids(name: str, token_ids: Any, vocabulary: int) -> None:
         )
 
 
-# In the place of a token id.
+# Stands for a token id where none could be chosen.
 _NO_TOKEN = -1
-# Whether a sequence ends with the last of these tokens, all that it has been continued by.
+# Takes the tokens that a sequence has been continued by, and says whether it ends with the last of them.
 Ends = Callable[[list[int]], bool]
 # (sequences that each rank has finished, by rank)
 OnProgress = Callable[[Sequence[int]], None]
@@ -223,7 +223,7 @@ class TokenLog:
         self._new.append(f"{index}")
 
     def flush(self) -> None:
-        """Writes what was added."""
+        """Writes the entries that were added since the last call."""
         if not self._new:
             return
         text, self._new = "".join(f"{line}\n" for line in self._new), []
@@ -245,7 +245,7 @@ class TokenLog:
             self._append("".join(self._written))
 
     def read(self) -> tuple[dict[int, list[int]], dict[int, list[int]], set[int]]:
-        """Of all ranks ever: the continuations by index, their skipped tokens, and which were finished."""
+        """What all ranks, present or gone, have written: continuations and skipped tokens by index, and which ended."""
         tokens: dict[int, dict[int, int]] = {}
         skipped: dict[int, set[int]] = {}
         ended: set[int] = set()
@@ -382,7 +382,7 @@ class Generation:
         return randoms
 
     def how_passes_run(self) -> dict[str, str]:
-        """Of "prefill" and "decode", whether they are CUDA graphs, and why not."""
+        """Says of "prefill" and "decode" whether they run as CUDA graphs, and why not."""
         return self._decoder.graphs.summary()
 
     @torch.inference_mode()
@@ -544,7 +544,7 @@ class Generation:
         chosen = values.gather(-1, tokens[:, None]).squeeze(-1).tolist()
         best, ids = (found.tolist() for found in values.topk(self._num_logprobs, dim=-1))
         return [
-            # Masked tokens have none.
+            # Masked tokens have no log-probability.
             TokenLogprobs(own, [(index, value) for index, value in zip(*row, strict=True) if math.isfinite(value)])
             for own, *row in zip(chosen, ids, best, strict=True)
         ]

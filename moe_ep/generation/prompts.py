@@ -127,11 +127,11 @@ def packed_prompts(
     lengths = [prompt.numel() for prompt in prompts]
     total = sum(lengths)
     rows, sequences = num_rows or total, num_sequences or len(lengths)
-    # One copy takes all to the device.
+    # All indices go to the device in one copy.
     numbers = torch.zeros(3 * rows + sequences, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     tokens, positions, into = numbers[: 3 * rows].view(3, rows)
     tokens[:total] = torch.cat(list(prompts))
-    # Padding goes to the end of a slot that is read into, where nothing sees it before it is overwritten.
+    # Padding is written to the end of a slot in use, where it is overwritten before any query attends to it.
     positions[total:] = -1
     into[total:] = slots[0] if slots else 0
     start = 0

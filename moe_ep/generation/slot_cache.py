@@ -63,14 +63,14 @@ class SequenceTable:
 def can_attend(model: Any) -> bool:
     """Whether `slot_attention` can replace the model's attention."""
     config = model.config.get_text_config()
-    # Layers with heads of their own, such as Gemma's, which are wider than this attention takes.
+    # Some layers, such as Gemma's, have heads that are wider than this attention takes.
     if getattr(config, "is_heterogeneous", False):
         return False
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
         _runs(model.device, model.dtype)
         and model._supports_flash_attn
-        # Others may hand their attention what this one does not take, such as a cap of scores.
+        # Other attention functions may be passed arguments that this one does not take, such as a cap of scores.
         and model.config.model_type in FAMILIES
         # Latent attention, whose keys and values may have widths of their own.
         and all(getattr(config, width, None) in (None, head_dim) for width in ("qk_head_dim", "v_head_dim"))
@@ -272,9 +272,9 @@ ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
 ALL_ATTENTION_FUNCTIONS.register(_INVARIANT_NAME, _attend_invariantly)
 
 
-# With the keys of an indexer that chooses which tokens are seen; not in every version.
+# A layer that also keeps the keys of an indexer, which selects the tokens to attend to; newer versions have it.
 _IndexedLayer: Any = getattr(cache_utils, "DynamicIndexedLayer", None)
-# Of layers that keep nothing.
+# The class of layers that keep no state.
 _DummyLayer: Any = getattr(cache_utils, "DummyLayer", Cache)
 
 
@@ -317,7 +317,7 @@ class SlotCache(Cache):
         self._kinds: dict[str, tuple[bool, int | None]] = {}
         for kind, layer in zip(kinds, prefilled.layers, strict=False):
             masked = not isinstance(layer, LinearAttentionLayer | _DummyLayer)
-            # Layers without a past of their own may read that of another of their kind.
+            # A layer without a cache of its own may read the cache of another layer of its kind.
             if masked or kind not in self._kinds:
                 self._kinds[kind] = masked, getattr(layer, "sliding_window", None)
 

@@ -17,13 +17,13 @@ import subprocess
 import sys
 from typing import Any
 
-# Of one request. Templates that people write take milliseconds.
+# CPU time of one request; real templates take milliseconds.
 CPU_SECONDS = 3
-# Beyond what Python and its modules take.
+# Memory of a request, beyond what Python and its modules take.
 MEMORY_BYTES = 512 * 2**20
-# Of a rendered text.
+# The length of a rendered text.
 MOST_CHARACTERS = 16 * 2**20
-# On a busy machine, CPU seconds take longer.
+# Elapsed time of one request: on a busy machine a CPU second takes longer.
 _DEADLINE_S = 60.0
 _START_S = 120.0
 

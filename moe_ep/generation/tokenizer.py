@@ -14,7 +14,7 @@ from moe_ep.generation.conversation import Conversation, ConversationRenderer, p
 from moe_ep.hf.loading import context_length, text_config
 from moe_ep.hf.untrusted import tokenizer_folder
 
-# A text, or a conversation.
+# A prompt is a text or a conversation.
 Prompt = str | Conversation
 
 
@@ -79,7 +79,7 @@ class ModelTokenizer:
         Only what all tokenizers have tells: those of mistral_common do not list the tokens that were added.
         """
         index = self.tokenizer.convert_tokens_to_ids(text)
-        # A text that is no token may be given the id of the token for unknown ones.
+        # Tokenizers may return the id of the unknown token for a text that is no token.
         if index is None or self.tokenizer.convert_ids_to_tokens(index) != text:
             return []
         return [] if self.text([index]) else [index]
@@ -103,7 +103,7 @@ def _read_tokenizer(folder: Path) -> Any:
             said = f"{type(error).__name__}: {error}".replace(str(files), str(folder)).splitlines()[0]
             raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {said}") from None
     tokenizer.name_or_path = str(folder)
-    # Without any of its files transformers makes an empty one of the model's kind.
+    # transformers makes an empty tokenizer of the model's kind if all files are missing.
     names = sorted(tokenizer.vocab_files_names.values())
     if not any((folder / name).is_file() for name in names):
         raise ConfigError(
