@@ -52,7 +52,8 @@ def _load(source: jit.KernelSource, device: torch.device) -> jit.Kernel:
 def plan_fits(num_experts: int, num_slots: int, num_ranks: int, spare_slots: int) -> bool:
     """Whether the kernel of plans takes such a layer."""
     copies = num_ranks * spare_slots
-    shared = 9 * num_slots + 2 * num_experts + _TRIES * (4 * num_slots + 6 * copies + 4 * num_ranks + 12)
+    of_try = 4 * num_slots + 6 * copies + 4 * num_ranks + 12
+    shared = 9 * num_slots + 2 * num_experts + 4 * num_ranks + _TRIES * of_try
     return num_ranks <= _MOST_RANKS and num_slots <= _MOST_SLOTS and copies <= PLAN_THREADS and shared < _MOST_SHARED
 
 

@@ -6,9 +6,10 @@
 // Layout out:  shares [EXPERTS, RANKS], this rank's rows of each expert that each rank computes; places [EXPERTS,
 //              RANKS], ids of the slots they go to, -1 for none; sources [RANKS, SPARE], the resident slot that is
 //              copied into each scratch slot, -1 for none.
-// Warp roles:  all threads add up counts and list the places of each expert. Then each of the first kTries warps makes a
-//              try with a target of its own: a lane has a rank, and a round takes two or three reductions of the warp.
-//              All warps write the best try, one expert after the other, lanes being ranks.
+// Warp roles:  each warp has some experts: it adds up their rows, a lane having a rank, and lists their places, a lane
+//              having some slots. Then each of the first kTries warps makes a try with a target of its own: a lane has a
+//              rank, and a round takes two or three reductions of the warp. All warps write the best
+//              try, one expert after the other, lanes being ranks.
 // Example:     two ranks with one expert each, counts [[90, 10], [0, 0]], SPARE 1, rank 0: expert 0 is copied to rank 1,
 //              sources [[-1], [0]], shares [[51, 39], [0, 10]], places [[0, 3], [-1, 2]].
 #include "ptx.cuh"
@@ -20,6 +21,8 @@ constexpr int kTries = kTargets + 1;  // the last one without copies
 constexpr int kTolerance = 26;        // 1024ths of the mean
 constexpr int kCopies = RANKS * SPARE;
 constexpr int kMostSlots = 1024;
+constexpr int kSlotsOfLane = (SLOTS + 31) / 32;
+constexpr int kAtOnce = 4;  // experts of a warp whose rows are loaded together
 constexpr u32 kAll = 0xFFFFFFFFu;
 static_assert(RANKS <= 32 && SLOTS <= kMostSlots && kTries <= kWarps, "a lane is a rank, a warp a try");
 
@@ -47,6 +50,7 @@ struct Shared {
   short next[SLOTS];  // of the same expert, on another rank; the first follows the last
   unsigned char rank[SLOTS];
   short first_place[EXPERTS];
+  int loads[RANKS];
   Try tries[kTries];
 };
 
@@ -72,32 +76,42 @@ DEVICE Best best_of_warp(Best own) {
   return Best{most, __reduce_min_sync(kAll, own.number == most ? own.index : kAll)};
 }
 
-// Lists the places of an expert, and divides its rows evenly over them, the first ones taking the remainder.
-DEVICE void divide(const Params& p, Shared& shared, int expert) {
-  int total = 0, num = 0, first = -1, last = -1;
-#pragma unroll 8
-  for (int rank = 0; rank < RANKS; ++rank) {
-    total += p.counts[rank * EXPERTS + expert];
+// By a warp: the rows of some of its experts, a lane having a rank.
+DEVICE void rows_here(const Params& p, int first, int (&have)[kAtOnce]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int expert = first + i * kWarps;
+    have[i] = lane < RANKS && expert < EXPERTS ? p.counts[lane * EXPERTS + expert] : 0;
   }
-#pragma unroll 4
-  for (int slot = 0; slot < SLOTS; ++slot) {
-    if (shared.expert[slot] == expert && (last < 0 || shared.rank[last] != shared.rank[slot])) {
-      if (last < 0) {
-        first = slot;
-      } else {
-        shared.next[last] = static_cast<short>(slot);
+}
+
+// By a warp: lists the places of an expert, and divides its rows evenly over them, the first ones taking the remainder.
+// A lane has every 32nd slot's expert.
+DEVICE void divide(Shared& shared, int expert, int total, const short (&experts)[kSlotsOfLane]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int num = 0, first = -1, last = -1;
+#pragma unroll
+  for (int i = 0; i < kSlotsOfLane; ++i) {
+    for (u32 left = __ballot_sync(kAll, experts[i] == expert); left; left &= left - 1) {
+      const int slot = 32 * i + __ffs(left) - 1;
+      if (last < 0 || shared.rank[last] != shared.rank[slot]) {
+        first = last < 0 ? slot : first;
+        if (last >= 0 && lane == 0) {
+          shared.next[last] = static_cast<short>(slot);
+        }
+        last = slot;
+        ++num;
       }
-      last = slot;
-      ++num;
     }
   }
-  shared.first_place[expert] = static_cast<short>(first);
-  if (last >= 0) {
-    shared.next[last] = static_cast<short>(first);
-    int slot = first;
-    for (int i = 0; i < num; ++i) {
-      shared.rows[slot] = total / num + (i < total % num);
-      slot = shared.next[slot];
+  if (lane == 0) {
+    shared.first_place[expert] = static_cast<short>(first);
+    if (last >= 0) {
+      shared.next[last] = static_cast<short>(first);
+      for (int i = 0, slot = first; i < num; ++i, slot = shared.next[slot]) {
+        shared.rows[slot] = total / num + (i < total % num);
+      }
     }
   }
 }
@@ -124,11 +138,13 @@ DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int co
     t.source[copy] = -1;
     t.copy_rows[copy] = 0;
   }
-  int load = 0, used = 0, copies = 0;
+  int load = lane < RANKS ? shared.loads[lane] : 0, used = 0, copies = 0;
+  int sources[SPARE];  // of this rank's copies
+#pragma unroll
+  for (int i = 0; i < SPARE; ++i) {
+    sources[i] = -1;
+  }
   if (lane < RANKS) {
-    for (int slot = first_slot(lane); slot < first_slot(lane + 1); ++slot) {
-      load += shared.rows[slot];
-    }
     t.loads[lane] = load;
   }
   __syncwarp();
@@ -154,11 +170,11 @@ DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int co
         }
       }
     }
-    for (int copy = lane; copy < kCopies; copy += 32) {
-      const int source = t.source[copy], slot = source < 0 ? -1 : slot_on(shared, source, from);
+#pragma unroll
+    for (int i = 0; i < SPARE; ++i) {
+      const int slot = sources[i] < 0 ? -1 : slot_on(shared, sources[i], from);
       if (slot >= 0) {
-        const int passed = min(min(t.rows[slot], surplus), target - t.loads[copy / SPARE]);
-        best.take(passed, kMostSlots * kMostSlots + copy);
+        best.take(min(min(t.rows[slot], surplus), target - load), kMostSlots * kMostSlots + lane * SPARE + i);
       }
     }
     best = best_of_warp(best);
@@ -191,6 +207,10 @@ DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int co
       slot = static_cast<int>(hottest.index);
       passed = min(min(hottest.number, surplus), emptiest.number);
       copy = to * SPARE + __shfl_sync(kAll, used, to);
+#pragma unroll
+      for (int i = 0; i < SPARE; ++i) {
+        sources[i] = lane == to && i == used ? slot : sources[i];
+      }
       used += lane == to;
       ++copies;
     }
@@ -215,8 +235,9 @@ DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int co
   }
 }
 
-// By a warp: what this rank needs to know of an expert; a lane has a rank.
-DEVICE void write_expert(const Params& p, const Shared& shared, const Try& t, int expert) {
+// By a warp: what this rank needs to know of an expert; a lane has a rank, its rows and its copies.
+DEVICE void write_expert(const Params& p, const Shared& shared, const Try& t, int expert, int have,
+                         const int (&copied)[SPARE]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, first = shared.first_place[expert];
   int wanted = 0, place = -1;
   if (first >= 0 && lane < RANKS) {
@@ -225,35 +246,40 @@ DEVICE void write_expert(const Params& p, const Shared& shared, const Try& t, in
       wanted = t.rows[slot];
       place = slot + lane * SPARE;
     }
+#pragma unroll
     for (int i = 0; i < SPARE; ++i) {
-      const int source = t.source[lane * SPARE + i];
-      if (source >= 0 && shared.expert[source] == expert) {
+      if (copied[i] == expert) {
         wanted += t.copy_rows[lane * SPARE + i];
         place = first_slot(lane + 1) + lane * SPARE + i;
       }
     }
   }
-  // Rows stay on their rank as far as its share goes; the others go to what is left, both in the order of the ranks.
-  const int have = lane < RANKS ? p.counts[lane * EXPERTS + expert] : 0;
-  const int stays = min(have, wanted), supply = have - stays, demand = wanted - stays;
-  int supplied = supply, demanded = demand;
+  int share;
+  if (__popc(__ballot_sync(kAll, place >= 0)) <= 1) {
+    share = __shfl_sync(kAll, have, p.rank);
+    share = place >= 0 ? share : 0;
+  } else {
+    // Rows stay on their rank as far as its share goes; the others go to what is left, both in the order of the ranks.
+    const int stays = min(have, wanted), supply = have - stays, demand = wanted - stays;
+    int supplied = supply, demanded = demand;
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(kAll, supplied, step), asked = __shfl_up_sync(kAll, demanded, step);
-    supplied += lane >= step ? before : 0;
-    demanded += lane >= step ? asked : 0;
+    for (int step = 1; step < 32; step *= 2) {
+      const int before = __shfl_up_sync(kAll, supplied, step), asked = __shfl_up_sync(kAll, demanded, step);
+      supplied += lane >= step ? before : 0;
+      demanded += lane >= step ? asked : 0;
+    }
+    const int end = __shfl_sync(kAll, supplied, p.rank), begin = end - __shfl_sync(kAll, supply, p.rank);
+    share = max(min(end, demanded) - max(begin, demanded - demand), 0) + (lane == p.rank ? stays : 0);
   }
-  const int end = __shfl_sync(kAll, supplied, p.rank), begin = end - __shfl_sync(kAll, supply, p.rank);
-  const int leaves = max(min(end, demanded) - max(begin, demanded - demand), 0);
   if (lane < RANKS) {
-    p.shares[expert * RANKS + lane] = leaves + (lane == p.rank ? stays : 0);
+    p.shares[expert * RANKS + lane] = share;
     p.places[expert * RANKS + lane] = place;
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_plan(const __grid_constant__ Params p) {
   __shared__ Shared shared;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   for (int slot = thread; slot < SLOTS; slot += kThreads) {
     constexpr int kEach = SLOTS / RANKS, kLarger = SLOTS % RANKS * (kEach + 1);
     shared.rank[slot] = slot < kLarger ? slot / (kEach + 1) : SLOTS % RANKS + (slot - kLarger) / max(kEach, 1);
@@ -261,19 +287,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_plan(const __gri
     shared.next[slot] = static_cast<short>(slot);
     shared.rows[slot] = 0;
   }
+  if (thread < RANKS) {
+    shared.loads[thread] = 0;
+  }
   __syncthreads();
-  for (int expert = thread; expert < EXPERTS; expert += kThreads) {
-    divide(p, shared, expert);
+  short experts[kSlotsOfLane];
+#pragma unroll
+  for (int i = 0; i < kSlotsOfLane; ++i) {
+    const int slot = 32 * i + lane;
+    experts[i] = slot < SLOTS ? shared.expert[slot] : -1;
+  }
+  for (int first = warp; first < EXPERTS; first += kWarps * kAtOnce) {
+    int have[kAtOnce];
+    rows_here(p, first, have);
+#pragma unroll
+    for (int i = 0; i < kAtOnce && first + i * kWarps < EXPERTS; ++i) {
+      divide(shared, first + i * kWarps, __reduce_add_sync(kAll, have[i]), experts);
+    }
+  }
+  __syncthreads();
+  for (int slot = thread; slot < SLOTS; slot += kThreads) {
+    atomicAdd(&shared.loads[shared.rank[slot]], shared.rows[slot]);
   }
   __syncthreads();
   if (warp < kTries) {
-    int load = 0;
-    const int lane = thread % 32;
-    if (lane < RANKS) {
-      for (int slot = first_slot(lane); slot < first_slot(lane + 1); ++slot) {
-        load += shared.rows[slot];
-      }
-    }
+    const int load = lane < RANKS ? shared.loads[lane] : 0;
     const int most = __reduce_max_sync(kAll, load), mean = (__reduce_add_sync(kAll, load) + RANKS - 1) / RANKS;
     const int low = mean + static_cast<int>(static_cast<u64>(mean) * kTolerance / 1024);
     const bool copies = warp < kTargets;
@@ -288,8 +326,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_plan(const __gri
     best = one.cost < other.cost || (one.cost == other.cost && one.copies < other.copies) ? i : best;
   }
   const Try& t = shared.tries[best];
-  for (int expert = warp; expert < EXPERTS; expert += kWarps) {
-    write_expert(p, shared, t, expert);
+  int copied[SPARE];
+#pragma unroll
+  for (int i = 0; i < SPARE; ++i) {
+    const int source = lane < RANKS ? t.source[lane * SPARE + i] : -1;
+    copied[i] = source < 0 ? -1 : shared.expert[source];
+  }
+  for (int first = warp; first < EXPERTS; first += kWarps * kAtOnce) {
+    int have[kAtOnce];
+    rows_here(p, first, have);
+#pragma unroll
+    for (int i = 0; i < kAtOnce && first + i * kWarps < EXPERTS; ++i) {
+      write_expert(p, shared, t, first + i * kWarps, have[i], copied);
+    }
   }
   if (thread < kCopies) {
     p.sources[thread] = t.source[thread];

@@ -28,8 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_counts(const __g
     counts[expert] = 0;
   }
   __syncthreads();
-  // Whole warps: all lanes of one take part in count_row.
-  for (int first = thread; first < p.num_rows + thread % 32; first += kThreads * kAtOnce) {
+  for (int first = thread; first < p.num_rows; first += kThreads * kAtOnce) {
     int experts[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
