@@ -93,6 +93,7 @@ _TESTS = (
         # Those of many ranks in one process, those that start gangs, and those that take much of a GPU's memory.
         f"tests/gpu/test_nvshmem_ranks_gpu.py tests/gpu/test_nvshmem_ranks_faults_gpu.py "
         f"tests/gpu/test_nvshmem_late_gpu.py tests/gpu/test_nvshmem_grid_gpu.py tests/gpu/test_overlap_gpu.py "
+        f"tests/gpu/test_batch_exchange_gpu.py "
         f"tests/gpu/test_nvshmem_numbers_gpu.py {_NVSHMEM_TESTS} "
         f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS} tests/gpu/test_marlin_large_gpu.py "
         "tests/gpu/test_f16_range_gpu.py",
