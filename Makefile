@@ -9,7 +9,7 @@ BIN     = $(VENV)/bin
 TESTS  ?= tests
 # Files of tests that run at a time: more than two cores, since many tests wait. Those that start gangs come after the
 # others, two at a time: they hold clusters to deadlines. (5 is pytest's word for no tests of that kind.)
-JOBS   ?= 3
+JOBS   ?= 4
 GANG_JOBS ?= 2
 AT_A_TIME = --dist loadfile --no-loadscope-reorder
 ARGS   ?=
