@@ -25,17 +25,22 @@ def kernels(
     return compile_prefill(tmp_path_factory.mktemp("emulated"), 2, request.param), request.param
 
 
+def check_three_steps(session: Prefill, seed: int) -> None:
+    """Three steps of two ranks end, with the right results."""
+    cases = [session.draw_case() for _ in range(3)]
+    for rank in range(2):
+        session.begin(rank, cases)
+    assert session.run(), f"seed {seed} does not end"
+    for rank in range(2):
+        assert [step.is_right for step in session.steps[rank]] == [True] * 3, f"seed {seed}, rank {rank}"
+        assert not session.has_failed(rank), f"seed {seed}, rank {rank}"
+
+
 def test_steps_with_random_pauses(kernels: tuple[ctypes.CDLL, torch.dtype | None]) -> None:
     library, code_dtype = kernels
     for seed in range(6):
         session = Prefill(library, 2, seed, code_dtype)
-        cases = [session.draw_case() for _ in range(3)]
-        for rank in range(2):
-            session.begin(rank, cases)
-        assert session.run(), f"seed {seed} does not end"
-        for rank in range(2):
-            assert [step.is_right for step in session.steps[rank]] == [True] * 3, f"seed {seed}, rank {rank}"
-            assert not session.has_failed(rank), f"seed {seed}, rank {rank}"
+        check_three_steps(session, seed)
 
 
 def test_results_of_f16_rows_are_added_up_in_f32(tmp_path: Path) -> None:
@@ -76,13 +81,7 @@ def test_rows_arrive_and_results_leave_while_experts_run(overlapped: ctypes.CDLL
     for seed in range(8):
         session = Prefill(overlapped, 2, seed, None, overlaps=True)
         overlapped.limit_blocks(most_blocks)
-        cases = [session.draw_case() for _ in range(3)]
-        for rank in range(2):
-            session.begin(rank, cases)
-        assert session.run(), f"seed {seed} does not end"
-        for rank in range(2):
-            assert [step.is_right for step in session.steps[rank]] == [True] * 3, f"seed {seed}, rank {rank}"
-            assert not session.has_failed(rank), f"seed {seed}, rank {rank}"
+        check_three_steps(session, seed)
 
 
 @pytest.mark.parametrize("kernel", OVERLAPPED_KERNELS)
