@@ -195,8 +195,8 @@ DEVICE int local_expert(const Params& p, int id) {
   return id >= 0 && id < p.num_ids ? __ldg(p.expert_map + id) : -1;
 }
 
-// The last block to finish notifies all ranks and waits for all of them, so that the next kernel may read the rows.
-DEVICE void finish(const Common& c, u32 epoch) {
+// Whether this is the last block to come here, which sees what all of them have written.
+DEVICE bool is_last_block(const Common& c) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -205,6 +205,12 @@ DEVICE void finish(const Common& c, u32 epoch) {
     __threadfence_system();
   }
   __syncthreads();
+  return last;
+}
+
+// The last block to finish notifies all ranks and waits for all of them, so that the next kernel may read the rows.
+DEVICE void finish(const Common& c, u32 epoch) {
+  const bool last = is_last_block(c);
   const int peer = static_cast<int>(threadIdx.x);
   if (last && peer < RANKS) {
     if (peer == 0) {

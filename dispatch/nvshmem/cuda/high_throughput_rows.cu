@@ -145,7 +145,6 @@ DEVICE void order_rows(const Params& p, u64 epoch) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_rows(const __grid_constant__ Params p) {
   const Common& c = p.common;
   __shared__ FlagQueue<kSenders> due;
-  __shared__ bool is_last;
   clear_queue(due);
   grid_dependency_wait();
   grid_dependency_launch();
@@ -160,14 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_rows(c
   } else {
     release_flags(due, kSenders, epoch);
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence_system();
-    is_last = atomicAdd(c.finished, 1u) == gridDim.x - 1;
-    __threadfence_system();
-  }
-  __syncthreads();
-  if (is_last) {
+  if (is_last_block(c)) {
     if (threadIdx.x == 0) {
       *c.finished = 0;
     }
