@@ -9,25 +9,28 @@ the medians.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from harness import Bench
 
 from moe_ep import env
-from moe_ep.bench.geometries import preset
+from moe_ep.bench.geometries import Geometry, preset
 from moe_ep.bench.layers import BenchLayers, make_weights
+from moe_ep.bench.synthetic import SyntheticConfig
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.bench.workload import Routing
 
 ROUNDS, CHAIN = 5, 4
 
 
-def make_layers(geometry_name: str, device: torch.device, invariant: bool) -> BenchLayers:
-    geometry = preset(geometry_name)
+def make_layers(
+    geometry: Geometry, device: torch.device, weights: Sequence[SyntheticConfig], invariant: bool
+) -> BenchLayers:
     os.environ[env.BATCH_INVARIANT.name] = str(int(invariant))
     return BenchLayers(
         geometry, ep_size=1, ep_rank=0, group=None, backend="auto", capacity=256, dtype=torch.bfloat16, device=device,
-        dispatch_dtype=None, eplb=False, weights=make_weights(geometry, 1, device, seed=0),
+        dispatch_dtype=None, eplb=False, weights=weights,
     )  # fmt: skip
 
 
@@ -39,7 +42,9 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,32,256", help="of a call, one row for each number")
     options = bench.parse()
     device = torch.device(options.device)
-    layers = {invariant: make_layers(options.geometry, device, invariant) for invariant in (False, True)}
+    geometry = preset(options.geometry)
+    weights = make_weights(geometry, 1, device, seed=0)
+    layers = {invariant: make_layers(geometry, device, weights, invariant) for invariant in (False, True)}
     print("tokens  us, as usual  us, batch-invariant  ratio")
     for num_tokens in map(int, options.tokens.split(",")):
         times: dict[bool, list[float]] = {False: [], True: []}

@@ -118,31 +118,38 @@ def measure_updates(num_experts: int, device: torch.device, times: int) -> list[
     return rows
 
 
-def measure_recording(device: torch.device, times: int) -> list[dict[str, Any]]:
-    """Decode steps of a small model, with recording and without, in turns."""
+def measure_recording(device: torch.device, times: int, quantize: str) -> list[dict[str, Any]]:
+    """Decode steps of a few layers, with recording and without, in turns; on GPUs of the sizes of Qwen3-30B-A3B and in
+    CUDA graphs, on CPUs of a small model."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    on_gpu = device.type == "cuda"
     config = Qwen3MoeConfig(
         vocab_size=512,
-        hidden_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        head_dim=64,
+        hidden_size=K if on_gpu else 512,
+        num_hidden_layers=4 if on_gpu else 8,
+        num_attention_heads=32 if on_gpu else 8,
+        head_dim=128 if on_gpu else 64,
         num_key_value_heads=4,
-        moe_intermediate_size=256,
-        num_experts=32,
+        moe_intermediate_size=N if on_gpu else 256,
+        num_experts=128 if on_gpu else 32,
         num_experts_per_tok=8,
+        dtype="bfloat16" if on_gpu else "float32",
     )
-    model = moe_ep.parallelize(Qwen3MoeForCausalLM(config), device=device)
+    with device:
+        model: Any = Qwen3MoeForCausalLM(config).to(config.dtype)
+    model = moe_ep.parallelize(model, device=device, quantize=quantize)
     requests = [Request(index, torch.randint(1, 512, (8,))) for index in range(8)]
-    num_steps = 7
+    num_steps = 200 if on_gpu else 7
     runs: dict[Any, list[float]] = {"nothing": [], "ids": [], "weights": []}
     # Short runs in turns, forwards and backwards: others on the machine, and its clock, meet all of them alike.
     for turn in range(2 * times + 1):
         for records in list(runs)[:: 1 - 2 * (turn % 2)]:
             settings: dict[str, Any] = {"max_new_tokens": num_steps + 1, "num_slots": 8, "stop_ids": []}
             generation = Generation(model, requests, **settings, records=records)
-            runs[records].append(seconds_of(generation.run, device) / num_steps)
+            generation.run()
+            steps = generation.times.replayed or generation.times.decode
+            runs[records].append(statistics.median(steps))
     rows: list[dict[str, Any]] = []
     for records, seconds in runs.items():
         ratios = [with_it / without for with_it, without in zip(seconds[1:], runs["nothing"][1:], strict=True)]
@@ -171,16 +178,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--times", type=int, default=5, help="turns of updates, pairs of turns of recording")
     parser.add_argument("--what", default="updates,recording", help="updates, recording, or both")
+    parser.add_argument("--quantize", default="none", help="experts of the decode steps: none, int4 or fp8")
     args = bench.parse()
     device = torch.device(args.device)
     measured = {
         "updates": partial(measure_updates, args.experts, device, args.times),
-        "recording": partial(measure_recording, device, args.times),
+        "recording": partial(measure_recording, device, args.times, args.quantize),
     }
     for row in (row for name in args.what.split(",") for row in measured[name]()):
         bench.keep(row)
         print(
-            f"{row['what']}: {1e3 * row['s']:.1f} ms",
+            f"{row['what']}: {1e3 * row['s']:.3f} ms",
             {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k not in ("what", "s")},
         )
 
