@@ -38,6 +38,7 @@ class WeightFormat:
 
 
 INT4 = WeightFormat()
+FP8 = WeightFormat(quant_type="float8_e4m3fn", bits=8)
 MXFP4 = WeightFormat(quant_type="float4_e2m1f", group_size=32, scale_bits=8)
 _SOFTMAX_ROUTING = RoutingSpec(renormalize=True)
 BF16 = WeightFormat(quant_type=None, bits=16)

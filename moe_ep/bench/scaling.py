@@ -84,7 +84,7 @@ def measure_row(
             call, device=layers.device, chain=chain, repeats=repeats, limit_s=limit_s, graph=graph, together=_barrier
         )
         timing = timing_of(slowest_rank(times))
-        stage_us = _stage_times(layers, call, chain, graph)
+        stage_us = stage_times(layers, call, chain, graph)
         load = _load(layers, batches, group)
     return {
         **_rates(layers, timing, num_tokens),
@@ -116,8 +116,8 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _stage_times(layers: BenchLayers, call: Callable[[int], object], chain: int, graph: bool) -> dict[str, float]:
-    """Microseconds of each stage of one call: the median over replays, the slowest rank's."""
+def stage_times(layers: BenchLayers, call: Callable[[int], object], chain: int, graph: bool) -> dict[str, float]:
+    """Microseconds of each stage of one call: the median over replays, the slowest rank's; `chain` calls a replay."""
     run: Callable[[], object] = lambda: [call(i) for i in range(chain)]  # noqa: E731
     with stages.record(layers.device) as recorder:
         replay = capture(call, chain) if graph else run

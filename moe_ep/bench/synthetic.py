@@ -101,13 +101,15 @@ def draw_expert(expert: int, gemm: str, config: SyntheticConfig, moe_config: Fus
     codes = torch.randint(
         0, 1 << kind.bits, (rows, columns), dtype=torch.uint8, device=config.device, generator=generator
     )
-    groups = (rows, columns // group_size)
+    groups, deviation = (rows, columns // group_size), (1 << kind.bits) / 12**0.5
+    if kind.quant_type == "float8_e4m3fn":
+        codes &= 0xBF  # magnitudes below 2, and no NaN
+        deviation = 0.6
     if kind.scale_bits == 8:
         # e8m0: powers of two; e2m1 numbers have a deviation near 3.
         exponent = 127 - round(columns**0.5 * 3).bit_length()
         scales = torch.full(groups, exponent, dtype=torch.uint8, device=config.device)
     else:
-        deviation = (1 << kind.bits) / 12**0.5
         spread = torch.rand(groups, device=config.device, generator=generator) + 0.5
         scales = (spread / (deviation * columns**0.5)).to(moe_config.in_dtype)
     if kind.quant_type_id is None:
