@@ -3,8 +3,8 @@
     python scripts/bench_prefill.py --launcher local --ep-size 2 --parts overlap,balance
     torchrun --nproc-per-node 2 scripts/bench_prefill.py --layers deepseek-v3:int4:int8 --json results.jsonl
 
-A layer is GEOMETRY[:WEIGHTS[:ROWS]], such as deepseek-v3:fp8:fp8: experts of that number format that round rows so, which
-are then sent so. Times are microseconds of a layer with its router on the slowest rank, beside those of its experts
+A layer is GEOMETRY[:WEIGHTS[:ROWS]], such as deepseek-v3:fp8:fp8: experts of that number format that round rows so,
+which are then sent so. Times are microseconds of a layer with its router on the slowest rank, beside those of its experts
 alone. overlap: in CUDA graphs. balance: eagerly, as balancing is not captured, with choices in place of the router's;
 "one rank" sends 70 % of all rows to rank 0, a ninth of all rows to each of two of its experts. Ends with 1 where values
 differ by more than rounding.
@@ -252,7 +252,7 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
     return {"difference": round(slowest_rank([relative_error(got, expected)])[0], 5)}
 
 
-def _Copies() -> Any:  # noqa: N802  torch is imported in workers
+def _Copies() -> Any:
     from moe_ep.observability.stages import Listener
 
     class Copies(Listener):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import bench_dispatch
 import gemm_peers
 import gemm_tables
+import megamoe_peer
 from gemm_cases import OF_PEERS, WEIGHTS
 from harness import measure_on_gang, this_gpu, use_gpu_of_rank
 
@@ -91,3 +94,23 @@ def test_files_that_hold_no_rows_are_refused(
         with pytest.raises(SystemExit, match=r"--markdown .* holds no rows of bench_dispatch.py"):
             bench_dispatch.main(["--markdown", str(tmp_path / name)])
         assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (ModuleNotFoundError("No module named 'deep_gemm'", name="deep_gemm"), "not installed"),
+        (ModuleNotFoundError("No module named 'tvm_ffi'", name="tvm_ffi"), "tvm_ffi"),
+        (OSError("undefined symbol: _ZN3c10"), "undefined symbol"),
+        (SimpleNamespace(fp8_mega_moe=None), "get_symm_buffer_for_sm90_mega_moe"),
+    ],
+)
+def test_megamoe_that_does_not_serve_is_named_with_the_version_that_does(found: Any, said: str) -> None:
+    def load(name: str) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    with pytest.raises(megamoe_peer.PeerUnavailableError, match=said) as raised:
+        megamoe_peer.load(load)
+    assert megamoe_peer.KNOWN_GOOD in str(raised.value)
