@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 scripts/bench_prefill.py --layers deepseek-v3:int4:int8 --json results.jsonl
 
 A layer is GEOMETRY[:WEIGHTS[:ROWS]], such as deepseek-v3:fp8:fp8: experts of that number format that round rows so,
-which are then sent so. Times are microseconds of a layer with its router on the slowest rank, beside those of its experts
-alone. overlap: in CUDA graphs. balance: eagerly, as balancing is not captured, with choices in place of the router's;
-"one rank" sends 70 % of all rows to rank 0, a ninth of all rows to each of two of its experts. Ends with 1 where values
-differ by more than rounding.
+which are then sent so. Times are microseconds of a layer with its router on the slowest rank, beside those of its
+experts alone. overlap: in CUDA graphs. balance: eagerly, as balancing is not captured, with choices in place of the
+router's; "one rank" sends 70 % of all rows to rank 0, a ninth of all rows to each of two of its experts. Ends with 1
+where values differ by more than rounding.
 """
 
 from __future__ import annotations
