@@ -171,7 +171,7 @@ def check_scratch(
     pair: WeightPair,
     hidden_states: torch.Tensor,
     num_rows: int,
-    is_batched: bool,
+    most_rows: int | None,
     names: tuple[str, str],
     *buffers: torch.Tensor | None,
 ) -> None:
@@ -182,6 +182,7 @@ def check_scratch(
 
     Args:
         num_rows: rows of all experts together, with the room that batched ones have.
+        most_rows: of one expert, where the first buffer holds no results; None where it does.
         names: of the buffer for both GEMMs' results, and of that for the activation's.
     """
     for name, buffer in zip(names, buffers, strict=True):
@@ -198,9 +199,9 @@ def check_scratch(
     for name, buffer, least in zip(names, buffers, (num_rows * K, num_rows * N), strict=True):
         if buffer is None or buffer.numel() >= least or not _is_capturing(hidden_states):
             continue
-        if name == names[0] and is_batched:
-            # Batched results need none of it, only the sums of tiles that several blocks share.
-            least = min(num_rows * max(K, pair.w13.num_rows), 2 * partials_numel(num_rows, pair.device))
+        if name == names[0] and most_rows is not None:
+            # Only the sums of tiles that several blocks share.
+            least = min(num_rows * max(K, pair.w13.num_rows), 2 * partials_numel(most_rows, pair.device))
         if buffer.numel() < least:
             raise ValueError(
                 f"{name} has {buffer.numel()} numbers under CUDA-graph capture and {least} are needed; pass a larger "

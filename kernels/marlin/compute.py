@@ -190,6 +190,8 @@ def compute_tokens(
     if activation_func is None and hidden_states.is_cuda:
         rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
         rounds = takes_eight_bit(pair, rows)
+        if not rounds:
+            eight_bit.prepare(pair, row_scales is not None)
         if row_scales is not None:
             hidden_states, row_scales = eight_bit.in_sent_form(hidden_states, row_scales)
             if not rounds:

@@ -202,6 +202,15 @@ def run(
     kernel.launch(multiplying, (launches.num_blocks, 1, 1), _MULTIPLY_THREADS, launches.shared_bytes)
 
 
+def prepare(pair: WeightPair, sent: bool) -> None:
+    """Loads the kernels in a pass that does not take them.
+
+    One that a CUDA graph captures may: it counts the rows that buffers have room for, not those that came.
+    """
+    if pair.input_dtype in INPUT_DTYPES and pair.once(_has_kernels) and not torch.cuda.is_current_stream_capturing():
+        _launches(pair, sent, ampere_only=False)
+
+
 def quantize(hidden_states: torch.Tensor, pair: WeightPair, rows: Rows, scratch: torch.Tensor) -> None:
     """The first kernel alone: quantizes rows into scratch."""
     _launches(pair, False, False).quantize(make_params(hidden_states, hidden_states, pair, rows, scratch)[0], rows)

@@ -279,7 +279,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
         check_batch(pair, rows, counts, row_ids)
         shape = batched_shape(pair, rows, row_ids)
         check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
-        check_scratch(pair, rows, shape[0] * shape[1], True, _SCRATCH, *step.scratch)
+        check_scratch(pair, rows, shape[0] * shape[1], shape[1], _SCRATCH, *step.scratch)
         # Tokens of all ranks choose top-k experts of all. A backend's buffers may have room for fewer tokens than come.
         most_rows = max(step.output.size(1), self._max_rows) * step.topk_ids.size(-1)
         expected_m = most_rows / self.moe_config.global_num_experts
@@ -340,7 +340,7 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         check_tokens(pair, rows, weights, ids, step.expert_map)
         shape = (*ids.shape, rows.size(1)) if self._leaves_slots() else rows.shape
         check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
-        check_scratch(pair, rows, ids.numel(), self._overlaps, _SCRATCH, *step.scratch)
+        check_scratch(pair, rows, ids.numel(), ids.numel() if self._overlaps else None, _SCRATCH, *step.scratch)
         if step.arrival is not None:
             compute_arriving(pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival)
             return

@@ -120,7 +120,8 @@ def batched_fused_marlin_moe(
     pair = check_weight_pair(kind, act, hidden_states.dtype, is_k_full, first, second, clamp_limit, input_dtype)
     check_batch(pair, hidden_states, expert_num_tokens, expert_row_ids)
     shape = batched_shape(pair, hidden_states, expert_row_ids)
-    check_scratch(pair, hidden_states, shape[0] * shape[1], True, _SCRATCH, intermediate_cache13, intermediate_cache2)
+    scratch = (intermediate_cache13, intermediate_cache2)
+    check_scratch(pair, hidden_states, shape[0] * shape[1], shape[1], _SCRATCH, *scratch)
     check_map_length(expert_map, global_num_experts, pair.num_experts)
     if workspace is not None:
         check_tensors(workspace=workspace)
@@ -207,7 +208,7 @@ def fused_marlin_moe(
     kind = weight_type(quant_type_id)
     pair = check_weight_pair(kind, act, hidden_states.dtype, is_k_full, first, second, clamp_limit, input_dtype)
     check_tokens(pair, hidden_states, topk_weights, topk_ids, expert_map, global_num_experts)
-    check_scratch(pair, hidden_states, topk_ids.numel(), False, _SCRATCH, intermediate_cache13, intermediate_cache2)
+    check_scratch(pair, hidden_states, topk_ids.numel(), None, _SCRATCH, intermediate_cache13, intermediate_cache2)
     if workspace is not None:
         check_tensors(workspace=workspace)
     for name, function in (("activation_func", activation_func), ("moe_sum", moe_sum)):

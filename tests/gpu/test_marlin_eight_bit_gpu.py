@@ -321,3 +321,15 @@ def test_a_layer_with_and_without() -> None:
     graph = capture(lambda: captured.copy_(rounds(hidden_states, router_logits)))
     graph.replay()
     assert torch.equal(captured, output)
+
+
+def test_a_pass_of_few_rows_loads_what_a_captured_one_takes() -> None:
+    experts = weights(8, (1024, 1024))
+    few, many = (ids_of([rows] * 8) for rows in (2, 200))
+    tokens = torch.randn(many.size(0), 1024, device="cuda").bfloat16()
+    slots_of(experts, tokens[: few.size(0)], few)
+    output, graph = torch.empty_like(tokens), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output.copy_(slots_of(experts, tokens, many))
+    graph.replay()
+    assert torch.equal(output, slots_of(experts, tokens, many))

@@ -5,6 +5,7 @@ Every test runs twice on Hopper: on its own kernels, and on those that all GPUs 
 
 from __future__ import annotations
 
+import functools
 import threading
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.kernels.marlin.compute import partials_numel
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.repack import pack_marlin
 from moe_ep.kernels.marlin.types import WeightType
@@ -281,3 +283,20 @@ def test_scratch_that_is_too_small_is_refused_under_capture(name: str) -> None:
     assert torch.equal(eager, fused_marlin_moe(rows, **topk, **weights))
     with pytest.raises(ValueError, match=name), torch.cuda.graph(torch.cuda.CUDAGraph()):
         fused_marlin_moe(rows, **topk, **weights, **small)
+
+
+def test_scratch_for_sums_alone_is_taken_under_capture() -> None:
+    """Batched rows leave no results in it, so what one expert's most rows need is enough, however many experts."""
+    num_experts, K, most_rows = 64, 4096, 8
+    first, second = pair(UINT4B8, 32, num_experts, (K, 128))
+    rows = torch.randn(num_experts, most_rows, K, device="cuda").bfloat16()
+    counts = torch.full((num_experts,), most_rows, dtype=torch.int32, device="cuda")
+    scratch = torch.empty(2 * partials_numel(most_rows, rows.device), dtype=rows.dtype, device="cuda")
+    assert scratch.numel() < rows.numel()
+    more = arguments(first, second, UINT4B8) | {"intermediate_cache13": scratch}
+    call = functools.partial(batched_fused_marlin_moe, rows, counts, **more)
+    expected, graph = call(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call()
+    graph.replay()
+    assert torch.equal(output, expected)
