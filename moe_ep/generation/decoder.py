@@ -143,6 +143,7 @@ class SlotDecoder:
         if records != "nothing":
             self._log = RoutingLog(self.steps.layers, num_slots * max_length, weights=records == "weights")
             self._recording.enter_context(self._log.recording(self.steps.layers))
+            self._first_places = self._slots * max_length
         if prefill_graphs not in PREFILL_GRAPHS:
             raise ValueError(one_of("prefill_graphs", prefill_graphs, PREFILL_GRAPHS))
         if prefill_graphs == "on" and (reason := self._why_not_packed()):
@@ -344,8 +345,11 @@ class SlotDecoder:
             layer.row_mask = that_count
         recorded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._log is not None:
-            places = slots * self._max_length + positions
-            recorded = self._log.at(places.where(positions >= 0, self._log.max_tokens).flatten())
+            if slots is self._slots:  # decoding, where each slot has a position: one small kernel
+                places = self._first_places + positions
+            else:
+                places = (slots * self._max_length + positions).where(positions >= 0, self._log.max_tokens).flatten()
+            recorded = self._log.at(places)
         skipping = None if self.steps.elastic is None else self.steps.elastic.skipping
         if skipping is not None:
             skipping.take_hits()  # of a pass that failed

@@ -20,8 +20,7 @@ from torch import nn
 
 from moe_ep.errors import ConfigError, check_at_least
 from moe_ep.layer.fused_moe import FusedMoE
-from moe_ep.registry import choose_form
-from moe_ep.routing.router import Router, WrappingRouter
+from moe_ep.routing.router import ChoiceLog, PrecomputedRouter, Routed, Router, WrappingRouter, known_choices
 
 # Rows that a log has room for unless it is told otherwise.
 MAX_TOKENS = 65536
@@ -106,21 +105,18 @@ class RoutingLog:
         finally:
             self._rows = None
 
-    def write(self, layer: int, weights: torch.Tensor, ids: torch.Tensor) -> None:
-        """Takes the choices `[T, top_k]` of one layer's next tokens; queued on the device."""
-        num_tokens = ids.size(0)
-        if not num_tokens:
-            return
+    def next_rows(self, layer: int, num_tokens: int) -> ChoiceLog:
+        """Where the choices of one layer's next tokens go; queued on the device."""
         if self._rows is None:
-            rows = (self._ends[layer] + torch.arange(num_tokens, device=self._device)).clamp(max=self.max_tokens)
-            self._ends[layer] += num_tokens
+            end = self._ends[layer]
+            rows = (end + torch.arange(num_tokens, device=self._device)).clamp(max=self.max_tokens)
+            end += num_tokens
         else:
             # A backend of fixed capacity takes a pass in several parts.
             first = self._num_taken[layer]
             rows = self._rows[first : first + num_tokens]
             self._num_taken[layer] = first + num_tokens
-        weights_log = None if self._weights is None else self._weights[layer]
-        record_choices(weights, ids, rows, self.num_columns[layer], self._ids[layer], weights_log)
+        return ChoiceLog(rows, self._ids[layer], None if self._weights is None else self._weights[layer])
 
     def read(self, rows: slice) -> Choices:
         """Some rows; waits for the device."""
@@ -152,37 +148,6 @@ def _copied(log: torch.Tensor, rows: slice) -> torch.Tensor:
     return torch.empty(part.shape, dtype=part.dtype, device="cpu").copy_(part)
 
 
-def record_choices(
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    rows: torch.Tensor,
-    num_columns: int,
-    ids_log: torch.Tensor,
-    weights_log: torch.Tensor | None,
-) -> None:
-    """Writes choices `[T, top_k]` to rows int64 `[T]` of logs `[rows, top_k]`: ids as int16, -1 outside of
-    [0, num_columns), and f32 weights, 0 there; on CUDA tensors in one kernel.
-
-    Example: ids [[5, 2]], rows [7], 4 columns: row 7 of ids_log becomes [-1, 2].
-    """
-    form = choose_form(_record_reference, "choices:triton_record_choices", topk_ids)
-    form(topk_weights, topk_ids, rows, num_columns, ids_log, weights_log)
-
-
-def _record_reference(
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    rows: torch.Tensor,
-    num_columns: int,
-    ids_log: torch.Tensor,
-    weights_log: torch.Tensor | None,
-) -> None:
-    known = (topk_ids >= 0) & (topk_ids < num_columns)
-    ids_log.index_copy_(0, rows, torch.where(known, topk_ids, -1).to(torch.int16))
-    if weights_log is not None:
-        weights_log.index_copy_(0, rows, torch.where(known, topk_weights.float(), 0.0))
-
-
 class RecordingRouter(WrappingRouter):
     """Writes what another router chooses to a log."""
 
@@ -190,22 +155,35 @@ class RecordingRouter(WrappingRouter):
         super().__init__(router)
         self._log, self._layer = log, layer
 
+    def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
+        if not isinstance(self.router, PrecomputedRouter):
+            return super().route(hidden_states, *inputs)
+        # The kernel that cleans a model's choices records them too.
+        weights, ids = self.router.choose(hidden_states, *inputs)
+        log = self._log.next_rows(self._layer, hidden_states.size(0))
+        return self.router.complete(hidden_states, weights, ids, log)
+
     def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = self.router.choose(hidden_states, *inputs)
-        self._log.write(self._layer, weights, ids)
-        return weights, ids
+        log = self._log.next_rows(self._layer, hidden_states.size(0))
+        return known_choices(weights, ids, self._log.num_columns[self._layer], log=log)
 
 
 @contextlib.contextmanager
 def wrapped_routers(layers: Sequence[FusedMoE], wrappers: Sequence[Any]) -> Iterator[None]:
-    """A block in which each layer's router is inside of what its wrapper makes of it."""
+    """A block in which each layer's router is inside of what its wrapper makes of it; recorded is what all others have
+    chosen."""
     for layer, wrapper in zip(layers, wrappers, strict=True):
-        layer.router_wrappers = (*layer.router_wrappers, wrapper)
+        layer.router_wrappers = tuple(sorted((*layer.router_wrappers, wrapper), key=_records))
     try:
         yield
     finally:
         for layer, wrapper in zip(layers, wrappers, strict=True):
             layer.router_wrappers = tuple(each for each in layer.router_wrappers if each is not wrapper)
+
+
+def _records(wrapper: Any) -> bool:
+    return isinstance(wrapper, partial) and wrapper.func is RecordingRouter
 
 
 @contextlib.contextmanager

@@ -35,6 +35,20 @@ class Routed(NamedTuple):
     zero_expert_result: torch.Tensor | None = None
 
 
+class ChoiceLog(NamedTuple):
+    """Where the choices of one pass are recorded.
+
+    Attributes:
+        rows: int64 `[T]`, the row of each token.
+        ids: int16 `[rows, top_k]`, contiguous.
+        weights: f32 of the same shape; None where they are not recorded.
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+
+
 class Router(ABC):
     """Chooses experts from hidden states and whatever the layer is called with beside them.
 
@@ -95,6 +109,9 @@ class WrappingRouter(Router):
 
     def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.router.choose(hidden_states, *inputs)
+
+    def weigh(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.router.weigh(hidden_states, topk_ids, *inputs)
 
     def complete(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
         return self.router.complete(hidden_states, topk_weights, topk_ids)
@@ -230,7 +247,7 @@ class PrecomputedRouter(Router):
         check_same_device("hidden_states", hidden_states.device, topk_weights=topk_weights, topk_ids=topk_ids)
 
     def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
-        return self.complete(hidden_states, *inputs)
+        return self.complete(hidden_states, *self.choose(hidden_states, *inputs))
 
     def of_rows(self, rows: slice) -> Router:
         part = copy.copy(self)
@@ -241,8 +258,14 @@ class PrecomputedRouter(Router):
         topk_weights, topk_ids = inputs
         return topk_weights, topk_ids
 
-    def complete(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
-        known = known_choices(topk_weights, topk_ids, self.num_columns, self.row_mask)
+    def complete(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        log: ChoiceLog | None = None,
+    ) -> Routed:
+        known = known_choices(topk_weights, topk_ids, self.num_columns, self.row_mask, log)
         if self.num_columns == self.num_experts:
             return Routed(*known)
         return apply_identity_experts(hidden_states, *known, self.num_experts)
@@ -306,7 +329,11 @@ def apply_identity_experts(
 
 
 def known_choices(
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, row_mask: torch.Tensor | None = None
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    row_mask: torch.Tensor | None = None,
+    log: ChoiceLog | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (weights f32, ids int32), both `[T, top_k]`, where only experts in [0, num_experts) are left; on CUDA
     tensors in one kernel.
@@ -315,18 +342,28 @@ def known_choices(
 
     Args:
         row_mask: bool `[T]`, tokens that count; the others get no expert. None where all do.
+        log: where what is returned is recorded too.
     """
     form = choose_form(_known_choices_reference, "choices:triton_known_choices", topk_ids)
-    return form(topk_weights, topk_ids, num_experts, row_mask)
+    return form(topk_weights, topk_ids, num_experts, row_mask, log)
 
 
 def _known_choices_reference(
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, row_mask: torch.Tensor | None
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    row_mask: torch.Tensor | None,
+    log: ChoiceLog | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     known = (topk_ids >= 0) & (topk_ids < num_experts)
     if row_mask is not None:
         known &= row_mask[:, None]
-    return torch.where(known, topk_weights.float(), 0.0), torch.where(known, topk_ids, -1).to(torch.int32)
+    weights, ids = torch.where(known, topk_weights.float(), 0.0), torch.where(known, topk_ids, -1).to(torch.int32)
+    if log is not None:
+        log.ids.index_copy_(0, log.rows, ids.to(torch.int16))
+        if log.weights is not None:
+            log.weights.index_copy_(0, log.rows, weights)
+    return weights, ids
 
 
 def append_shared_experts(

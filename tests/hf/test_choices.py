@@ -10,8 +10,7 @@ import torch
 
 from moe_ep.hf import routed_experts
 from moe_ep.hf.routed_experts import count_choices
-from moe_ep.rollouts.recording import record_choices
-from moe_ep.routing.router import known_choices
+from moe_ep.routing.router import ChoiceLog, known_choices
 
 E, TOP_K = 5, 3
 
@@ -51,7 +50,8 @@ def test_tensors_that_do_not_fit_are_named(position: int, wrong: Any, words: str
 @pytest.mark.parametrize("masked", [False, True])
 def test_by_hand(num_tokens: int, masked: bool) -> None:
     ids, weights, mask = made(num_tokens, "cpu", torch.bfloat16)
-    found_weights, found_ids = known_choices(weights, ids, E, mask if masked else None)
+    log = ChoiceLog(torch.arange(num_tokens).flip(0) + 1, torch.full((9, TOP_K), 7).short(), torch.ones(9, TOP_K))
+    found_weights, found_ids = known_choices(weights, ids, E, mask if masked else None, log)
     counts = torch.full((E,), 10)
     expected_ids, expected_bits, expected_counts = [], [], [10] * E
     for row, values, counted in zip(ids.tolist(), weights.tolist(), mask.tolist(), strict=True):
@@ -69,6 +69,9 @@ def test_by_hand(num_tokens: int, masked: bool) -> None:
     assert found_ids.dtype == torch.int32 and found_weights.dtype == torch.float32
     assert found_ids.shape == found_weights.shape == (num_tokens, TOP_K)
     assert found_ids.tolist() == expected_ids and found_weights.view(torch.int32).tolist() == expected_bits
+    recorded = slice(1, num_tokens + 1)
+    assert torch.equal(log.ids[recorded].flip(0).int(), found_ids) and log.ids[num_tokens + 1 :].eq(7).all()
+    assert torch.equal(log.weights[recorded].flip(0), found_weights) and log.ids[0].eq(7).all()
     count_choices(found_ids, counts)
     assert counts.tolist() == expected_counts
 
@@ -104,26 +107,25 @@ def check_triton(device: str) -> None:
         ids, weights, mask = made(num_tokens, device, dtype)
         for row_mask in (None, mask, torch.stack([mask, ~mask], dim=1)[:, 0]):
             plain = [tensor.cpu() if tensor is not None else None for tensor in (ids, weights, row_mask)]
-            expected = known_choices(plain[1], plain[0], E, plain[2])
             # Strides as a router's slice has them.
             strided = torch.cat([weights, weights], dim=1)[:, :TOP_K]
-            found = fused.triton_known_choices(strided, ids.int(), E, row_mask)
+            places = torch.randperm(num_tokens + 3)[:num_tokens]
+            for with_weights in (None, False, True):
+                logs = []
+                for at in (device, "cpu") if with_weights is not None else ():
+                    log = torch.full((num_tokens + 3, TOP_K), -2, dtype=torch.int16, device=at)
+                    logs.append(ChoiceLog(places.to(at), log, log.float() if with_weights else None))
+                own_log, plain_log = logs or (None, None)
+                expected = known_choices(plain[1], plain[0], E, plain[2], plain_log)
+                found = fused.triton_known_choices(strided, ids.int(), E, row_mask, own_log)
+                for own, by_torch in zip((*found, *(own_log or ())), (*expected, *(plain_log or ())), strict=True):
+                    assert own is by_torch or torch.equal(own.cpu(), by_torch)
             # Ids start where 16 bytes may be read at once.
             assert (found[1].data_ptr() - found[0].data_ptr()) % 16 == 0
-            assert all(torch.equal(own.cpu(), plain) for own, plain in zip(found, expected, strict=True))
             counts, expected_counts = (torch.zeros(E, dtype=torch.int64, device=at) for at in (device, "cpu"))
             fused.triton_count_choices(found[1], counts)
             count_choices(expected[1], expected_counts)
             assert torch.equal(counts.cpu(), expected_counts)
-        # The last row takes what is not kept.
-        rows = torch.randperm(num_tokens + 3)[:num_tokens].to(device)
-        for with_weights in (False, True):
-            logs = [torch.full((num_tokens + 3, TOP_K), -1, dtype=torch.int16, device=at) for at in ("cpu", device)]
-            kept = [torch.zeros(log.shape, device=log.device) if with_weights else None for log in logs]
-            record_choices(plain[1], plain[0], rows.cpu(), E, logs[0], kept[0])
-            fused.triton_record_choices(strided, ids, rows, E, logs[1], kept[1])
-            assert torch.equal(logs[0], logs[1].cpu())
-            assert not with_weights or torch.equal(kept[0], kept[1].cpu())
 
 
 @pytest.mark.gpu

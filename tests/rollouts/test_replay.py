@@ -51,9 +51,9 @@ def test_a_layer_takes_recorded_experts(routing: dict[str, Any]) -> None:
             assert torch.equal(layer(hidden_states, logits), expected)
     # Of another layer's choice: the weights are those of the router for these experts.
     ids = other_ids(T, 1, layer.num_router_columns, TOP_K)
-    with moe_ep.replaying(layer, ids), moe_ep.recording(layer, weights=True) as log:
+    with moe_ep.recording(layer, weights=True) as log, moe_ep.replaying(layer, ids), moe_ep.recording(layer) as inner:
         output = layer(hidden_states, logits)
-    assert torch.equal(log.choices().ids, ids)
+    assert torch.equal(log.choices().ids, ids) and torch.equal(inner.choices().ids, ids)
     scores = logits.sigmoid() if "scoring_func" in routing else logits.softmax(-1)
     weights = scores.gather(1, ids[:, 0].long())
     if routing.get("renormalize", True):
