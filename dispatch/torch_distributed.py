@@ -94,6 +94,9 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         process_group: the EP ranks in ep_rank order; None for the default group.
         owners: int32 `[E + shared]`, the rank of the group that each id goes to; None for that of the placement.
 
+    Attributes:
+        side_stream: of the asynchronous forms on CUDA, from their first call on.
+
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: a group whose size is not ep_size, or num_local_experts that does not fit the placement.
@@ -119,7 +122,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
                 f"{moe_config.num_fused_shared_experts} shared experts EP rank {moe_config.ep_rank} of "
                 f"{moe_config.ep_size} holds {self.placement.num_local}"
             )
-        self._side_stream: torch.cuda.Stream | None = None
+        self.side_stream: torch.cuda.Stream | None = None
 
     @classmethod
     def unusable_reason(cls) -> str | None:
@@ -235,9 +238,9 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         """
         if device.type != "cuda":
             return begin()
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(device)
-        side, caller = self._side_stream, torch.cuda.current_stream(device)
+        if self.side_stream is None:
+            self.side_stream = torch.cuda.Stream(device)
+        side, caller = self.side_stream, torch.cuda.current_stream(device)
         side.wait_stream(caller)
         with torch.cuda.stream(side):
             pending = begin()

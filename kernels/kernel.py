@@ -37,7 +37,7 @@ class Kernel:
         self, entry: str, function: int, device: torch.device, owner: object, offsets: Sequence[int] = (0,)
     ) -> None:
         self.entry = entry
-        self._function, self._device, self._owner = function, device, owner
+        self.function, self._device, self._owner = function, device, owner
         self._can_come_early = torch.cuda.get_device_capability(device) >= (9, 0)
         self._driver = _driver()
         self._offsets, self._pointers = offsets, struct.Struct(f"@{len(offsets)}P")
@@ -49,7 +49,7 @@ class Kernel:
     def allow_shared(self, num_bytes: int) -> None:
         """Raises the limit of dynamic shared memory per launch; must be called before capture."""
         if num_bytes > max(self._shared_bytes, 48 * 1024):
-            self._check(self._driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, num_bytes))
+            self._check(self._driver.cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, num_bytes))
             self._shared_bytes = num_bytes
 
     def launch(
@@ -74,11 +74,11 @@ class Kernel:
         config = _config(grid, block, shared_bytes, current_stream(self._device), early)
         start = ctypes.addressof(params)
         pointers = self._pointers.pack(*[start + offset for offset in self._offsets])
-        status = self._driver.cuLaunchKernelEx(config, self._function, pointers, None)
+        status = self._driver.cuLaunchKernelEx(config, self.function, pointers, None)
         if status == _INVALID_CONTEXT:
             # A thread that has not used the GPU yet has no current context.
             self._check(self._driver.cuCtxSetCurrent(self._context))
-            status = self._driver.cuLaunchKernelEx(config, self._function, pointers, None)
+            status = self._driver.cuLaunchKernelEx(config, self.function, pointers, None)
         if status:
             self._check(status)
         return None

@@ -21,6 +21,7 @@ from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.errors import DispatchTimeoutError, rank_list
 from moe_ep.kernels import jit
+from moe_ep.kernels.kernel import Kernel
 from moe_ep.modular_kernel.contracts import BatchExchange
 
 # Words of the record, as in kernels/cuda/deadline.cuh; one word for each rank follows.
@@ -93,12 +94,15 @@ class SharedMemory(Protocol):
 
 
 class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
-    """A backend whose kernels write into the other ranks' memory; `memory` and `_layout` are set by the subclass.
+    """A backend whose kernels write into the other ranks' memory; a subclass sets the last three.
 
     Attributes:
         NAME: of the backend.
         INSTEAD: a backend that takes what this one refuses.
         MAX_RANKS: of a group.
+        memory: what the layers of this shape share.
+        layout: of the buffers in it.
+        kernels: by their names.
     """
 
     NAME: ClassVar[str]
@@ -109,7 +113,8 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     keeps_codes = False
     _recoveries = 0
     memory: SharedMemory
-    _layout: Shape
+    layout: Shape
+    kernels: dict[str, Kernel]
 
     @classmethod
     def unusable_reason(cls) -> str | None:
@@ -197,7 +202,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     def _check_batch(self, batch: Batch) -> None:
         """ValueError where the batch is not what the kernels were compiled for."""
         given = (batch.code_dtype, batch.rows.device)
-        made_for = (self._layout.code_dtype, self.memory.order.device)
+        made_for = (self.layout.code_dtype, self.memory.order.device)
         if given != made_for:
             raise ValueError(
                 f"the batch has (dispatch_dtype, device) {given} and {self.NAME} was made for {made_for}; give the "

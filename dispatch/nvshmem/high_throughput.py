@@ -197,7 +197,7 @@ class Block:
         self.status = torch.zeros(2, dtype=torch.int32, device=self._device)
         self.exchange = DeviceExchange(symmetric, ranks, self.status, self.record)
         self.batches = [BatchParts(self, index, in_dtype) for index in range(layout.batches_in_flight)]
-        self._start(0)
+        self.start(0)
 
     @classmethod
     def of(cls, layout: Layout, ranks: RankGroup, in_dtype: torch.dtype, settings: dict[str, object]) -> Block:
@@ -259,11 +259,12 @@ class Block:
         epochs = gather_texts(f"recovery of {NAME}", str(epoch), self._ranks.group, ranks=alive)
         self.alive = alive
         self.recoveries += 1
-        self._start(max(map(int, epochs)))
+        self.start(max(map(int, epochs)))
         self.record.clear()
         gather_texts(f"{NAME} recovered", "", self._ranks.group, ranks=alive)
 
-    def _start(self, epoch: int) -> None:
+    def start(self, epoch: int) -> None:
+        """Lets every set of buffers go on behind the batch of this number; all ranks call it before the next."""
         for parts in self.batches:
             parts.numbers.zero_()
             parts.epoch.fill_(epoch)
@@ -423,7 +424,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     NAME = NAME
     INSTEAD = "all_to_all"
     MAX_RANKS = 8
-    _layout: Layout
+    layout: Layout
 
     def __init__(
         self,
@@ -449,27 +450,27 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.exact_rows = exact_rows
         device_api = not arena.SymmetricArena.of(self.ranks.group).is_mapped
-        self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api, overlap)
+        self.layout = _layout(moe_config, quant_config, batches_in_flight, device_api, overlap)
         self._check_overlap()
-        self._overlap_sms = overlap_sms
+        self.overlap_sms = overlap_sms
         settings = shared_settings(
-            moe_config, code_dtype=self._layout.code_dtype, device_api=device_api, batches_in_flight=batches_in_flight
+            moe_config, code_dtype=self.layout.code_dtype, device_api=device_api, batches_in_flight=batches_in_flight
         )
         settings["overlap"] = overlap
-        self.block = self.memory = Block.of(self._layout, self.ranks, moe_config.in_dtype, settings)
+        self.block = self.memory = Block.of(self.layout, self.ranks, moe_config.in_dtype, settings)
         device = torch.device("cuda", torch.cuda.current_device())
-        self.num_sms = self._combine_blocks = self._sms_of_a_batch(num_sms, device)
+        self.num_sms = self.combine_blocks = self._sms_of_a_batch(num_sms, device)
         if overlap and overlap_sms is None:
             # They start as experts make room, and claim what there is to do.
-            self._combine_blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernels = jit.load_all(
-            {name: kernel_source(name, self._layout, moe_config.in_dtype) for name in self._layout.kernels}, device
+            self.combine_blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self.kernels = jit.load_all(
+            {name: kernel_source(name, self.layout, moe_config.in_dtype) for name in self.layout.kernels}, device
         )
         self.placement.expert_map(device)  # not made under capture
 
     def _check_overlap(self) -> None:
         """ValueError where rows cannot be sent beside the experts."""
-        layout, config = self._layout, self.moe_config
+        layout, config = self.layout, self.moe_config
         reasons = (
             (config.in_dtype is not torch.bfloat16, f"rows are {config.in_dtype}; they must be torch.bfloat16"),
             (layout.is_quantized, f"rows are sent as {layout.code_dtype}; leave dispatch_dtype out"),
@@ -485,10 +486,10 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
     def _sms_of_a_batch(self, asked: int | None, device: torch.device) -> int:
         """As asked, or close to the best. Blocks wait for all blocks of other ranks, so all must fit at once."""
-        batches, sms = self._layout.batches_in_flight, torch.cuda.get_device_properties(device).multi_processor_count
+        batches, sms = self.layout.batches_in_flight, torch.cuda.get_device_properties(device).multi_processor_count
         most = max(sms // batches, 1)
         if asked is None:
-            return min(DEFAULT_NUM_SMS_QUANTIZED if self._layout.is_quantized else DEFAULT_NUM_SMS, most)
+            return min(DEFAULT_NUM_SMS_QUANTIZED if self.layout.is_quantized else DEFAULT_NUM_SMS, most)
         if asked > most:
             raise ValueError(
                 f"num_sms is {asked} with {batches} batches in flight; all of them must fit on the GPU's {sms} SMs at "
@@ -525,14 +526,14 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         return True
 
     def most_rows(self) -> int | None:
-        return self._layout.max_rows
+        return self.layout.max_rows
 
     def overlaps_experts(self) -> bool:
-        return self._layout.overlaps
+        return self.layout.overlaps
 
     def batch_exchange(self) -> BatchExchange | None:
         """None across hosts, beside overlapped experts, for layers of very many, and once a rank was declared dead."""
-        layout, num_experts = self._layout, self.moe_config.num_experts
+        layout, num_experts = self.layout, self.moe_config.num_experts
         suits = not layout.device_api and not layout.overlaps and num_experts <= MOST_EXPERTS
         return self.block.exchange if suits and len(self.block.alive) == self.ranks.size else None
 
@@ -540,7 +541,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.check()
         self._check_batch(batch)
         exact = self.exact_rows and not torch.cuda.is_current_stream_capturing()
-        layout, num_tokens, num_ids = self._layout, batch.topk_ids.size(0), batch.owners.numel()
+        layout, num_tokens, num_ids = self.layout, batch.topk_ids.size(0), batch.owners.numel()
         parts = self.block.take()
         number, check = parts.number, self._begin_batch()
         where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if exact else None]
@@ -578,12 +579,12 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             if is_sent or parts.number != number:
                 return
             is_sent = True
-            sent = (batch.rows, batch.topk_ids, batch.owners, parts.slots, self._layout.offsets["source_flags"])
+            sent = (batch.rows, batch.topk_ids, batch.owners, parts.slots, self.layout.offsets["source_flags"])
             tensors = (*sent, batch.expert_map, parts.order, parts.ordered)
             with self.block.order:
                 self._launch("rows", parts, tensors, [batch.owners.numel(), batch.topk_ids.size(0)])
 
-        return Arrival(params=parts.arrival(self.num_sms), start=start, most_blocks=self._overlap_sms)
+        return Arrival(params=parts.arrival(self.num_sms), start=start, most_blocks=self.overlap_sms)
 
     def _return(
         self,
@@ -598,18 +599,18 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         if sent.number != sent.parts.number:
             raise RuntimeError(
                 f"another batch was dispatched before this one was finalized and {NAME} has room for "
-                f"{self._layout.batches_in_flight}; finalize each before, or make the backend with more "
+                f"{self.layout.batches_in_flight}; finalize each before, or make the backend with more "
                 f"batches_in_flight"
             )
         num_tokens = sent.batch.topk_ids.size(0)
-        shape = (num_tokens, self._layout.hidden_size)
+        shape = (num_tokens, self.layout.hidden_size)
         check_tensor("output", output, shape, self.moe_config.in_dtype, output.device, contiguous=True)
         if sent.arrival is None:
             rows = self._reduced(expert_output, dispatched, reduce_impl, sent.rows, output, contiguous=True)
             tensors: list[torch.Tensor | int | None] = [rows, sent.parts.slots, output]
             numbers = [num_tokens]
         else:
-            slots = (sent.rows, self._layout.topk, self._layout.hidden_size)
+            slots = (sent.rows, self.layout.topk, self.layout.hidden_size)
             check_tensor(
                 "expert_output", expert_output, slots, self.moe_config.in_dtype, output.device, contiguous=True
             )
@@ -639,9 +640,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     ) -> None:
         pointers = [each if isinstance(each, int) else jit.pointer(each) for each in tensors]
         params = parts.params(name, pointers, numbers)
-        blocks = {"plan": 1, "combine": self._combine_blocks}.get(name, self.num_sms)
-        early = name in ("dispatch", "ids", "rows") or (name == "combine" and self._layout.overlaps)
-        self._kernels[name].launch(params, (blocks,), _THREADS, early=early)
+        blocks = {"plan": 1, "combine": self.combine_blocks}.get(name, self.num_sms)
+        early = name in ("dispatch", "ids", "rows") or (name == "combine" and self.layout.overlaps)
+        self.kernels[name].launch(params, (blocks,), _THREADS, early=early)
 
 
 @functools.cache

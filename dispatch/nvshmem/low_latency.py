@@ -217,7 +217,7 @@ class Channel:
         self.counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=arena.device)
         self.status = torch.zeros(2, dtype=torch.int32, device=arena.device)
         self._free = [True] * BATCHES_IN_FLIGHT
-        self._start([1] * BATCHES_IN_FLIGHT)
+        self.start([1] * BATCHES_IN_FLIGHT)
         self._buffers = [self._buffers_of(pointers, batch) for batch in range(BATCHES_IN_FLIGHT)]
         self._rows = [self._bytes_of("rows", batch).view(-1, layout.row_bytes) for batch in range(BATCHES_IN_FLIGHT)]
         self._timeout_ns = int(self.record.timeout_s * 1e9)
@@ -284,7 +284,7 @@ class Channel:
         self.alive = alive
         self.recoveries += 1
         self._free = [True] * BATCHES_IN_FLIGHT
-        self._start([latest(epochs) + 1 for epochs in zip(*(map(int, text.split()) for text in told), strict=True)])
+        self.start([latest(epochs) + 1 for epochs in zip(*(map(int, text.split()) for text in told), strict=True)])
         self.record.clear()
         gather_texts("recovered", "", self.ranks.group, ranks=alive)
 
@@ -293,8 +293,8 @@ class Channel:
         start = batch * self.layout.batch_bytes + self.layout.offsets[name]
         return self.region.local[start : start + self.layout.sizes[name]]
 
-    def _start(self, epochs: Sequence[int]) -> None:
-        """Lets each set of buffers go on with the batch of its number."""
+    def start(self, epochs: Sequence[int]) -> None:
+        """Lets each set of buffers go on with the batch of its number; all ranks call it before the next."""
         upper = [latest([epoch]) << _EPOCH_SHIFT for epoch in epochs]
         self.counters.copy_(torch.tensor(upper, dtype=torch.int64)[:, None])
         self.status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
@@ -518,7 +518,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     NAME = "nvshmem_low_latency"
     INSTEAD = "batched_all_to_all"
     MAX_RANKS = 16
-    _layout: BatchLayout
+    layout: BatchLayout
 
     def __init__(
         self,
@@ -533,22 +533,22 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.tuning = tuning or Tuning()
         self.by_reference = False
         symmetric = SymmetricArena.of(self.ranks.group)
-        self._layout = layout_of(moe_config, quant_config, device_api=not symmetric.carries_packets)
-        if self._layout.slot_results and self._layout.device_api:
+        self.layout = layout_of(moe_config, quant_config, device_api=not symmetric.carries_packets)
+        if self.layout.slot_results and self.layout.device_api:
             raise ConfigError(
                 f"batch_invariant is set and some of the {moe_config.ep_size} ranks are not joined by NVLink, where "
                 f"{self.NAME} cannot return results of single slots; choose all2all_backend={self.INSTEAD!r}"
             )
         settings = shared_settings(
             moe_config,
-            code_dtype=self._layout.code_dtype,
-            device_api=self._layout.device_api,
+            code_dtype=self.layout.code_dtype,
+            device_api=self.layout.device_api,
             batches_in_flight=BATCHES_IN_FLIGHT,
         )
-        self.channel = self.memory = Channel.of(symmetric, self._layout, self.ranks, settings)
+        self.channel = self.memory = Channel.of(symmetric, self.layout, self.ranks, settings)
         device = torch.device("cuda", torch.cuda.current_device())
-        self._kernels = jit.load_all(
-            {name: kernel_source(name, self._layout, moe_config.in_dtype) for name in KERNELS}, device
+        self.kernels = jit.load_all(
+            {name: kernel_source(name, self.layout, moe_config.in_dtype) for name in KERNELS}, device
         )
         self._owner_table = self.placement.owners(device)
         self.placement.expert_map(device)  # not made under capture
@@ -616,7 +616,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def _send(self, batch: Batch) -> Pending[Dispatched]:
         self.check()
         self._check_batch(batch)
-        layout, config, device = self._layout, self.moe_config, batch.rows.device
+        layout, config, device = self.layout, self.moe_config, batch.rows.device
         El, max_rows = config.num_local_experts, layout.num_ranks * layout.capacity
         new = functools.partial(torch.empty, device=device)
         counts, positions = new(El, dtype=torch.int32), new(max_rows * layout.topk, dtype=torch.int32)
@@ -652,7 +652,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         made = [tensor for tensor in (out, row_ids) if tensor is not None]
         check = self._begin_batch()
         launch = Halves(
-            self._kernels["low_latency_dispatch"], params, to_send, to_receive, self.tuning.blocks,
+            self.kernels["low_latency_dispatch"], params, to_send, to_receive, self.tuning.blocks,
             self.channel.order, check, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
         )  # fmt: skip
         meta = ExpertTokensMetadata(counts, None, row_ids)
@@ -675,7 +675,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.check()
         sent.check()
         check_delegated(self.NAME, reduce_impl)
-        layout, num_tokens = self._layout, sent.topk_ids.size(0)
+        layout, num_tokens = self.layout, sent.topk_ids.size(0)
         expert_output = self._as_sent(expert_output)
         in_dtype, sent_dtype = self.moe_config.in_dtype, wire_dtype(self.moe_config.in_dtype)
         for name, tensor, shape, dtype in (
@@ -696,14 +696,14 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         to_receive = num_tokens * self.tuning.output_parts
         held = (sent.topk_ids, sent.topk_weights, sent.positions, output, expert_output)
         launch = Halves(
-            self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks,
+            self.kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks,
             self.channel.order, sent.check, held,
             lambda: self.channel.give_back(sent.batch),
         )  # fmt: skip
         return Pending(launch.receive, launch.receive, launch.send)
 
     def _blocks_of_expert(self, num_tokens: int) -> int:
-        rows = num_tokens * self._layout.num_ranks * self._layout.topk
+        rows = num_tokens * self.layout.num_ranks * self.layout.topk
         return self.tuning.blocks_of_expert(rows / self._owner_table.numel(), self.moe_config.num_local_experts)
 
     def _common(self, index: int, topk_ids: torch.Tensor) -> Any:

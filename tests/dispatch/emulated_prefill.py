@@ -178,7 +178,7 @@ class Prefill(Session):
         region = arena.Region("", self.memory[rank], pointers, tuple(range(self.num_ranks)))
         symmetric: Any = SimpleNamespace(device=order.device, order=order, reserve=lambda *_: region)
         block = Block(symmetric, self.layout, ranks, config.in_dtype)
-        block._start(first)
+        block.start(first)
         for parts in block.batches:
             parts.common.timeout_ns = self.timeout_ns
             parts.slots.fill_(1)  # not where anything lies, but in bounds
@@ -186,9 +186,9 @@ class Prefill(Session):
         backend.moe_config, backend.quant_config, backend.ranks = config, None, ranks
         backend.placement = Placement(owners_of(config), rank)
         backend.block = backend.memory = block
-        backend._layout, backend.num_sms, backend.exact_rows = self.layout, self.num_sms, not self.replays
-        backend._kernels = {name: SimpleNamespace(launch=self._launch(rank, name)) for name in self.layout.kernels}
-        backend._overlap_sms = backend._combine_blocks = self.num_sms
+        backend.layout, backend.num_sms, backend.exact_rows = self.layout, self.num_sms, not self.replays
+        backend.kernels = {name: SimpleNamespace(launch=self._launch(rank, name)) for name in self.layout.kernels}
+        backend.overlap_sms = backend.combine_blocks = self.num_sms
         if self.replays:
             backend.check = lambda: None
         return backend
@@ -254,7 +254,7 @@ class Prefill(Session):
     def _dispatch(self, rank: int, case: Case) -> Generator[None, None, tuple[Any, Step, Dispatched]]:
         backend, setting = self.backends[rank], make_setting(case, rank, self.num_ranks)
         config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(self.code_dtype)
-        pending = backend._begin(*dispatch_args((*prepare_args(setting, "cpu")[:-1], config)))
+        pending = backend.dispatch_async(*dispatch_args((*prepare_args(setting, "cpu")[:-1], config)))
         parts = max(backend.block.batches, key=lambda parts: parts.number)
         step = Step(setting, torch.full_like(setting.inputs[rank].rows, float("nan")))
         self.steps[rank].append(step)
@@ -283,7 +283,7 @@ class Prefill(Session):
             return True
 
         self.queue_host(step.setting.rank, experts)
-        backend._begin_combine(step.output, results, received, TopKWeightAndReduceNoOP())
+        backend.combine_async(step.output, results, received, TopKWeightAndReduceNoOP())
 
     def _overlap(self, backend: Any, step: Step, received: Dispatched) -> None:
         """Sorts the ids that have arrived, and launches experts and combine beside the dispatch of the rows."""
@@ -314,7 +314,7 @@ class Prefill(Session):
         if ids.numel():
             received.arrival.start()
             self.queue_kernel(rank, "experts", params, self.random.choice([2, 3]), early=True)
-        backend._begin_combine(step.output, slots, received, TopKWeightAndReduceContiguous())
+        backend.combine_async(step.output, slots, received, TopKWeightAndReduceContiguous())
 
 
 def _unpinned(zeros: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

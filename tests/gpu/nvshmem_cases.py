@@ -127,7 +127,7 @@ def poison(backend) -> None:
 
 def fill_with_nan(backend) -> None:
     """Fills what rows and results travel through with bytes that are NaN in every dtype."""
-    channel, layout = backend.channel, backend._layout
+    channel, layout = backend.channel, backend.layout
     for batch, name in itertools.product(range(2), ("rows", "results", "row_packets", "result_packets")):
         start = batch * layout.batch_bytes + layout.offsets[name]
         channel.region.local[start : start + layout.sizes[name]] = 0xFF

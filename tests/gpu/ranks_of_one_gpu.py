@@ -22,7 +22,7 @@ from moe_ep.dispatch.nvshmem.low_latency import Tuning
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.distributed.failure_detection import FailureDetector
-from tests.dispatch.backend_cases import Case, Setting, dispatch_args, make_backend, make_setting, prepare_args
+from tests.dispatch.backend_cases import Case, Setting, make_backend, make_setting, prepare_args
 
 LOW_LATENCY = "nvshmem_low_latency"
 # Each running kernel has one behind it that has come up early, and experts need room beside them.
@@ -105,7 +105,7 @@ class Ranks:
         in_halves: bool = False,
         **options: object,
     ) -> None:
-        self.in_halves = in_halves
+        self.in_halves, self.backend = in_halves, backend
         self.settings: list[Setting] = [make_setting(case, rank, num_ranks) for rank in range(num_ranks)]
         self.present: Sequence[int] = range(num_ranks)
         self.late: Sequence[int] = ()
@@ -119,11 +119,11 @@ class Ranks:
         self.args = [prepare_args(setting, "cuda") for setting in self.settings]
 
     def prepare(self) -> list[Any]:
-        calls = [dispatch_args(args) for args in self.args]
-        pending = self._together(lambda rank: self.backends[rank]._begin(*calls[rank]))
-        if self.in_halves:
-            self._together(lambda rank: pending[rank].start())
-        return self._together(lambda rank: self.backends[rank]._remember(calls[rank][1], pending[rank].receive()))
+        if not self.in_halves and self.backend == LOW_LATENCY:
+            return self.together(lambda rank: self.backends[rank].prepare(*self.args[rank]))
+        # The host waits for the number of rows that a prefill receives, so all ranks begin first.
+        begun = self.together(lambda rank: self.backends[rank].prepare_async(*self.args[rank]))
+        return self.together(lambda rank: begun[rank][1]())
 
     def finalize(
         self, results: Sequence[torch.Tensor], weights_and_ids: Sequence[tuple], reduce_impl: Any
@@ -135,9 +135,9 @@ class Ranks:
             finalize = each.finalize_async if self.in_halves else each.finalize
             return finalize(outputs[rank], results[rank], *weights_and_ids[rank], on_input, reduce_impl)
 
-        begun = self._together(call)
+        begun = self.together(call)
         if self.in_halves:
-            self._together(lambda rank: begun[rank][1]())
+            self.together(lambda rank: begun[rank][1]())
         for rank in self.present:
             self.backends[rank].check()
         return outputs
@@ -148,7 +148,7 @@ class Ranks:
         self.settings = [make_setting(replace(s.case, **changes), r, num_ranks) for r, s in enumerate(self.settings)]
         self.args = [prepare_args(setting, "cuda") for setting in self.settings]
 
-    def _together(self, call: Callable[[int], Any]) -> list[Any]:
+    def together(self, call: Callable[[int], Any]) -> list[Any]:
         torch.cuda.synchronize()
         found: list[Any] = [None] * len(self.streams)
         for rank in self.present:

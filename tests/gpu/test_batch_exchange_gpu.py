@@ -58,7 +58,7 @@ class Balanced:
         ids = torch.zeros(1, TOP_K, dtype=torch.int64, device="cuda")
         plan = rank_plan(torch.zeros(num_ranks, E, dtype=torch.int32, device="cuda"), self.slots.cuda(), 0, SPARE)
         place_rows(ids, plan)
-        self.ranks._together(lambda rank: exchanges[rank].gather(ids, E))
+        self.ranks.together(lambda rank: exchanges[rank].gather(ids, E))
 
     def check(self, batch: str, seed: int) -> int:
         """The copies that were made."""
@@ -81,7 +81,7 @@ class Balanced:
             plan = rank_plan(counts, slots, rank, SPARE)
             return counts, plan, place_rows(ids, plan)
 
-        begun = self.ranks._together(begin)
+        begun = self.ranks.together(begin)
         expected = torch.stack([ids[ids >= 0].bincount(minlength=E) for _, _, ids in inputs]).int()
         for rank, (counts, plan, placed) in enumerate(begun):
             assert torch.equal(counts, expected), (batch, rank)
@@ -91,8 +91,8 @@ class Balanced:
             rows, weights, _ = inputs[rank]
             self.ranks.args[rank] = (rows, weights, placed, *self.ranks.args[rank][3:])
         # Not at once: streams of all ranks together are more than the GPU has queues.
-        pending = self.ranks._together(lambda rank: self.copies[rank].start(begun[rank][1].sources))
-        copied = self.ranks._together(lambda rank: pending[rank].receive())
+        pending = self.ranks.together(lambda rank: self.copies[rank].start(begun[rank][1].sources))
+        copied = self.ranks.together(lambda rank: pending[rank].receive())
         received = self.ranks.prepare()
         results = []
         for rank, (rows, _, _, ids, weights) in enumerate(received):
@@ -102,7 +102,7 @@ class Balanced:
             results.append(total.sum(dim=1).bfloat16())
         of_prepare = [(result[4], result[3]) for result in received]
         outputs = self.ranks.finalize(results, of_prepare, TopKWeightAndReduceNoOP())
-        self.ranks._together(lambda rank: copied[rank].release())
+        self.ranks.together(lambda rank: copied[rank].release())
         for output, (rows, weights, ids) in zip(outputs, inputs, strict=True):
             wanted = (expert(rows, ids.float()) * torch.where(ids >= 0, weights, 0.0)[..., None]).sum(dim=1)
             assert not len(rows) or relative_error(output, wanted) < tolerance(torch.bfloat16), batch

@@ -95,13 +95,12 @@ def check_late_streams(rank: int, world_size: int) -> None:
             with torch.cuda.stream(side):
                 torch.cuda._sleep(100_000_000)
         hook, receive = backend.prepare_async(*(each.clone() for each in args[:3]), *args[3:])
-        side = backend._side_stream
+        side = backend.side_stream
         with torch.cuda.stream(other):
             hook()
         used = [torch.full_like(args[0], float("nan")) for _ in range(8)]
         torch.cuda.synchronize()
         check_batched(setting, receive())
-        backend._forget_batches()
 
         result = backend.prepare(*args)
         expert_output, reduce_impl = run_experts(setting, result, "batched")

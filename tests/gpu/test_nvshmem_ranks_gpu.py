@@ -129,7 +129,7 @@ def test_decode_when_batches_are_counted_anew(
     ranks = Ranks(replace(SMALL, code_dtype=code_dtype), 3, LOW_LATENCY, by_reference)
     for each in ranks.backends:
         each.channel.region.local.view(torch.int32).fill_(5)
-        each.channel._start([2**32 - 3] * 2)
+        each.channel.start([2**32 - 3] * 2)
     for batch in range(-3, 7):
         ranks.late = (1, 2) if batch == 5 else ()
         ranks.redraw(seed=100 + batch, tokens=(40, 33, 7) if batch == 5 else (1, 2, 0))
@@ -147,8 +147,8 @@ def test_batches_that_begin_in_another_order_on_another_rank(monkeypatch: pytest
     batches = [Ranks(replace(SMALL, seed=seed, tokens=(40,)), 2, LOW_LATENCY, True) for seed in (1, 2)]
     for ranks in batches:
         check_decode_step(ranks, "alone")  # kernels are loaded and maps are known from here on
-    driver, kernel = jit.driver_bindings(), batches[0].backends[0]._kernels["low_latency_dispatch"]
-    of_sm = jit.checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel._function, 512, 0))
+    driver, kernel = jit.driver_bindings(), batches[0].backends[0].kernels["low_latency_dispatch"]
+    of_sm = jit.checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel.function, 512, 0))
     blocks = torch.cuda.get_device_properties(0).multi_processor_count * of_sm // 2
     for each in (*batches[0].backends, *batches[1].backends):
         each.tuning = Tuning(blocks=blocks)
@@ -160,7 +160,7 @@ def test_batches_that_begin_in_another_order_on_another_rank(monkeypatch: pytest
             with torch.cuda.stream(ranks.streams[rank]):
                 if rank == 1 and ranks is batches[0]:
                     torch.cuda._sleep(20_000_000)
-                received.append((ranks.settings[rank], ranks.backends[rank]._begin(*ranks.args[rank]).receive()))
+                received.append((ranks.settings[rank], ranks.backends[rank].prepare(*ranks.args[rank])))
     torch.cuda.synchronize()
     for each in batches[0].backends:
         each.check()
@@ -216,7 +216,7 @@ def test_recovery_gives_up_the_batches_of_all_layers_of_the_shape(
     on_one_gpu(monkeypatch, 3)
     first, second = (Ranks(CASES["random"], 3, backend) for _ in range(2))
     rows, _, _, ids, weights = first.prepare()[0]
-    begun = first._together(lambda rank: first.backends[rank]._begin(*first.args[rank]))
+    begun = first.together(lambda rank: first.backends[rank].prepare_async(*first.args[rank]))
     for each in second.backends:
         each.recover(dead=())
     check_step = check_decode_step if backend == LOW_LATENCY else check_prefill_step
@@ -227,7 +227,7 @@ def test_recovery_gives_up_the_batches_of_all_layers_of_the_shape(
     with pytest.raises(RuntimeError, match=r"given up by recover\(\)"):
         first.backends[0].finalize(torch.empty_like(args[0]), rows, *given, False, reduce_impl)
     with pytest.raises(RuntimeError, match=r"given up by recover\(\)"):
-        begun[0].receive()
+        begun[0][1]()
     for layer in (first, second):
         check_step(layer, "afterwards")
 
