@@ -38,11 +38,12 @@ _BLOCK_BYTES = 1 << 19  # stays in the L2 cache of a core
 # Shorter reads are not worth compiling for.
 _COMPILE_FROM_BYTES = 1 << 20
 _COMPILE_LIMIT_S = 60.0
+_STORE_ALIGNMENT = 16
 _compile_lock = threading.Lock()
 
 
 class _Span(ctypes.Structure):
-    """`struct span` of read_checked.c."""
+    """`struct span` of finite.c."""
 
     _fields_ = (
         ("start", ctypes.c_int64),
@@ -70,13 +71,14 @@ def read_checked(
         OSError: the file cannot be read.
     """
     spans = [span for span in spans if span[2] in MAY_BE_NONFINITE]
-    worth_it = len(buffer) >= _COMPILE_FROM_BYTES or _compile.cache_info().currsize
-    function = _compiled() if spans and worth_it else None
-    if function is not None:
+    library = _compiled() if spans and _is_worth_it(len(buffer)) else None
+    if library is not None:
         bits_of = [(start, stop, *MAY_BE_NONFINITE[dtype]) for start, stop, dtype in spans]
         rows = (_Span * len(spans))(*(_Span(start, stop, bits // 8, mask) for start, stop, bits, mask in bits_of))
         found, into = ctypes.c_int32(0), np.frombuffer(buffer, dtype=np.uint8)
-        done = function(fd, into.ctypes.data, len(buffer), offset, rows, len(spans), ctypes.byref(found))
+        done = library.moe_ep_read_checked(
+            fd, into.ctypes.data, len(buffer), offset, rows, len(spans), ctypes.byref(found)
+        )
         if done < 0:
             raise OSError(-done, os.strerror(-done))
         return done, bool(found.value)
@@ -86,6 +88,42 @@ def read_checked(
     return done, any(has_nonfinite(buffer[start : min(stop, done)], dtype) for start, stop, dtype in spans)
 
 
+class CheckedCopy:
+    """Copies tensors of one dtype to host memory, and looks for NaN and infinity while each vector is in a register.
+
+    Args:
+        nbytes: about how much will be copied.
+
+    Attributes:
+        looks: whether to look at what is copied next.
+        found: whether what was looked at holds NaN or infinity.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.looks, self.found = False, False
+        self._library = _compiled() if _is_worth_it(nbytes) else None
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether there is a compiled loop, so that looking costs nothing."""
+        return self._library is not None
+
+    def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        fits = target.is_cpu and source.is_cpu and target.dtype == source.dtype and target.shape == source.shape
+        contiguous = target.is_contiguous() and source.is_contiguous() and target.data_ptr() % _STORE_ALIGNMENT == 0
+        if self._library is None or not (fits and contiguous):
+            target.copy_(source)
+            self.found |= self.looks and count_nonfinite(source) > 0
+            return
+        bits, mask = MAY_BE_NONFINITE.get(source.dtype, (64, 0)) if self.looks else (64, 0)
+        addresses = target.data_ptr(), source.data_ptr()
+        self.found |= bool(self._library.moe_ep_copy_checked(*addresses, source.nbytes, bits // 8, mask))
+
+
+def _is_worth_it(nbytes: int) -> bool:
+    return nbytes >= _COMPILE_FROM_BYTES or _compile.cache_info().currsize > 0
+
+
 def _compiled() -> Any:
     with _compile_lock:
         return _compile()
@@ -93,11 +131,11 @@ def _compiled() -> Any:
 
 @functools.cache
 def _compile() -> Any:
-    """The function of read_checked.c, compiled into MOE_EP_CACHE_DIR; None without a C compiler."""
-    source = Path(__file__).with_name("read_checked.c")
+    """The functions of finite.c, compiled into MOE_EP_CACHE_DIR; None without a C compiler."""
+    source = Path(__file__).with_suffix(".c")
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     name = hashlib.sha256(source.read_bytes() + platform.machine().encode()).hexdigest()[:16]
-    library = env.CACHE_DIR.get() / "host" / f"read_checked-{name}.so"
+    library = env.CACHE_DIR.get() / "host" / f"finite-{name}.so"
     try:
         if not library.exists():
             if compiler is None:
@@ -108,14 +146,15 @@ def _compile() -> Any:
                     [compiler, "-O3", "-funroll-loops", "-shared", "-fPIC", "-o", str(partial), str(source)],
                     check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=_COMPILE_LIMIT_S,
                 )  # fmt: skip
-        function = ctypes.CDLL(str(library)).moe_ep_read_checked
+        functions = ctypes.CDLL(str(library))
+        address, size = ctypes.c_void_p, ctypes.c_int64
+        functions.moe_ep_read_checked.argtypes = [ctypes.c_int, address, size, size, address, size, address]
+        functions.moe_ep_read_checked.restype = size
+        functions.moe_ep_copy_checked.argtypes = [address, address, size, size, ctypes.c_uint64]
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.info("weights are checked for NaN and infinity by numpy: %s was not compiled: %s", source.name, error)
         return None
-    address, size = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [ctypes.c_int, address, size, size, address, size, address]
-    function.restype = size
-    return function
+    return functions
 
 
 def has_nonfinite(data: memoryview | np.ndarray, dtype: torch.dtype) -> bool:

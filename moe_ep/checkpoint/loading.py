@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from moe_ep.activation import gate_limit
-from moe_ep.checkpoint.finite import check_finite
+from moe_ep.checkpoint.finite import CheckedCopy, check_finite
 from moe_ep.checkpoint.formats import QuantizationConfig
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.model_spec import model_spec
@@ -179,13 +179,20 @@ def load_plan(reader: CheckpointReader, plan: list[Source], layer: Any, what: st
         CheckpointError: values that the layer cannot hold. The layer is not finished then.
     """
     params = dict(layer.named_parameters(recurse=False))
-    with _one_copying_thread():
-        for source, raw in _read(reader, plan):
+    copy = CheckedCopy(sum(source.info.nbytes for source in plan if source.info is not None))
+    # A layer of another class copies in its own way, which looks at nothing.
+    loader = getattr(layer, "loader", None)
+    copied = {source.name for source in plan if loader and copy.is_fast and _is_copied(source, params)}
+    with _one_copying_thread(), _copies_by(copy, loader):
+        for source, raw in _read(reader, plan, copied):
+            copy.looks = source.name in copied and not reader.allow_nonfinite
             for slot in source.slots:
                 tensor = slot.layout.as_held(slot.tensor(raw))
                 _check_values(reader, source, slot, tensor)
                 if slot.param_name:
                     _hand_over(reader, source, slot, tensor, layer, params[slot.param_name])
+            if copy.found and source.info is not None:
+                check_finite(source.info.file, source.name, raw)
     try:
         layer.process_weights_after_loading()
     except CheckpointError as error:
@@ -348,11 +355,36 @@ def embed_rows(reader: CheckpointReader, spec: MoEModelSpec, token_ids: torch.Te
     return rows.view(*token_ids.shape, spec.hidden_size) * spec.embedding_multiplier
 
 
-def _read(reader: CheckpointReader, plan: list[Source]) -> Iterator[tuple[Source, torch.Tensor]]:
+def _is_copied(source: Source, params: dict[str, torch.nn.Parameter]) -> bool:
+    """Whether a tensor goes byte by byte into parameters in host memory, so that it can be checked as it is copied."""
+    return source.info is not None and all(
+        slot.param_name
+        and not (slot.part or (slot.stored is not None and (slot.stored.part or slot.stored.transposed)))
+        and params[slot.param_name].is_cpu
+        and params[slot.param_name].dtype == source.info.dtype
+        for slot in source.slots
+    )
+
+
+@contextlib.contextmanager
+def _copies_by(copy: CheckedCopy, loader: Any) -> Iterator[None]:
+    if loader is None:
+        yield
+        return
+    before, loader.copy = loader.copy, copy
+    try:
+        yield
+    finally:
+        loader.copy = before
+
+
+def _read(
+    reader: CheckpointReader, plan: list[Source], unchecked: Container[str]
+) -> Iterator[tuple[Source, torch.Tensor]]:
     """The tensors of a plan in file order, then the stand-ins for those that were left out."""
     by_name = {source.name: source for source in plan}
     infos = [source.info for source in plan if source.info is not None]
-    for name, tensor in reader.read_many(infos, reuse_buffers=True):
+    for name, tensor in reader.read_many(infos, reuse_buffers=True, unchecked=unchecked):
         yield by_name[name], tensor
     for source in plan:
         if source.info is None:

@@ -12,7 +12,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -482,7 +482,7 @@ class CheckpointReader:
         return tensor[positions]
 
     def read_many(
-        self, names: Iterable[str | TensorInfo], reuse_buffers: bool = False
+        self, names: Iterable[str | TensorInfo], reuse_buffers: bool = False, unchecked: Container[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields `(name, tensor)` in file order, read in large pieces by a few threads that run ahead.
 
@@ -492,12 +492,13 @@ class CheckpointReader:
         Args:
             names: of whole tensors; or what `info(name).row(i)` gives, for one index of the leading dimension.
             reuse_buffers: a tensor is only valid until the next one is asked for, and no time goes into fresh memory.
+            unchecked: the names of those in which the caller looks for NaN and infinity.
 
         Raises:
             CheckpointError: no such tensor, or a file became shorter.
         """
         infos = [self.info(name) if isinstance(name, str) else name for name in dict.fromkeys(names)]
-        batches = _make_batches(infos)
+        batches = _make_batches(infos, unchecked)
         if not batches:
             return
         few = sum(batch.nbytes for batch in batches) <= FEW_BYTES
@@ -520,7 +521,7 @@ class CheckpointReader:
                 bytes_ahead -= batch.nbytes
                 for info, position in batch.tensors:
                     tensor = _view(buffer, position, info)
-                    if batch.is_suspect:
+                    if batch.is_suspect and info.name not in unchecked:
                         check_finite(info.file, info.name, tensor)
                     yield info.name, tensor
                 if reuse_buffers:
@@ -637,7 +638,7 @@ class _Batch:
 
     Attributes:
         runs: `(offset in the file, position in the buffer, bytes)` of ranges without a gap.
-        spans: ranges of the buffer whose tensors have one dtype, in order.
+        spans: ranges of the buffer whose tensors are checked and have one dtype, in order.
         is_suspect: whether one of the tensors holds NaN or infinity.
     """
 
@@ -648,7 +649,7 @@ class _Batch:
     spans: list[_Span] = field(default_factory=list)
     is_suspect: bool = False
 
-    def add(self, info: TensorInfo) -> None:
+    def add(self, info: TensorInfo, is_checked: bool) -> None:
         if self.runs and self.runs[-1][0] + self.runs[-1][2] == info.offset:
             offset, position, nbytes = self.runs[-1]
             self.runs[-1] = (offset, position, nbytes + info.nbytes)
@@ -659,19 +660,21 @@ class _Batch:
             self.runs.append((info.offset, position, info.nbytes))
         self.tensors.append((info, position))
         self.nbytes = position + info.nbytes
+        if not is_checked:
+            return
         if self.spans and self.spans[-1].dtype == info.dtype and self.spans[-1].stop == position:
             self.spans[-1].stop = self.nbytes
         else:
             self.spans.append(_Span(info.dtype, position, self.nbytes))
 
 
-def _make_batches(infos: list[TensorInfo]) -> list[_Batch]:
+def _make_batches(infos: list[TensorInfo], unchecked: Container[str]) -> list[_Batch]:
     batches: list[_Batch] = []
     for info in sorted(infos, key=lambda info: (info.file, info.offset)):
         full = not batches or batches[-1].nbytes + info.nbytes > BATCH_BYTES
         if full or batches[-1].file != info.file:
             batches.append(_Batch(info.file))
-        batches[-1].add(info)
+        batches[-1].add(info, is_checked=info.name not in unchecked)
     return batches
 
 

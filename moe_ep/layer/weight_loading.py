@@ -8,7 +8,7 @@ tensor, compare shapes and dtypes, copy, and record that the tensor arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -86,6 +86,8 @@ class ExpertWeightLoader:
         self._gated = gated
         self._tp_rank = tp_rank
         self._tp_size = tp_size
+        # Writes a tensor into the part of a parameter that is for it.
+        self.copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_
         self._declared: dict[str, ParamLayout] = {}
         self._loaded: set[_Piece] = set()
         self._pending: set[_Piece] = set()
@@ -216,7 +218,7 @@ class ExpertWeightLoader:
                 f"{weight_name}: expected what the other half of w13 has, which shares {param_name}; it differs"
             )
         else:
-            target.copy_(part)
+            self.copy(target, part)
         self._loaded.add(piece)
         self._pending.discard(piece)
 

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -267,7 +267,7 @@ class GivenTensors(CheckpointReader):
         return tensor if rows is None else tensor[rows]
 
     def read_many(
-        self, names: Iterable[str | TensorInfo], reuse_buffers: bool = False
+        self, names: Iterable[str | TensorInfo], reuse_buffers: bool = False, unchecked: Container[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name in dict.fromkeys(each if isinstance(each, str) else each.name for each in names):
             yield name, self.read(name)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_ep.checkpoint import CheckpointReader, layer_from_checkpoint, load_norm, load_router, model_spec
-from moe_ep.checkpoint.finite import check_finite, count_nonfinite, has_nonfinite, read_checked
+from moe_ep.checkpoint.finite import CheckedCopy, check_finite, count_nonfinite, has_nonfinite, read_checked
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
@@ -149,3 +149,45 @@ def test_norms_and_routers_that_overflow_are_found_where_they_are_read(tmp_path:
         load_norm(reader, spec, 1)
         with pytest.raises(CheckpointError, match="256 of 256"):
             load_router(reader, spec, 1)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32])
+def test_in_a_copy(dtype: torch.dtype) -> None:
+    """At the ends and in the middle, at any alignment of the source and beside bytes that are not copied."""
+    count = (1 << 20) // dtype.itemsize + 3
+    largest = 100 if dtype == torch.int32 else torch.finfo(dtype).max
+    bad = -1 if dtype == torch.int32 else math.nan
+    base = torch.full((count + 8,), bad, dtype=torch.float64).to(dtype)
+    for offset, position in ((0, None), (1, None), (3, 0), (1, count // 2), (2, count - 4), (1, count - 1)):
+        source = base.clone()[offset : offset + count]
+        source.copy_(torch.full((count,), largest, dtype=torch.float64))
+        if position is not None:
+            source[position] = bad
+        target = torch.zeros(2, count + (-count % 16), dtype=dtype)[1, :count]
+        copy = CheckedCopy(source.nbytes)
+        copy(target, source)
+        assert not copy.found
+        copy.looks = True
+        target.zero_()
+        copy(target, source)
+        assert copy.found == (position is not None and dtype != torch.int32)
+        assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
+        copy.found = False
+        strided = torch.zeros(count, 2, dtype=dtype)
+        copy(strided[:, 0], source)
+        assert copy.found == (position is not None and dtype != torch.int32)
+        assert torch.equal(strided[:, 0].contiguous().view(torch.uint8), source.view(torch.uint8))
+
+
+@pytest.mark.parametrize("row", [0, 700])
+def test_large_experts_with_one(tmp_path: Path, row: int) -> None:
+    """Experts that are large enough to be checked while they are copied."""
+    config = qwen3_config(hidden_size=1024, moe_intermediate_size=768, num_experts=2, num_hidden_layers=1)
+    name = "model.layers.0.mlp.experts.1.down_proj.weight"
+    damaged = torch.zeros(1024, 768, dtype=torch.bfloat16)
+    damaged[row, 3] = math.nan
+    make_checkpoint(tmp_path, config, tensors={name: damaged})
+    with pytest.raises(CheckpointError, match=f"tensor {name}: .* 1 of"):
+        layer_from_checkpoint(FusedMoE, tmp_path, 0)
+    layer = layer_from_checkpoint(FusedMoE, tmp_path, 0, allow_nonfinite=True)
+    assert torch.equal(layer.w2_weight[1].isfinite(), damaged.isfinite())
