@@ -78,7 +78,7 @@ class GenerateConfig(ElasticOptions):
         'object with "prompt" or "messages"',
         "FILE",
     )
-    prompt: str | None = option(None, _some_text, "a single prompt", "TEXT")
+    prompt: tuple[str, ...] = option((), _some_text, "a prompt; may be repeated", "TEXT", repeats=True)
     output: Path | None = option(None, output_file, "write the JSON lines here instead of printing them", "FILE")
     resume: bool = option(False, None, "continue an interrupted run after the lines that --output already has")
     max_new_tokens: int = option(64, at_least(1), "continue each prompt by at most this many tokens")
@@ -129,8 +129,8 @@ class GenerateConfig(ElasticOptions):
 
     def check(self) -> None:
         """Raises OptionError for options that contradict each other."""
-        if (self.prompts is None) == (self.prompt is None):
-            problem = "is missing" if self.prompt is None else "and --prompt are both given"
+        if (self.prompts is None) == (not self.prompt):
+            problem = "and --prompt are both given" if self.prompt else "is missing"
             raise OptionError(f"--prompts {problem}; give a file with a prompt a line, or --prompt TEXT")
         if self.resume and self.output is None:
             raise OptionError("--resume is given without --output; name the file that the interrupted run wrote")
@@ -159,7 +159,7 @@ class GenerateConfig(ElasticOptions):
         """
         found: list[tuple[str, dict[str, Any] | ValueError]]
         if self.prompts is None:
-            found = [("--prompt", {"prompt": self.prompt})]
+            found = [("--prompt", {"prompt": prompt}) for prompt in self.prompt]
         elif self.prompts == _STDIN:
             found = _lines_of("stdin", sys.stdin.buffer.read(), are_json=None)
         else:

@@ -62,8 +62,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             # Reported here, where the subcommand is known; the parent parser would name the whole program.
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            hint = did_you_mean(unknown[0].partition("=")[0], flags)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            hints = dict.fromkeys(did_you_mean(word, flags) for word in options)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
         found.prog = getattr(found, "prog", self.prog)
         return found, unknown
 
@@ -89,14 +90,16 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def option(default: Any, parse: Parse | None, text: str, metavar: str = "") -> Any:
+def option(default: Any, parse: Parse | None, text: str, metavar: str = "", *, repeats: bool = False) -> Any:
     """A dataclass field that becomes a flag.
 
     Args:
         parse: turns text into the value, or raises ValueError with the rule ("it must be ..."); None for a yes/no flag.
         text: shown by --help, which adds the default.
+        repeats: whether the flag may be given several times; the field is a tuple then.
     """
-    return field(default=default, metadata={"parse": parse, "text": text, "metavar": metavar})
+    metadata = {"parse": parse, "text": text, "metavar": metavar, "repeats": repeats}
+    return field(default=default, metadata=metadata)
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, *, config_file: bool = False) -> None:
@@ -134,7 +137,9 @@ def _add_flag(group: argparse._ActionsContainer, item: Field[Any]) -> None:
     if item.metadata["parse"] is None:
         group.add_argument(flag(item.name), action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
-        group.add_argument(flag(item.name), metavar=item.metadata["metavar"] or _metavar(item.type), help=text)
+        metavar = item.metadata["metavar"] or _metavar(item.type)
+        action = "append" if item.metadata["repeats"] else "store"
+        group.add_argument(flag(item.name), metavar=metavar, action=action, help=text)
 
 
 def _shown_default(default: Any) -> str:
@@ -158,9 +163,15 @@ def from_args(config: type[C], args: argparse.Namespace) -> C:
     for item in fields(config):  # type: ignore[arg-type]
         name, raw = flag(item.name), getattr(args, item.name)
         if raw is None and item.name in given:
-            name = f"{name} in {file}"
-            raw = _as_typed(name, given[item.name], is_switch=item.metadata["parse"] is None)
-        if raw is not None:
+            name, value, is_switch = f"{name} in {file}", given[item.name], item.metadata["parse"] is None
+            if item.metadata["repeats"] and isinstance(value, list):
+                raw = [_as_typed(name, part, is_switch=False) for part in value]
+            else:
+                raw = _as_typed(name, value, is_switch=is_switch)
+        if item.metadata["repeats"] and raw is not None:
+            several = [raw] if isinstance(raw, str) else raw
+            values[item.name] = tuple(parsed(name, each, item.metadata["parse"]) for each in several)
+        elif raw is not None:
             values[item.name] = parsed(name, raw, item.metadata["parse"]) if isinstance(raw, str) else raw
     return config(**values)
 

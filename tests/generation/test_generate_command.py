@@ -248,8 +248,9 @@ def test_prompts_from_stdin_and_on_the_command_line(tmp_path: Path, monkeypatch:
 
     assert read(b"import\n\nos\n") == ["import", "os"]
     assert read(b'\n{"prompt": "import", "id": 1}\n"os"') == ["import", "os"]
-    (line,), fields = GenerateConfig(prompt="import").read_prompts()
-    assert (line.prompt, line.where, fields) == ("import", "--prompt", [{"prompt": "import"}])
+    lines, fields = GenerateConfig(prompt=("import", "a, b")).read_prompts()
+    assert [(line.prompt, line.where) for line in lines] == [("import", "--prompt"), ("a, b", "--prompt")]
+    assert fields == [{"prompt": "import"}, {"prompt": "a, b"}]
 
 
 def test_a_model_without_a_chat_template(demo: Path) -> None:
@@ -309,7 +310,7 @@ def test_settings_that_are_not_applied_are_told(demo: Path, tmp_path: Path) -> N
     file = folder / "generation_config.json"
     settings = {"repetition_penalty": 1.05, "num_beams": 1, "suppress_tokens": [], "min_new_tokens": 2}
     file.write_text(json.dumps(json.loads(file.read_text()) | settings | {"do_sample": True, "top_k": 20}))
-    config = GenerateConfig(model=folder, prompt="import", max_new_tokens=1)
+    config = GenerateConfig(model=folder, prompt=("import",), max_new_tokens=1)
     (result,) = ranks(1).run(answer, config, config.read_prompts()[0])
     assert result.not_applied == {"repetition_penalty": 1.05, "min_new_tokens": 2}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_ep.launch.cli import main as cli
+from moe_ep.launch.cli.generate_config import GenerateConfig
 from moe_ep.launch.cli.main import main, make_parser
 from moe_ep.launch.cli.options import OptionError, from_args
 from moe_ep.launch.cli.run_config import RunConfig
@@ -38,6 +39,15 @@ def test_a_file_gives_options_and_the_command_line_overrides_them(suffix: str, t
     found = configured("--config", str(file), "--steps", "9", "--verify", "--tokens-per-rank", "7")
     assert found == RunConfig(steps=9, tokens_per_rank=(7,), verify=True, ep_size=2, launcher="local")
     assert configured() == RunConfig()
+
+
+def test_an_option_that_may_be_repeated(tmp_path: Path) -> None:
+    file = tmp_path / "generate.toml"
+    for text, expected in (('prompt = ["a, b", "c"]', ("a, b", "c")), ('prompt = "a, b"', ("a, b",))):
+        file.write_text(text)
+        for given, found in (([], expected), (["--prompt", "d", "--prompt", "e"], ("d", "e"))):
+            arguments = make_parser().parse_args(["generate", "--config", str(file), *given])
+            assert from_args(GenerateConfig, arguments).prompt == found
 
 
 @pytest.mark.parametrize(
@@ -72,6 +82,7 @@ def test_files_that_give_no_options(text: str, words: list[str], tmp_path: Path)
         (["run", "--step", "1"], "did you mean --steps?"),
         (["run", "--tokens_per_rank=4"], "did you mean --tokens-per-rank?"),
         (["bench", "scaling", "--geometri", "small"], "did you mean --geometry?"),
+        (["run", "--step", "1", "--tokn", "2", "--ep-sise", "2"], "did you mean --ep-size?"),
         (["run", "--xyzzy"], None),
         (["xyzzy"], None),
     ],
