@@ -39,7 +39,7 @@ class Kernel:
         self.entry = entry
         self.function, self._device, self._owner = function, device, owner
         self._can_come_early = torch.cuda.get_device_capability(device) >= (9, 0)
-        self._driver = _driver()
+        self._driver = driver()
         self._offsets, self._pointers = offsets, struct.Struct(f"@{len(offsets)}P")
         context = ctypes.c_void_p()
         self._check(self._driver.cuCtxGetCurrent(ctypes.addressof(context)))
@@ -95,7 +95,7 @@ class Kernel:
 def param_places(function: int) -> list[tuple[int, int]]:
     """(offset, bytes) of a function's parameters; none from a driver before 12.4, which does not tell."""
     found: list[tuple[int, int]] = []
-    info = getattr(_driver(), "cuFuncGetParamInfo", None)
+    info = getattr(driver(), "cuFuncGetParamInfo", None)
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     where = ctypes.byref(offset), ctypes.byref(size)
     while info is not None and not info(ctypes.c_void_p(function), ctypes.c_size_t(len(found)), *where):
@@ -110,12 +110,12 @@ def _config(grid: tuple[int, ...], block: int, shared_bytes: int, stream: int, e
 
 
 @functools.cache
-def _driver() -> Any:
+def driver() -> Any:
     """NVIDIA's driver, its functions taking addresses and handles as integers, and structures as bytes."""
-    driver = ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
     pointer, bytes_ = ctypes.c_void_p, ctypes.c_char_p
-    driver.cuLaunchKernelEx.argtypes = (bytes_, pointer, bytes_, pointer)
-    driver.cuFuncSetAttribute.argtypes = (pointer, ctypes.c_int, ctypes.c_int)
-    driver.cuCtxGetCurrent.argtypes = driver.cuCtxSetCurrent.argtypes = (pointer,)
-    driver.cuGetErrorName.argtypes = (ctypes.c_int, pointer)
-    return driver
+    library.cuLaunchKernelEx.argtypes = (bytes_, pointer, bytes_, pointer)
+    library.cuFuncSetAttribute.argtypes = (pointer, ctypes.c_int, ctypes.c_int)
+    library.cuCtxGetCurrent.argtypes = library.cuCtxSetCurrent.argtypes = (pointer,)
+    library.cuGetErrorName.argtypes = (ctypes.c_int, pointer)
+    return library

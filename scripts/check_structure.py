@@ -20,6 +20,8 @@ Definitions:
   `if TYPE_CHECKING`; the number is the modules in such sets. An import of a name from a package is an edge to the
   package's `__init__`, so a module that imports from the facade of its own package closes a cycle; that importing
   `a.b.c` runs the `__init__` of `a.b` first is no edge. A second number adds the imports in functions.
+- A private name in a test is one with a leading underscore that the package defines and the test's file does not, read
+  from another object, imported, or given to setattr or mock.patch; tests use public names.
 - A name is assigned twice if two statements at the top of a module give it values, as after a careless merge of two
   modules with constants of one name: then functions of both use the second value.
 """
@@ -50,6 +52,9 @@ REPLACED = re.compile(
     r"|homec[o]ming|d[e]ar(er|est|ly)?|rehe[a]rs(e|es|ed|ing|al|als)|jo[u]rney(s|ed|ing)?)\b"
 )
 TEXT = {".py", ".cu", ".cuh", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".json", ".in", ""}
+# Of torch and of named tuples, where the package defines such names too.
+FOREIGN = {"_apply", "_buffers", "_fields"}
+PATCHES = {"setattr", "delattr", "getattr", "object", "multiple", "patch"}
 NOT_OURS = {"tests", "build", "dist", "_build", "api", "reproduced", "__pycache__"}
 
 
@@ -248,6 +253,47 @@ def assigned_twice(modules: dict[str, Module]) -> list[str]:
     return found
 
 
+def _names_defined(tree: ast.AST, of_others: bool) -> Iterator[str]:
+    """Names of functions, classes and variables, and of attributes of self or of any object."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and (of_others or _is_own(node)):
+            yield node.attr
+
+
+def _is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def _names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of attributes of other objects than self, of imports, and of what patches replace."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not _is_own(node):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in PATCHES:
+            given = [leaf.value for leaf in node.args[:2] if isinstance(leaf, ast.Constant)]
+            names = [str(value).rpartition(".")[2] for value in given] + [str(word.arg) for word in node.keywords]
+            yield from ((node.lineno, name) for name in names)
+
+
+def private_names_in_tests(root: Path) -> list[str]:
+    """Every use of a private name of the package in tests/."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in package_files(root, ".py"))
+    private = {name for tree in trees for name in _names_defined(tree, True) if re.match("_[a-zA-Z]", name)} - FOREIGN
+    found = []
+    for path in sorted((root / "tests").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = private - set(_names_defined(tree, False))
+        uses = sorted({use for use in _names_used(tree) if use[1] in names})
+        found += [f"{path.relative_to(root).as_posix()}:{line}: {name}" for line, name in uses]
+    return found
+
+
 def words_of(path: Path) -> int:
     """The words of a file as `wc -w` counts them."""
     return len(path.read_text(encoding="utf-8").split())
@@ -263,6 +309,7 @@ def measure(root: Path) -> dict[str, tuple[int, list[str]]]:
         "files_in_core_root": sorted(path.name for path in (root / "moe_ep").glob("*.py")),
         "names_assigned_twice": assigned_twice(modules),
         "replaced_words": replaced_words(root),
+        "private_names_in_tests": private_names_in_tests(root),
     }
     measured = {key: (len(counted), counted) for key, counted in lists.items()}
     for key, with_functions in (("modules_in_cycles", False), ("modules_in_cycles_of_any_import", True)):

@@ -62,7 +62,7 @@ class _Memory:
 
 
 @dataclass(frozen=True)
-class _Block:
+class SymmetricBlock:
     pointer: int
     nbytes: int
     memory: weakref.ref[_Memory]
@@ -77,7 +77,7 @@ class SymmetricArena:
         order: of kernels that wait for other ranks, one for all arenas of the process.
     """
 
-    def __init__(self, runtime: _Runtime, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, runtime: Runtime, process_group: dist.ProcessGroup) -> None:
         self._runtime = runtime
         self._pes = dist.get_process_group_ranks(process_group)
         self.rank, self.world_size = dist.get_rank(process_group), len(self._pes)
@@ -136,21 +136,21 @@ class SymmetricArena:
             runtime.close()
 
 
-class _Runtime:
-    """NVSHMEM in this process."""
+class Runtime:
+    """NVSHMEM in this process.
 
-    def __init__(self) -> None:
-        if not torch.cuda.is_available():
-            raise BackendUnavailableError("NVSHMEM needs a CUDA GPU and torch sees none")
-        core, self._bindings = _nvshmem()
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.order = Order(self.device)
-        self.world = list(range(dist.get_world_size()))
-        self.blocks: list[_Block] = []
+    Args:
+        core, bindings: nvshmem.core and nvshmem.bindings.
+    """
+
+    def __init__(self, core: Any, bindings: Any, device: torch.device) -> None:
+        self._core, self._bindings = core, bindings
+        self.device, self.order = device, Order(device)
+        self.blocks: list[SymmetricBlock] = []
         self.arenas: dict[tuple[int, ...], SymmetricArena] = {}
-        self._start(core)
 
-    def _start(self, core: Any) -> None:
+    def start(self) -> None:
+        """Initializes NVSHMEM; a collective step of the default group."""
         import numpy as np
         from cuda.core import Device
 
@@ -163,13 +163,12 @@ class _Runtime:
         if len({host.split("#")[0] for host in self.hosts}) == 1:
             os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
         rank = dist.get_rank()
-        uid = core.get_unique_id(empty=rank != 0)
+        uid = self._core.get_unique_id(empty=rank != 0)
         bits = uid._data.view(np.uint8).reshape(-1)
         bits[:] = np.frombuffer(bytes.fromhex(gather_texts("NVSHMEM id", bits.tobytes().hex())[0]), dtype=np.uint8)
         device = Device(self.device.index)
         device.set_current()
-        core.init(device=device, uid=uid, rank=rank, nranks=len(self.world), initializer_method="uid")
-        self._core = core
+        self._core.init(device=device, uid=uid, rank=rank, nranks=dist.get_world_size(), initializer_method="uid")
         kernels.restart_device_library()
 
     def allocate(self, nbytes: int, name: str) -> torch.Tensor:
@@ -189,7 +188,7 @@ class _Runtime:
         if not pointer:
             raise torch.OutOfMemoryError(f"NVSHMEM has no {nbytes} bytes left for {name}; lower max_num_tokens")
         memory = _Memory(pointer, nbytes)
-        self.blocks.append(_Block(pointer, nbytes, weakref.ref(memory)))
+        self.blocks.append(SymmetricBlock(pointer, nbytes, weakref.ref(memory)))
         local = torch.as_tensor(memory, device=self.device).zero_()
         torch.cuda.synchronize(self.device)
         gather_texts("symmetric memory is zero")
@@ -214,7 +213,7 @@ class _Runtime:
         kernels.stop_device_library()
         self._core.finalize()
 
-    def _give_back(self, blocks: list[_Block]) -> None:
+    def _give_back(self, blocks: list[SymmetricBlock]) -> None:
         if blocks:
             torch.cuda.synchronize(self.device)
         for block in blocks:
@@ -222,13 +221,17 @@ class _Runtime:
             self._bindings.free(block.pointer)
 
 
-_the_runtime: _Runtime | None = None
+_the_runtime: Runtime | None = None
 
 
-def _runtime() -> _Runtime:
+def _runtime() -> Runtime:
     global _the_runtime
     if _the_runtime is None:
-        _the_runtime = _Runtime()
+        if not torch.cuda.is_available():
+            raise BackendUnavailableError("NVSHMEM needs a CUDA GPU and torch sees none")
+        runtime = Runtime(*_nvshmem(), torch.device("cuda", torch.cuda.current_device()))
+        runtime.start()
+        _the_runtime = runtime
     elif _the_runtime.device.index != torch.cuda.current_device():
         raise ValueError(
             f"the current CUDA device is {torch.cuda.current_device()} and NVSHMEM runs on {_the_runtime.device.index} "

@@ -93,6 +93,20 @@ class SharedMemory(Protocol):
     def recover(self, dead: Sequence[int]) -> None: ...
 
 
+def check_of_batch(memory: SharedMemory) -> Callable[[], None]:
+    """The check of a batch that begins now: it raises RuntimeError once `recover` of any layer that shares the memory
+    has given the batch up."""
+    number = memory.recoveries
+
+    def check() -> None:
+        if memory.recoveries != number:
+            raise RuntimeError(
+                "this batch was given up by recover(), of this layer or of one that shares its memory; prepare it again"
+            )
+
+    return check
+
+
 class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     """A backend whose kernels write into the other ranks' memory; a subclass sets the last three.
 
@@ -174,21 +188,11 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
 
     def _begin_batch(self) -> Callable[[], None]:
-        """Drops batches that were given up. The returned check raises RuntimeError once this one is given up too, by
-        `recover` of any layer that shares the memory."""
-        memory, number = self.memory, self.memory.recoveries
-        if self._recoveries != number:
+        """Drops batches that were given up, and returns the check of a new one."""
+        if self._recoveries != self.memory.recoveries:
             self._forget_batches()
-            self._recoveries = number
-
-        def check() -> None:
-            if memory.recoveries != number:
-                raise RuntimeError(
-                    "this batch was given up by recover(), of this layer or of one that shares its memory; prepare it "
-                    "again"
-                )
-
-        return check
+            self._recoveries = self.memory.recoveries
+        return check_of_batch(self.memory)
 
     def _must_agree(self, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
         """Nothing: the ranks have agreed when their backends were made."""

@@ -94,7 +94,7 @@ class DeviceExchange:
             self._region = self._symmetric.reserve(symmetric_bytes(self.size), "balancing of batches")
             self._peers = self._region.peer_pointers.tolist()
             for name in ("batch_copies", "batch_release"):
-                _load(kernel_source(name, self.size), self.device)  # not while others wait
+                load_kernel(kernel_source(name, self.size), self.device)  # not while others wait
         return _DeviceCopies(self, resident, scratch, num_slots)
 
     def gather(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ class DeviceExchange:
         params.common.limits = Limits(self._status.data_ptr(), self.record.words.data_ptr(), timeout_ns)
         params.common.epoch, params.common.rank = self.epoch, self.rank
         params.pointers[:], params.numbers[:] = [tensor.data_ptr() for tensor in tensors], numbers
-        _load(source, self.device).launch(params, (blocks,), THREADS[source.entry])
+        load_kernel(source, self.device).launch(params, (blocks,), THREADS[source.entry])
 
     def gather_numbers(self, name: str, numbers: list[int]) -> list[list[int]]:
         """The numbers of all ranks."""
@@ -202,5 +202,5 @@ def _close(peers: PeerMemory, device: torch.device) -> None:
 
 
 @functools.cache
-def _load(source: jit.KernelSource, device: torch.device) -> jit.Kernel:
+def load_kernel(source: jit.KernelSource, device: torch.device) -> jit.Kernel:
     return jit.load(source, device)

@@ -55,8 +55,8 @@ _LINK_LINE_BYTES = 128
 # Within 5 % of the best on 4 H200 (docs/benchmarks/dispatch.md); 8-bit rows are made and read by instructions.
 DEFAULT_NUM_SMS = 24
 DEFAULT_NUM_SMS_QUANTIZED = 48
-_THREADS = 1024
-_WARPS = _THREADS // 32
+THREADS = 1024
+WARPS = THREADS // 32
 # With at most so many SMs, some blocks of a dispatch of 8-bit rows only send.
 _FEW_SMS = 32
 # Quantizing a row takes as long as storing this part of one that is not quantized.
@@ -642,7 +642,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         params = parts.params(name, pointers, numbers)
         blocks = {"plan": 1, "combine": self.combine_blocks}.get(name, self.num_sms)
         early = name in ("dispatch", "ids", "rows") or (name == "combine" and self.layout.overlaps)
-        self.kernels[name].launch(params, (blocks,), _THREADS, early=early)
+        self.kernels[name].launch(params, (blocks,), THREADS, early=early)
 
 
 @functools.cache
@@ -656,12 +656,12 @@ def senders_of(layout: Layout, num_sms: int) -> tuple[int, int]:
     Example: 24 SMs, K=7168, top-8: of 8 ranks 10 blocks send, of 4 ranks 12.
     """
     if not layout.is_quantized or layout.device_api or num_sms > _FEW_SMS:
-        return num_sms, _WARPS // 2
+        return num_sms, WARPS // 2
     plain, others = 2 * layout.hidden_size, layout.num_ranks - 1
     to_a_rank = 1 - (others / layout.num_ranks) ** layout.topk
     sent = to_a_rank * (others * layout.row_bytes + plain) + _CODES * plain
     taken = to_a_rank * others * plain
-    return max(round(num_sms * sent / (sent + taken)), 1), _WARPS - 1
+    return max(round(num_sms * sent / (sent + taken)), 1), WARPS - 1
 
 
 def _layout(

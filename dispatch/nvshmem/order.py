@@ -53,7 +53,7 @@ class Order:
         A launch that is captured runs behind those of its own capture: graphs must be launched in one order on all
         ranks, and in the order of the batches that share buffers with theirs.
         """
-        capture, handle = _capture(self.device), current_stream(self.device)
+        capture, handle = number_of_capture(self.device), current_stream(self.device)
         if capture not in self._launches:
             self._launches = {0: self._launches[0], capture: _Launches()}
         self._now = launches = self._launches[capture]
@@ -73,7 +73,7 @@ class Order:
             launches.event = launches.stream.record_event()
 
 
-def _capture(device: torch.device) -> int:
+def number_of_capture(device: torch.device) -> int:
     """The number of the capture that the current stream is part of; 0 for none."""
     if not torch.cuda.is_current_stream_capturing():
         return 0

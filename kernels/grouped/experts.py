@@ -31,7 +31,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = (8, 0)
 # From so many rows an expert on torch's grouped product is faster, all copies counted
 # (docs/benchmarks/experts.md).
-_MANY_ROWS = 192
+MANY_ROWS = 192
 # Rows of a block in a batch-invariant layer, whatever comes: a tile of so many is still bound by memory where few rows
 # an expert come, and computes at a good rate where many do.
 _INVARIANT_ROWS = 64
@@ -124,7 +124,7 @@ class GroupedExperts(StandardFormat, _GroupedExpertsBase, unchecked=True):
             results = step.output.view(ids.numel(), K)
         else:
             results = step.hidden_states.new_empty(ids.numel(), K, dtype=wide_dtype(step.hidden_states.dtype))
-        if not leaves_slots and rows_per_expert >= _MANY_ROWS and can_multiply(step.hidden_states, step.w2):
+        if not leaves_slots and rows_per_expert >= MANY_ROWS and can_multiply(step.hidden_states, step.w2):
             compute_slots(step, self.quant_config, self.moe_config.swiglu_limit, results)
         else:
             size = self._rows_of_blocks(rows_per_expert)

@@ -78,7 +78,7 @@ def start_gang(config: G, check: Check = lambda world_size, device: None) -> tup
     config = replace(config, launcher=_launcher(config))
     _check_together(config)
     check(*_foreseen(config))
-    gang = _make_gang(config)
+    gang = make_gang(config)
     try:
         check(gang.world_size, gang.device)
     except BaseException:
@@ -143,7 +143,8 @@ def _started_as(config: GangConfig) -> RankEnv | None:
     return None
 
 
-def _make_gang(config: GangConfig) -> Gang:
+def make_gang(config: GangConfig) -> Gang:
+    """Starts the workers of the launcher that the options name."""
     num_local, device = _here(config)
     if config.launcher == "local":
         from moe_ep.launch.gangs.local_gang import LocalGang

@@ -15,8 +15,6 @@ from typing import Any
 
 # (label, done, total) of some work, or a sentence.
 Progress = tuple[str, int, int] | str
-# Work that ends sooner than this gets no bar.
-_QUIET_S = 2.0
 _CLEAR_LINE = "\r\x1b[2K"
 
 _sink: Callable[[Progress], None] | None = None
@@ -62,9 +60,14 @@ def set_receiver(receiver: Callable[[Any], None] | None) -> None:
 
 class ProgressDisplay:
     """One line on the terminal, erased at the end: a sentence, then a bar for each label. Nothing if stderr is no
-    terminal."""
+    terminal.
 
-    def __init__(self) -> None:
+    Args:
+        quiet_s: work that ends sooner gets no bar.
+    """
+
+    def __init__(self, quiet_s: float = 2.0) -> None:
+        self._quiet_s = quiet_s
         self._on = sys.stderr.isatty()
         self._said = False
         self._label = ""
@@ -91,7 +94,7 @@ class ProgressDisplay:
             self._end_bar()
             self._label, self._started = label, time.monotonic()
         if self._bar is None:
-            if time.monotonic() - self._started < _QUIET_S or done >= total:
+            if time.monotonic() - self._started < self._quiet_s or done >= total:
                 return
             from tqdm import tqdm
 

@@ -65,7 +65,7 @@ _POLL_S = 0.5
 # Starting a cluster, or workers that import torch, takes seconds on a busy machine.
 _START_QUIET_S = 15.0
 # Ray frees the resources of an earlier gang a moment after its workers have ended.
-_FREE_LIMIT_S = 5.0
+FREE_LIMIT_S = 5.0
 # Prefixes of the driver's variables that workers of a running cluster get; those of a private one inherit all.
 _PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING")
 # Limit after ctrl-C: while Ray looks for a cluster, no signal is handled.
@@ -569,7 +569,7 @@ def plan(resource: str, world_size: int) -> list[Room]:
         GangError: there are not enough free resources.
     """
     total = total_of(resource)
-    deadline = time.monotonic() + (_FREE_LIMIT_S if total >= world_size else 0)
+    deadline = time.monotonic() + (FREE_LIMIT_S if total >= world_size else 0)
     while True:
         nodes = _room(resource)
         num_free = sum(node.count for node in nodes)

@@ -201,12 +201,12 @@ def run_scaling(
         WrongOutputError: a layer computes something else than its weights say.
     """
     device = torch.device(rank_env.device)
-    bench = _Bench(
+    bench = ScalingBench(
         config=config,
         rank_env=rank_env,
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        groups={size: _group_of(rank_env.rank, rank_env.world_size, size) for size in config.ep_sizes},
+        groups={size: group_of(rank_env.rank, rank_env.world_size, size) for size in config.ep_sizes},
     )
     geometries, clock = _geometries(config, device), Clock(config.seconds, started)
     with torch.inference_mode():
@@ -233,7 +233,7 @@ def run_scaling(
 
 
 def _measure_all(
-    bench: _Bench,
+    bench: ScalingBench,
     geometry: Geometry,
     ep_size: int,
     asked: Sequence[Asked],
@@ -265,7 +265,7 @@ def _in_words(setting: Setting) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bench:
+class ScalingBench:
     """What all rows have in common."""
 
     config: ScalingConfig
@@ -390,7 +390,7 @@ def _geometries(config: ScalingConfig, device: torch.device) -> list[Geometry]:
     return [preset(name) for name in names]
 
 
-def _group_of(rank: int, world_size: int, size: int) -> dist.ProcessGroup | None:
+def group_of(rank: int, world_size: int, size: int) -> dist.ProcessGroup | None:
     """This rank's group of `size` ranks; every rank makes all groups, in the same order."""
     if size == 1:
         return None

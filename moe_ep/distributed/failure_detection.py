@@ -34,9 +34,9 @@ from moe_ep.errors import DispatchTimeoutError, MoeEpError, RanksChangedError, r
 logger = logging.getLogger(__name__)
 
 # Limits for the ranks' answers, and for the store in addition.
-_ANSWER_S, _STORE_S = 3.0, 3.0
+ANSWER_S, _STORE_S = 3.0, 3.0
 # The most that `FailureDetector.verdict` takes.
-VERDICT_S = _ANSWER_S + _STORE_S
+VERDICT_S = ANSWER_S + _STORE_S
 # The process that serves the store may have ended.
 _STORE_OF_THE_DEAD_S = 1.0
 _POLL_S = 0.05
@@ -400,7 +400,7 @@ class FailureDetector:
         else:
             store.compare_set(asked, "", _BROKEN)
         self.has_ended = True
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + ANSWER_S
         while not store.check([f"{self._prefix}/verdict"]):
             self._check_not_ended()
             answers = {rank: self._answer(store, rank) for rank in self.live}

@@ -156,6 +156,11 @@ class EPLBManager:
         """Memory kept for moving experts."""
         return self._mover.staging_bytes
 
+    @property
+    def transport(self) -> str:
+        """How experts are moved: "messages" or "peer_copies"."""
+        return self._mover.transport.name
+
     def step(self) -> None:
         """Ends a step of the model: closes the load record, commits what is due, starts a plan that is due.
 

@@ -58,7 +58,7 @@ class LayerMover:
             placement=digest(placement.host),
         )
         self.doubt(range(len(layers)), False)
-        self._transport = choose_transport(channel, layers[0].groups.ep, self._experts, config)
+        self.transport = choose_transport(channel, layers[0].groups.ep, self._experts, config)
         self.device = self._experts[0].device
         staging_bytes = max(experts.staging_bytes for experts in self._experts)
         self._staging = torch.zeros(staging_bytes, dtype=torch.uint8, device=self.device)
@@ -108,7 +108,7 @@ class LayerMover:
             TimeoutError: the GPU did not get so far.
         """
         self._wait_for_commit()
-        self._transport.begin(number)
+        self.transport.begin(number)
 
     def fetch(self, layer: int, new: Array, stamp: int) -> bool:
         """Brings a layer's new experts into the staging buffer; returns when they are there, False where one is broken.
@@ -122,7 +122,7 @@ class LayerMover:
         self._wait_for_commit()
         with torch.inference_mode(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._placement.stage(new)
-            intact = self._transport.fetch(experts, moves, experts.rows(self._staging), stamp)
+            intact = self.transport.fetch(experts, moves, experts.rows(self._staging), stamp)
         self._waiting = (layer, new, moves)
         return intact
 
@@ -156,7 +156,7 @@ class LayerMover:
 
     def give_up(self) -> None:
         """Ends a `fetch` that waits for a peer; called by the serving thread, and `close` comes next."""
-        self._transport.give_up()
+        self.transport.give_up()
 
     def doubt(self, layers: Iterable[int], in_doubt: bool) -> None:
         """Says of layers whether other ranks may have another placement, so that they must not run."""
@@ -172,7 +172,7 @@ class LayerMover:
 
     def close(self) -> None:
         """Gives back what the transport holds, and the staging buffer."""
-        self._transport.close()
+        self.transport.close()
         for stream in self._streams:
             self._staging.record_stream(stream)
         self._staging = self._staging.new_empty(0)

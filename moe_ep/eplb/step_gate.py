@@ -43,7 +43,7 @@ class StepGate:
         """
         with self._changed:
             self.step += 1
-            self._wait(lambda: self._hold is None or self.step < self._hold, timeout_s)
+            self.wait_for(lambda: self._hold is None or self.step < self._hold, timeout_s)
             return self._due == self.step
 
     def wait_decided(self) -> None:
@@ -53,7 +53,7 @@ class StepGate:
             EplbError: the moving thread failed.
         """
         with self._changed:
-            self._wait(lambda: self._due is not None, None)
+            self.wait_for(lambda: self._due is not None, None)
 
     def done(self) -> None:
         """The commit was made."""
@@ -95,7 +95,8 @@ class StepGate:
         if self._error is not None:
             raise self._error
 
-    def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
+        """Waits while the lock is held; TimeoutError at the deadline, and what `check` raises once it would."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._error is None and not ready():
             left = None if deadline is None else deadline - time.monotonic()

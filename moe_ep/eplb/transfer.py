@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -36,6 +37,8 @@ class MessageTransport:
         left: where `close` leaves the group for another transport, by timeout, unless messages are under way in it;
             None where it is the caller's.
     """
+
+    name: ClassVar[str] = "messages"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The one place that chooses how experts travel."""
+"""How experts are moved between ranks: the choice between messages and peer copies, and the copies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,13 @@ _left: WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]] = We
 
 
 class Transport(Protocol):
-    """A way for experts to come to this rank's staging buffer."""
+    """Brings experts to this rank's staging buffer.
+
+    Attributes:
+        name: as `EplbConfig.transport` has it.
+    """
+
+    name: ClassVar[str]
 
     def begin(self, number: int) -> None:
         """Called by all ranks before the first layer of a rearrangement, when what was committed before is done."""
@@ -59,8 +65,6 @@ def choose_transport(
     if config.transport == "peer_copies" and not on_gpus:
         raise BackendUnavailableError("transport 'peer_copies' is for several GPUs of one host; use 'messages' here")
     if on_gpus and config.transport != "messages":
-        from moe_ep.eplb.transports import PeerCopyTransport
-
         pace = config.max_transfer_gb_s * 1e9 if config.asynchronous and config.max_transfer_gb_s else None
         try:
             transport: Transport = PeerCopyTransport(channel, layers, timeout_s, pace)
@@ -136,6 +140,8 @@ class PeerCopyTransport:
     Raises:
         RuntimeError: on all ranks, where one cannot: other hosts, no peer access, memory that cannot be shared.
     """
+
+    name: ClassVar[str] = "peer_copies"
 
     def __init__(
         self, channel: SideChannel, layers: Sequence[ExpertRows], timeout_s: float, bytes_per_s: float | None

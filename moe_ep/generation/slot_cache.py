@@ -28,7 +28,7 @@ _NAME, _INVARIANT_NAME = "moe_ep_slots", "moe_ep_invariant_slots"
 _CHUNK = 64
 _MAX_HEAD_DIM = 256
 _FLASH_FROM = (8, 0)
-_flash: Any = torch.ops.aten._flash_attention_forward
+flash_attention: Any = torch.ops.aten._flash_attention_forward
 _windows: ContextVar[Sequence[int | None]] = ContextVar("_windows")
 
 
@@ -68,7 +68,7 @@ def can_attend(model: Any) -> bool:
         return False
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
-        _runs(model.device, model.dtype)
+        runs_flash_attention(model.device, model.dtype)
         and model._supports_flash_attn
         # Other attention functions may be passed arguments that this one does not take, such as a cap of scores.
         and model.config.model_type in FAMILIES
@@ -79,7 +79,7 @@ def can_attend(model: Any) -> bool:
     )
 
 
-def _runs(device: torch.device, dtype: torch.dtype) -> bool:
+def runs_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
@@ -145,7 +145,7 @@ def _attend(
     query_starts, key_starts, lengths = attention_mask.flatten(1)
     window = _windows.get()[module.layer_idx]
     rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    output, logsumexp, *_ = _flash(
+    output, logsumexp, *_ = flash_attention(
         *rows,
         query_starts,
         key_starts,

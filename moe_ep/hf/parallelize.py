@@ -56,7 +56,7 @@ except ModuleNotFoundError as error:
 hf_registration.register()
 
 # What configurations call the number of experts that a token goes to.
-_TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 # (layers loaded, layers)
 OnLayer = Callable[[int, int], None]
 
@@ -370,14 +370,14 @@ def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoord
 
 def _top_k(model: Any) -> int:
     config = model.config.get_text_config()
-    for name in _TOP_K:
+    for name in TOP_K_NAMES:
         found = getattr(config, name, None)
         # Hunyuan has one for each layer.
         numbers = set(found) if isinstance(found, list) else {found}
         if len(numbers) == 1 and isinstance(number := numbers.pop(), int):
             return number
     raise ConfigError(
-        f"the {type(config).__name__} of the model has one number in none of {', '.join(_TOP_K)}; set one of them"
+        f"the {type(config).__name__} of the model has one number in none of {', '.join(TOP_K_NAMES)}; set one of them"
     )
 
 

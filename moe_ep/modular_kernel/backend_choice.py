@@ -66,7 +66,7 @@ def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist
 def _best(moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> tuple[str, str]:
     if moe_config.ep_size == 1:
         return "no_ep", "one rank holds every expert"
-    if not (torch.cuda.is_available() and dist.is_initialized() and "nccl" in _backend_names(process_group)):
+    if not (torch.cuda.is_available() and dist.is_initialized() and "nccl" in dist.get_backend_config(process_group)):
         return "all_to_all", "no NCCL between the ranks; exact sizes, a token is sent once to each destination rank"
     capacity, is_small = moe_config.max_num_tokens, moe_config.max_num_tokens <= DECODE_MAX_NUM_TOKENS
     bound = "at most" if is_small else "above"
@@ -105,7 +105,3 @@ def _nvshmem_obstacle(name: str, moe_config: FusedMoEConfig) -> str | None:
     if symmetric > _SYMMETRIC_SHARE * there_is:
         return f"its buffers would take {symmetric / 1e9:.1f} of {there_is / 1e9:.1f} GB; lower max_num_tokens for it"
     return None
-
-
-def _backend_names(process_group: dist.ProcessGroup | None) -> str:
-    return dist.get_backend_config(process_group)

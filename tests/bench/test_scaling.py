@@ -117,13 +117,16 @@ def run_here(
     """The rows that were handed over as they came, and those at the end."""
     ceilings = Ceilings(memory_bytes_per_s=1e9, flops_per_s=1e9, link_bytes_per_s=None)
     monkeypatch.setattr(scaling_worker, "measure_ceilings", lambda *_: ceilings)
-    monkeypatch.setattr(scaling_worker._Bench, "measure", staticmethod(measured))
+    monkeypatch.setattr(scaling_worker.ScalingBench, "measure", staticmethod(measured))
     given = {"ep_sizes": (1, 2), "decode_tokens": (1, 8), "prefill_tokens": (64,), **options}
     rank_env = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, source="none", device="cpu")
-    monkeypatch.setattr(scaling_worker, "_group_of", lambda *_: None)
+    monkeypatch.setattr(scaling_worker, "group_of", lambda *_: None)
     came: list[Row] = []
-    monkeypatch.setattr(progress, "_receiver", came.append)
-    rows = scaling_worker.run_scaling(rank_env, ScalingConfig(**given), "here", time.time(), before)  # type: ignore[arg-type]
+    progress.set_receiver(came.append)
+    try:
+        rows = scaling_worker.run_scaling(rank_env, ScalingConfig(**given), "here", time.time(), before)  # type: ignore[arg-type]
+    finally:
+        progress.set_receiver(None)
     assert rows is not None
     return came, rows
 
@@ -225,7 +228,7 @@ def test_routing_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_bad_options_are_refused_before_anything_starts(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gang_options, "_make_gang", None)
+    monkeypatch.setattr(gang_options, "make_gang", None)
     assert main(["bench", "scaling", "--device", "cpu", *options]) == 2
     said = capsys.readouterr().err
     assert message in said and len(said.splitlines()) == 1

@@ -242,7 +242,7 @@ class Prefill(Session):
     def _until_failure(self, program: Iterator[None]) -> Iterator[None]:
         while True:
             with (
-                patch.multiple(high_throughput, _THREADS=32 * WARPS, _WARPS=WARPS),
+                patch.multiple(high_throughput, THREADS=32 * WARPS, WARPS=WARPS),
                 patch.object(torch.cuda, "is_current_stream_capturing", lambda: self.replays),
             ):
                 try:

@@ -122,7 +122,7 @@ class Balancing(Session):
             return SimpleNamespace(addresses=[[part.data_ptr() for part in parts] for parts in self.resident])
 
         patches = [
-            patch.multiple(batch_exchange, _load=load, PeerMemory=peers),
+            patch.multiple(batch_exchange, load_kernel=load, PeerMemory=peers),
             patch.multiple(torch.cuda, Stream=FakeStream, current_stream=FakeStream, stream=nullcontext),
             patch.object(torch, "zeros", lambda *args, pin_memory=False, **options: zeros(*args, **options)),
             patch.object(batch_exchange.weakref, "finalize", lambda *args: SimpleNamespace(atexit=True)),

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_ep.dispatch.nvshmem import high_throughput, low_latency
 from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena, joins_peers
-from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize
+from moe_ep.dispatch.nvshmem.backend import check_of_batch
 from moe_ep.dispatch.nvshmem.high_throughput import Block, Layout
 from moe_ep.dispatch.nvshmem.low_latency import BATCHES_IN_FLIGHT, BatchLayout, Channel
 from moe_ep.distributed.failure_detection import FailureDetector
@@ -111,12 +112,12 @@ def test_packets_travel_where_nvlink_joins_all_ranks(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         assert joins_peers(torch.device("cuda", 1)) == joined
     assert asked == [(attribute, 1, peer) for peer in (0, 0, 2, 0, 2, 3)]
-    carries: Any = SymmetricArena.carries_packets.fget  # type: ignore[attr-defined]
-    for ranks, expected in (([0, 1], True), ([0, 1, 2], False)):
-        made = SimpleNamespace(is_mapped=True, _runtime=SimpleNamespace(joined=[True, True, False]), _pes=ranks)
-        assert carries(made) == expected
-    made.is_mapped, made._pes = False, [0]
-    assert not carries(made)
+    runtime: Any = SimpleNamespace(joined=[True, True, False], hosts="aaa", device=None, order=None)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    for members, hosts, expected in (([0, 1], "aaa", True), ([0, 1, 2], "aaa", False), ([0, 1], "aba", False)):
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group, members=members: members)
+        runtime.hosts = hosts
+        assert SymmetricArena(runtime, None).carries_packets == expected  # type: ignore[arg-type]
 
 
 def test_batches_of_prefill_have_memory_of_their_own() -> None:
@@ -228,13 +229,9 @@ def test_recovery_ends_the_batches_that_are_open(kind: str) -> None:
         memory = Channel(arena, DECODE, GROUP)
     else:
         memory = Block(arena, PREFILL, GROUP, torch.bfloat16)
-    layer: Any = SimpleNamespace(memory=memory, _recoveries=0, _forget_batches=lambda: forgotten.append(True))
-    forgotten: list[bool] = []
-    before = NvshmemPrepareFinalize._begin_batch(layer)
+    before = check_of_batch(memory)
     before()
     memory.recover([2])
     with pytest.raises(RuntimeError, match=r"given up by recover\(\), of this layer or of one that shares its memory"):
         before()
-    for _ in range(2):
-        NvshmemPrepareFinalize._begin_batch(layer)()
-    assert len(forgotten) == 1
+    check_of_batch(memory)()

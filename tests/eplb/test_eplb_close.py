@@ -120,7 +120,7 @@ def test_a_manager_that_cannot_be_made_leaves_nothing() -> None:
 def one_rank_makes_a_mistake(rank: int, world_size: int) -> tuple[str, bool]:
     """Rank 0 gives its manager no layers, once. What that raises, and whether the next manager can be made."""
     layers, settings = make_model(None, world_size), replace(CONFIG, timeout_s=0.2)
-    with mock.patch.object(failure_detection, "_ANSWER_S", 0.2), pytest.raises((ConfigError, EplbError)) as error:
+    with mock.patch.object(failure_detection, "ANSWER_S", 0.2), pytest.raises((ConfigError, EplbError)) as error:
         EPLBManager(layers if rank else [], settings)
     dist.barrier()
     EPLBManager(layers, CONFIG).close()

@@ -221,7 +221,7 @@ def interrupt_a_step(rank: int, world_size: int) -> str:
     """Rank 1 is interrupted while its step waits for the others' word on a commit, and goes on. What a step raises."""
     layers = make_model(world_size)
     settings = {**vars(CONFIG), "first_plan": NEVER, "timeout_s": 20}
-    manager, wait, interrupted = EPLBManager(layers, EplbConfig(**settings)), StepGate._wait, False
+    manager, wait, interrupted = EPLBManager(layers, EplbConfig(**settings)), StepGate.wait_for, False
 
     def wait_or_leave(gate: StepGate, ready: Callable[[], bool], timeout_s: float | None) -> None:
         nonlocal interrupted
@@ -230,7 +230,7 @@ def interrupt_a_step(rank: int, world_size: int) -> str:
             raise KeyboardInterrupt
         wait(gate, ready, timeout_s)
 
-    with mock.patch.object(StepGate, "_wait", wait_or_leave), pytest.raises(EplbError) as error:
+    with mock.patch.object(StepGate, "wait_for", wait_or_leave), pytest.raises(EplbError) as error:
         manager.rearrange(random_placement(L, manager.placement.num_slots, seed=1))
         while True:
             with suppress(KeyboardInterrupt):

@@ -59,8 +59,8 @@ def test_what_a_filled_pass_reads() -> None:
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
 def test_filled_passes_give_the_logits_of_plain_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_cache, "_flash", plain_flash)
-    monkeypatch.setattr(slot_cache, "_runs", lambda device, dtype: True)
+    monkeypatch.setattr(slot_cache, "flash_attention", plain_flash)
+    monkeypatch.setattr(slot_cache, "runs_flash_attention", lambda device, dtype: True)
     model = moe_ep.parallelize(make_model(family))
     expected, plain = decoded(model)
     got, filled = decoded(model, prefill_graphs="on")

@@ -97,8 +97,8 @@ def test_lengths_are_as_good_as_masks(family: str, monkeypatch: pytest.MonkeyPat
     model = moe_ep.parallelize(model)
     expected, decoder = decoded(model)
     assert not decoder.by_table and decoder.num_rows([4, 13]) == 26
-    monkeypatch.setattr(slot_cache, "_flash", plain_flash)
-    monkeypatch.setattr(slot_cache, "_runs", lambda device, dtype: True)
+    monkeypatch.setattr(slot_cache, "flash_attention", plain_flash)
+    monkeypatch.setattr(slot_cache, "runs_flash_attention", lambda device, dtype: True)
     got, decoder = decoded(model)
     assert decoder.by_table == (family not in MASKED)
     assert decoder.num_rows([4, 13]) == (26 if family in MASKED | LINEAR else 17)
@@ -110,8 +110,8 @@ def test_lengths_are_as_good_as_masks(family: str, monkeypatch: pytest.MonkeyPat
 def test_windows_that_only_masks_tell(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = moe_ep.parallelize(make_model(family, **UNTOLD[family], sliding_window=3))
     expected, _ = decoded(model)
-    monkeypatch.setattr(slot_cache, "_flash", plain_flash)
-    monkeypatch.setattr(slot_cache, "_runs", lambda device, dtype: True)
+    monkeypatch.setattr(slot_cache, "flash_attention", plain_flash)
+    monkeypatch.setattr(slot_cache, "runs_flash_attention", lambda device, dtype: True)
     got, decoder = decoded(model)
     assert decoder.num_rows([4, 13]) == 17
     for mine, theirs in zip(got, expected, strict=True):
@@ -121,6 +121,6 @@ def test_windows_that_only_masks_tell(family: str, monkeypatch: pytest.MonkeyPat
 def test_keys_wider_than_values_take_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers calls the rotary part of a key head_dim in these models, and values may be as wide as that."""
     model = make_model("DeepseekV3", qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=8)
-    monkeypatch.setattr(slot_cache, "_runs", lambda device, dtype: True)
+    monkeypatch.setattr(slot_cache, "runs_flash_attention", lambda device, dtype: True)
     assert model.config.head_dim == model.config.v_head_dim
     assert not slot_cache.can_attend(model)

@@ -43,8 +43,9 @@ class Balanced:
         self.scratch = [torch.full((SPARE, 1000), -1, dtype=torch.int64, device="cuda") for _ in range(num_ranks)]
         as_bytes = [[of_rank.view(torch.uint8)] for of_rank in self.resident]
         addresses = [[part.data_ptr() for part in parts] for parts in as_bytes]
-        monkeypatch.setattr(batch_exchange, "PeerMemory", lambda *_: SimpleNamespace(addresses=addresses))
-        monkeypatch.setattr(batch_exchange, "_close", lambda *_: None)
+        monkeypatch.setattr(
+            batch_exchange, "PeerMemory", lambda *_: SimpleNamespace(addresses=addresses, close=lambda: None)
+        )
         num_ids = num_ranks * (self.width + SPARE)
         case = Case(dtype=torch.bfloat16, hidden_size=K, topk=TOP_K, num_experts=num_ids, tokens=(1,), capacity=300)
         self.ranks = Ranks(case, num_ranks, "nvshmem_high_throughput")

@@ -105,7 +105,6 @@ def compiled(rank: int, world_size: int) -> None:
         eager, _ = model_with_replays(patch, 0)
         model, place = model_with_replays(patch)
         passes = torch.compile(model, backend=keep, dynamic=False)
-        passes._moe_ep_steps = steps_of(model)
         same_passes(rank, [eager, passes], (3,), CALLS)
         num_layers = len(steps_of(model).layers)
         assert len(nodes) == num_layers

@@ -52,7 +52,7 @@ def test_standard_equals_the_reference(
     monkeypatch: pytest.MonkeyPatch, activation: MoEActivation, has_bias: bool, weight_on_input: bool, by_torch: bool
 ) -> None:
     if by_torch:
-        monkeypatch.setattr(grouped, "_MANY_ROWS", 0)
+        monkeypatch.setattr(grouped, "MANY_ROWS", 0)
         monkeypatch.setattr(grouped, "can_multiply", lambda rows, w2: True)
     w1, w2, quant = weights(activation, has_bias)
     topk = 1 if weight_on_input else TOP_K

@@ -22,8 +22,6 @@ class _Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
     gpu = _Gpu()
-    monkeypatch.setattr(flags, "_buffers", {})
-    monkeypatch.setattr(flags, "_spare", {})
     monkeypatch.setattr(flags, "current_stream", lambda device: gpu.stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setattr(torch, "zeros", gpu.zeros)
@@ -41,13 +39,13 @@ def test_a_stream_keeps_its_flags_until_they_are_too_small(gpu: _Gpu) -> None:
 
 def test_streams_first_used_under_capture_get_flags_that_were_cleared_before(gpu: _Gpu) -> None:
     sizes = (100, 20_000)
-    warm = [flags.stream_flags(CPU, "decode", size) for size in sizes]
+    warm = [flags.stream_flags(CPU, "combine", size) for size in sizes]
     for gpu.stream in (2, 3):
         gpu.capturing = True
-        captured = [flags.stream_flags(CPU, "decode", size) for size in sizes]
-        again = flags.stream_flags(CPU, "decode", 100)
+        captured = [flags.stream_flags(CPU, "combine", size) for size in sizes]
+        again = flags.stream_flags(CPU, "combine", 100)
         gpu.capturing = False
         assert captured[0] is captured[1] is again and all(captured[0] is not other for other in warm)
         gpu.stream = 1
-        assert flags.stream_flags(CPU, "decode", 100) is warm[1]
+        assert flags.stream_flags(CPU, "combine", 100) is warm[1]
     assert gpu.made_under_capture == 0

@@ -28,8 +28,7 @@ class Terminal(io.StringIO):
 def test_a_sentence_stands_until_something_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
-    display = progress.ProgressDisplay()
+    display = progress.ProgressDisplay(quiet_s=0.0)
     display.say(f"starting {progress.workers(1)}")
     assert terminal.shown() == "starting 1 worker ..."
     display.say(f"starting {progress.workers(4)}")
@@ -44,8 +43,7 @@ def test_a_sentence_stands_until_something_takes_its_place(monkeypatch: pytest.M
 def test_a_terminal_that_goes_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
-    display = progress.ProgressDisplay()
+    display = progress.ProgressDisplay(quiet_s=0.0)
     display.say("starting")
     terminal.is_gone = True
     for _ in range(2):

@@ -234,9 +234,9 @@ def test_packing_for_other_experts_leaves_nothing_of_the_layout_before(monkeypat
     layer.process_weights_after_loading()
     method = layer.quant_method
     assert isinstance(method, CanonicalFusedMoEMethod)
-    canonical = method._canonical(layer, "w13"), method._canonical(layer, "w2")
+    canonical = method.canonical(layer, "w13"), method.canonical(layer, "w2")
     monkeypatch.setattr("moe_ep.layer.methods.canonical.choose_experts", lambda *_: PACKED)
-    method._pack(layer, *canonical)  # as where the layer went to a GPU after its weights were processed
+    method.pack(layer, *canonical)  # as where the layer went to a GPU after its weights were processed
     packed = MarlinExperts.pack_weights(*canonical, layer.moe_config)
     for gemm, weights in zip(("w13", "w2"), packed, strict=True):
         held = {name for name, _ in layer.named_buffers(recurse=False) if name.startswith(gemm)}

@@ -33,19 +33,24 @@ def config(ep_size: int = 4, **changes: object) -> FusedMoEConfig:
     return replace(made, **changes)
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A host whose GPUs reach each other, with everything installed; a test takes away from it."""
+def has_gpus(machine: pytest.MonkeyPatch) -> None:
+    """Lets torch see four GPUs that reach each other."""
     for target, value in (
         (torch.cuda.is_available, True),
         (torch.cuda.current_device, 0),
         (torch.cuda.device_count, 4),
     ):
-        monkeypatch.setattr(torch.cuda, target.__name__, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, peer: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 140 * 10**9))
+        machine.setattr(torch.cuda, target.__name__, lambda value=value: value)
+    machine.setattr(torch.cuda, "can_device_access_peer", lambda here, peer: True)
+    machine.setattr(torch.cuda, "mem_get_info", lambda device: (0, 140 * 10**9))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A host whose GPUs reach each other, with everything installed; a test takes away from it."""
+    has_gpus(monkeypatch)
     monkeypatch.setattr(backend_choice.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(backend_choice, "_backend_names", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(backend_choice.dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(backend_choice, "num_hosts", lambda group: 1)
     monkeypatch.setattr(backend_choice, "answers_of_ranks", lambda question, mine, group: (mine,))
     for name in ("nvshmem_low_latency", "nvshmem_high_throughput"):
@@ -121,10 +126,11 @@ def test_what_stands_in_the_way_is_said(
 def one_cannot(rank: int, world_size: int) -> tuple[str, str]:
     """What a rank chooses, and why, where the package is missing on rank 1 alone."""
     with pytest.MonkeyPatch.context() as machine:
-        machine.setattr(torch.cuda, "is_available", lambda: True)
-        machine.setattr(backend_choice, "_backend_names", lambda group: "cpu:gloo,cuda:nccl")
+        has_gpus(machine)
+        machine.setattr(backend_choice.dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         reason = "pip install it" if rank == 1 else None
-        machine.setattr(backend_choice, "_nvshmem_obstacle", lambda name, moe_config: reason)
+        backend = ALL2ALL_BACKENDS.load("nvshmem_low_latency")
+        machine.setattr(backend, "unusable_reason", classmethod(lambda cls: reason))
         logged: list[tuple[str, str]] = []
         machine.setattr(backend_choice.logger, "info", lambda message, name, why: logged.append((name, why)))
         names = [choose_backend("auto", config(world_size)) for _ in range(2)]

@@ -71,7 +71,6 @@ def test_what_a_graph_records_into_outlives_whoever_asked(monkeypatch):
             self.recorded += 1
 
     capturing = True
-    monkeypatch.setattr(stages, "_captured", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     captured = weakref.ref(stages.timing_event())

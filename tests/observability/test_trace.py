@@ -141,7 +141,7 @@ def test_a_run_writes_a_trace_and_serves_metrics(tmp_path: Path, capsys: pytest.
     scraper = Scraper(port, tmp_path)
     scraper.start()
     more = ["--steps", "4", "--metrics-port", str(port), "--trace", str(tmp_path / "trace")]
-    with mock.patch.object(run, "_work", run_until_scraped):
+    with mock.patch.object(run, "work", run_until_scraped):
         assert main(["run", *options, *more]) == 0, capsys.readouterr().err
     scraper.join()
     for stage in ("dispatch", "experts", "combine"):

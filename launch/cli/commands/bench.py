@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         config = replace(config, ep_sizes=_ep_sizes(config, gang.world_size))
         on_item = ignore if config.json is None else partial(append_line, config.json)
-        results = gang.run(_work, config, args.shown, started, before, on_item=on_item)
+        results = gang.run(work, config, args.shown, started, before, on_item=on_item)
     except BaseException:
         if config.json is not None and gang.is_driver and config.json.is_file() and config.json.stat().st_size:
             print(f"{config.json} has the rows so far; --resume measures the rest", file=sys.stderr)
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _work(
+def work(
     rank_env: RankEnv, config: ScalingConfig, command: str, started: float, before: list[dict[str, Any]]
 ) -> list[dict[str, Any]] | None:
     """The worker's part. It imports what it needs, so that the driver starts without torch."""

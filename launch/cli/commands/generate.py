@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
         lines.take(completion)
 
     try:
-        results, recoveries = config.run_in(gang, _work, prompts, finished.lines, on_item=take)
+        results, recoveries = config.run_in(gang, work, prompts, finished.lines, on_item=take)
     except BaseException:
         lines.close()
         if lines.num_written:
@@ -82,7 +82,7 @@ def _leave_hub_alone() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def _work(
+def work(
     rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine], first: int, membership: Any = None
 ) -> RankGeneration:
     """The worker's part. It imports what it needs, so that the driver starts without torch."""

@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
     report = RunReport(config, args.shown)
     try:
-        results, report.recoveries = config.run_in(gang, _work, on_item=report.take)
+        results, report.recoveries = config.run_in(gang, work, on_item=report.take)
     except BaseException:
         gang.close()
         if report.num_steps:
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _work(rank_env: RankEnv, config: RunConfig, membership: Any = None) -> RankReport:
+def work(rank_env: RankEnv, config: RunConfig, membership: Any = None) -> RankReport:
     """The worker's part. It imports what it needs, so that the driver starts without torch."""
     from moe_ep.launch.workers.worker import run_worker
 

@@ -69,7 +69,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         if again is None:
             for gemm, weights in zip(_GEMMS, unpacked, strict=True):
                 self._types[gemm] = (weights.quant_type_id, weights.group_size)
-            self._pack(layer, *unpacked)
+            self.pack(layer, *unpacked)
         elif unpacked:
             self._pack_again(layer, *unpacked, again)
 
@@ -90,7 +90,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
     def reload_bytes(self, layer: MoELayer) -> int:
         return sum(tensor.nbytes for tensor in self.weight_tensors(layer))
 
-    def _pack(self, layer: MoELayer, w13: CanonicalWeights, w2: CanonicalWeights) -> None:
+    def pack(self, layer: MoELayer, w13: CanonicalWeights, w2: CanonicalWeights) -> None:
         """Chooses experts for the weights' device, and stores the weights in their layout in the layer."""
         self._packed_on = w13.codes.device
         self._experts_names = choose_experts(layer.experts, self.moe_config, (w13, w2), self._packed_on)
@@ -133,10 +133,10 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             )
         w1, _ = self.gemm_weights(layer)
         if w1.dtype is torch.uint8 and w1.device != self._packed_on:
-            self._pack(layer, self._canonical(layer, "w13"), self._canonical(layer, "w2"))
+            self.pack(layer, self.canonical(layer, "w13"), self.canonical(layer, "w2"))
         return self._experts_names
 
-    def _canonical(self, layer: MoELayer, gemm: str) -> CanonicalWeights:
+    def canonical(self, layer: MoELayer, gemm: str) -> CanonicalWeights:
         """The weights, if they are still in the canonical form: one code per byte."""
         return CanonicalWeights(
             codes=layer.get_buffer(f"{gemm}_processed_weight"),
