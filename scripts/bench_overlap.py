@@ -101,10 +101,11 @@ class RankLayer:
         )
         expert_map = determine_expert_map(num_ranks, rank, size.experts)[1]
         self.expert_map = None if expert_map is None else expert_map.to("cuda")
-        moving = None if sms is None else max(sms // 6, 1)
+        moving = None if sms is None else max(sms // 8, 1)
         self.kernels, self.backends = {}, {}
         for mode, overlap in MODES.items():
-            computing = sms - moving if overlap and sms is not None and moving is not None else None
+            # Rows and results are moved by kernels of their own.
+            computing = max(sms - 2 * moving, 1) if overlap and sms is not None and moving is not None else None
             backend = HighThroughputPrepareFinalize(
                 moe_config=self.config, exact_rows=False, overlap=overlap, num_sms=moving, overlap_sms=computing
             )
@@ -184,10 +185,11 @@ def ranks_on_one_gpu(num_ranks: int) -> Iterator[None]:
 
 
 def layers_of_one_gpu(size: Size, num_ranks: int, capacity: int) -> list[RankLayer]:
-    """Of several ranks each may fill a share of the SMs: all but one together half of them, so that no rank keeps
-    another from sending what it waits for. Kernels are loaded: while others wait for each other, loading waits, too."""
+    """Of several ranks each may fill a share of the SMs: all but one together a third of them, so that no rank keeps
+    another from sending what it waits for; the kernel that sorts ids needs eight free SMs of one cluster. Kernels are
+    loaded: while others wait for each other, loading waits, too."""
     sms = torch.cuda.get_device_properties(this_gpu()).multi_processor_count
-    share = None if num_ranks == 1 else sms // 2 // (num_ranks - 1)
+    share = None if num_ranks == 1 else sms // 3 // (num_ranks - 1)
     layers = [RankLayer(size, rank, num_ranks, capacity, share) for rank in range(num_ranks)]
     for mode in MODES:
         layers[0].compute(mode, *draw(size, num_ranks * capacity, num_ranks, "uniform", 0))

@@ -314,7 +314,7 @@ class BatchParts:
             self.expert_flags = torch.zeros(_EXPERT_FLAGS + 1, dtype=torch.int64, device=device)
             self.order = torch.empty(layout.max_rows, dtype=torch.int32, device=device)
             self.ordered = self.expert_flags[_EXPERT_FLAGS:]
-            self._row_flags, self._source_flags = (block.part(index, n) for n in ("row_flags", "source_flags"))
+            self._row_flags, self.source_flags = (block.part(index, n) for n in ("row_flags", "source_flags"))
 
     def params(self, name: str, pointers: Sequence[int | None], numbers: Sequence[int]) -> Any:
         """`Params` of the kernel of that name, the same object in every call."""
@@ -330,7 +330,7 @@ class BatchParts:
         common, first = self.common, self.numbers.data_ptr()
         return ArrivalParams(
             row_flags=self._row_flags.data_ptr(),
-            source_flags=self._source_flags.data_ptr(),
+            source_flags=self.source_flags.data_ptr(),
             first_rows=first + _PLACEMENT + 4 * self._num_ranks,  # Placement.begin
             epoch=first,
             finished=jit.pointer(self.expert_flags),
@@ -619,6 +619,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
                 sent.parts.weights.fill_(1.0)
             parts, expert_map = sent.parts, sent.batch.expert_map
             tensors = [expert_output, parts.slots, output, parts.expert_flags, expert_map, parts.order, parts.ordered]
+            tensors.append(parts.source_flags)
             numbers = [expert_map.numel(), num_tokens]
         with self.block.order:
             self._launch("combine", sent.parts, tensors, numbers)

@@ -219,6 +219,11 @@ class Prefill(Session):
         """As the host finds it."""
         return bool(self.backends[rank].block.record.words[0])
 
+    def missing(self, rank: int) -> list[int]:
+        """The ranks that a failed wait of the rank names."""
+        words = self.backends[rank].block.record.words
+        return words[-self.num_ranks :].nonzero().flatten().tolist()
+
     def is_told(self, rank: int) -> bool:
         """All that the rank has is right, or it can know that something is not."""
         return self.has_failed(rank) or all(step.is_right for step in self.steps[rank])

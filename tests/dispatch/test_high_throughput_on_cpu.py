@@ -65,7 +65,7 @@ def test_a_rank_that_comes_too_late_is_told(kernels: tuple[ctypes.CDLL, torch.dt
         for rank in range(2):
             session.begin(rank, cases)
         assert session.run(), f"seed {seed} does not end"
-        assert session.has_failed(0)
+        assert session.has_failed(0) and session.missing(0) == [1], f"seed {seed}"
         assert all(session.is_told(rank) for rank in range(2)), f"seed {seed}"
 
 
@@ -93,5 +93,5 @@ def test_a_rank_that_comes_too_late_is_told_beside_experts(overlapped: ctypes.CD
         for rank in range(2):
             session.begin(rank, cases)
         assert session.run(), f"seed {seed} does not end"
-        assert session.has_failed(0)
+        assert session.has_failed(0) and session.missing(0) == [1], f"seed {seed}"
         assert all(session.is_told(rank) for rank in range(2)), f"seed {seed}"

@@ -8,10 +8,11 @@
 //              any. This rank's own results are read in place; OVERLAP: they are stored like the others'.
 // Warp roles:  32 warps per block. 0 to 15 send rows, 16 releases their flags (Flag queue), 17 to 31 receive: claim
 //              parts of tokens, wait for their rows, add them. Senders join the receivers when they have finished.
-// OVERLAP:     24 warps send. They claim parts of rows in the order in which these rows' last experts are computed, wait
-//              for the experts, add up the slots in slot order, product and sum rounded in f32, and round to bf16, as
-//              kernels/mul_sum.py does. All blocks start when the experts have; those that find no room do when blocks
-//              of the experts end.
+// OVERLAP:     Blocks wait for the rows first, so that a rank whose rows are missing is named, and not those that
+//              wait for them. 24 warps send. They claim parts of rows in the order in which these rows' last experts
+//              are computed, wait for the experts, add up the slots in slot order, product and sum rounded in f32, and
+//              round to bf16, as kernels/mul_sum.py does. All blocks start when the experts have; those that find no
+//              room do when blocks of the experts end.
 // Example:     a token with rows from ranks 2 and 0: out = round(y0 + y2).
 #include "high_throughput.cuh"
 
@@ -25,6 +26,7 @@ struct Params {
   const int* expert_map;  // [num_ids]: number of each id among this rank's experts, -1 for others
   const int* order;       // received rows, by the last of their experts
   const u64* ordered;     // the epoch once `order` is that of this batch
+  const u64* sources;     // [RANKS]: the epoch once all rows of that source are here
   int num_ids;
 #endif
   int num_tokens;
@@ -37,6 +39,15 @@ constexpr int kPartVectors = 128;
 constexpr int kParts = (kResultVectors + kPartVectors - 1) / kPartVectors;
 
 #if OVERLAP
+// Waits for the rows of a source; if they do not come, no later wait of this rank lasts. No result is finished before, as
+// w13 comes before w2.
+DEVICE void await_source(const Params& p, int source) {
+  const u64 epoch = p.common.current_epoch();
+  if (p.common.alive(source) && load_acquire_sys(p.sources + source) != epoch) {
+    Wait<PHASE_DISPATCH>(p.common.limits, epoch).for_flag(p.sources + source, epoch, source);
+  }
+}
+
 // By a warp: a part of the weighted sum of those slots of a row that are bits of `slots`; lane s has slot s's weight.
 DEVICE void sum_slots(const u8* row, u32 slots, float weight, int begin, u8* target) {
   constexpr int kSums = 2, kSlots = 2;  // vectors of a lane, and slots, that are loaded at a time
@@ -222,9 +233,15 @@ DEVICE void receive_tokens(const Params& p, u64 epoch) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_combine(const __grid_constant__ Params p) {
   const Common& c = p.common;
   const int warp = threadIdx.x / 32;
-  const u64 epoch = c.current_epoch();
   __shared__ FlagQueue<kSenders> due;
   clear_queue(due);
+#if OVERLAP
+  if (threadIdx.x < RANKS) {
+    await_source(p, threadIdx.x);
+  }
+  __syncthreads();
+#endif
+  const u64 epoch = c.current_epoch();
   if (warp < kSenders) {
     if (!c.failed()) {
 #if OVERLAP
