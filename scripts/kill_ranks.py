@@ -2,10 +2,19 @@
 
     python scripts/kill_ranks.py --launcher local ray torchrun --times 20 --json kills.jsonl
     python scripts/kill_ranks.py --launcher local --events 100 --ep-size 2 --max-ranks 4 --prompts 4000
+    python scripts/kill_ranks.py --device cuda --geometry qwen3-30b --layers 12 --times 3 --ep-size 2
+    python scripts/kill_ranks.py --device cuda --geometry qwen3-30b --layers 12 --steps
+    python scripts/kill_ranks.py --device cuda --geometry qwen3-30b --layers 2 --agents 8 --at-once 3 --times 3
 
 --times N: in one generation per launcher, N times a random rank gets SIGKILL, each at a random moment after the full
 gang began to serve. Between kills the gang grows to its size again: its launcher replaces the rank, or one is asked to
-join. --events N: in one generation N random events, in which a rank joins, leaves or is killed, also while others do.
+join. --at-once K kills as many together. --events N: in one generation N random events, in which a rank joins, leaves
+or is killed, also while others do. --steps: the step times of `moe-ep run --elastic` of one rank, while a second one
+joins and leaves again. --agents N: the ranks are those of N agents of `torchrun` on this machine, one for each, which
+may share a GPU.
+
+With --geometry the model has made weights in real sizes, and a row has the time of a plain read of the bytes that the
+ranks read again. Texts are compared where the arithmetic is the same, on CPUs.
 
 Every prompt must be answered once with the text of a generation without --elastic, the exit code must be 0, and no
 process and no shared memory may be left; otherwise the script ends with exit code 1. Give enough --prompts for the
@@ -15,12 +24,16 @@ generation to last until the last event; the rows have the events that there wer
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
 import re
+import shutil
 import signal
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -32,30 +45,52 @@ from pathlib import Path
 from typing import Any
 
 from harness import Bench
+from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
+from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.errors import MoeEpError
+from moe_ep.launch.cli.report import percentile
 from moe_ep.launch.gangs import control
 
 PROMPTS = ("def read(self, size):", "The list of", "import", "return None", "class", "for value in", "if not", "self.")
 _LIMIT_S, _LEAVING_S, _POLL_S = 300.0, 10.0, 0.02
 # The longest pause between two events of --events.
 _PAUSE_S = 1.5
+_EXPERTS = 128
+# Lines of the gang's stderr that are shown of one that failed.
+_TAIL = 80
+_jobs: list[Job] = []
 
 
-class Generation:
-    """One command, in a session of its own."""
+class Job:
+    """One command, or one of each agent, in a session of its own.
 
-    def __init__(self, options: Sequence[str], num_prompts: int, folder: Path) -> None:
+    Args:
+        agents: as many torchrun agents of one rank each; 0 for one command.
+    """
+
+    def __init__(self, folder: Path, *command: str, agents: int = 0) -> None:
         self._shared = set(os.listdir("/dev/shm"))
-        self._output, prompts = folder / "completions.jsonl", folder / "prompts.txt"
-        prompts.write_text("".join(f"{PROMPTS[number % len(PROMPTS)]}\n" for number in range(num_prompts)))
-        self._output.unlink(missing_ok=True)
+        self._outputs = [folder / f"output.{number}" for number in range(max(agents, 1))]
+        for output in self._outputs:
+            output.unlink(missing_ok=True)
         self._said = (folder / "stderr").open("w+")
-        command = ["generate", "--prompts", str(prompts), "--output", str(self._output), "--device", "cpu", *options]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "moe_ep.launch", *command], stdout=subprocess.DEVNULL, stderr=self._said,
-            start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        more: list[str] = []
+        if agents:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+            more = ["--launcher", "torchrun", "--nnodes", str(agents), "--rdzv-endpoint", endpoint]
+        which = "--json" if command[0] == "run" else "--output"
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "moe_ep.launch", *command, *more, which, str(output)],
+                stdout=subprocess.DEVNULL, stderr=self._said, start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            for output in self._outputs
+        ]  # fmt: skip
+        self.process = self._processes[0]
+        _jobs.append(self)
 
     @property
     def said(self) -> str:
@@ -79,7 +114,7 @@ class Generation:
         return {int(rank) for rank in re.findall(r"rank (\d+) is out", self.said)}
 
     def wait_for(self, has_come: Callable[[], bool]) -> bool:
-        """Waits for a condition; false if the generation ends before."""
+        """Waits for a condition; false if the command ends before."""
         until = time.monotonic() + _LIMIT_S
         while self.process.poll() is None and time.monotonic() < until:
             if has_come():
@@ -94,21 +129,41 @@ class Generation:
             raise RuntimeError("the gang has not said where it listens")
         return control.ask(found[1], None, kind, rank)
 
-    def kill(self, rank: int) -> None:
-        """Kills a rank's process, if it has not ended."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pids[rank], signal.SIGKILL)
+    def kill(self, *ranks: int) -> float:
+        """Kills the processes of ranks, if they have not ended; the time, seconds since 1970."""
+        pids = self.pids
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[rank], signal.SIGKILL)
+        return time.time()
 
-    def end(self) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
-        """Waits for the end; the exit code, the prompts' lines, and the summary, empty if there is none."""
-        try:
-            code = self.process.wait(4 * _LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            code = self.process.wait()
-        lines = [json.loads(line) for line in self._output.read_text().splitlines()] if self._output.exists() else []
+    def end(self, limit_s: float = 4 * _LIMIT_S) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
+        """Waits for the end; the exit code, the lines of the output, and the summary, empty if there is none."""
+        until = time.monotonic() + limit_s
+        for process in self._processes:
+            try:
+                process.wait(max(until - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        code = max(abs(process.returncode) for process in self._processes)
+        texts = [output.read_text() for output in self._outputs if output.exists()]
+        lines = [json.loads(line) for line in max(texts, key=len, default="").splitlines()]
         summary = lines.pop() if lines and lines[-1]["kind"] == "summary" else {}
         return code, lines, summary
+
+    def give_up(self) -> None:
+        """Shows the last lines of stderr and ends the processes, if the command has not ended."""
+        if self.process.poll() is None:
+            print(self.tail, file=sys.stderr)
+            for process in self._processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    @property
+    def tail(self) -> str:
+        """The last lines of its stderr."""
+        return "\n".join(self.said.splitlines()[-_TAIL:])
 
     def left(self) -> list[str]:
         """Processes and shared-memory files that remain."""
@@ -123,40 +178,43 @@ class Generation:
         for name in filter(str.isdecimal, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
-                if os.getsid(int(name)) == self.process.pid and state != "Z":
+                sessions = [process.pid for process in self._processes]
+                if os.getsid(int(name)) in sessions and state != "Z":
                     found.append(int(name))
         return found
 
 
-def kill_while_serving(job: Generation, chance: random.Random, options: Any, launcher: str) -> list[dict[str, Any]]:
+def kill_while_serving(job: Job, chance: random.Random, options: Any, launcher: str) -> list[dict[str, Any]]:
     """Kills ranks of a full gang; each kill with its moment in seconds since the gang was full."""
     kills: list[dict[str, Any]] = []
     present = set(range(options.ep_size))
-    while len(kills) < options.times:
+    for number in range(options.times):
         before = len(job.serving)
         if not kills and not job.wait_for(lambda: bool(job.serving)):
             break
         moment = chance.uniform(0.0, options.within)
         time.sleep(moment)
-        rank = chance.choice(sorted(present))
+        ranks = chance.sample(sorted(present), options.at_once)
         if job.process.poll() is not None:
             break
-        job.kill(rank)
-        kills.append({"rank": rank, "moment_s": round(moment, 3)})
-        if not job.wait_for(lambda rank=rank: rank in job.out):  # type: ignore[misc]
+        job.kill(*ranks)
+        kills += [{"rank": rank, "moment_s": round(moment, 3), "kill": number} for rank in ranks]
+        if not job.wait_for(lambda ranks=ranks: job.out >= set(ranks)):  # type: ignore[misc]
             break
         # Ray and torchrun replace lost ranks by themselves, three for each initial rank.
-        if launcher == "local" or len(kills) > 3 * options.ep_size:
-            with contextlib.suppress(MoeEpError):
+        for _ in ranks if launcher == "local" or len(kills) > 3 * options.ep_size else ():
+            try:
                 job.ask("join")
+            except MoeEpError as error:
+                print(f"join: {error}", flush=True)
         if not job.wait_for(lambda before=before: options.ep_size in job.serving[max(before, 1) :]):  # type: ignore[misc]
             break
         present = set(job.pids) - job.out
-        print(f"{launcher}: {len(kills)} of {options.times} kills", flush=True)
+        print(f"{time.strftime('%X')} {launcher}: {number + 1} of {options.times} kills", flush=True)
     return kills
 
 
-def come_and_go(job: Generation, chance: random.Random, options: Any) -> Counter[str]:
+def come_and_go(job: Job, chance: random.Random, options: Any) -> Counter[str]:
     """Lets ranks join up to --max-ranks, leave down to --ep-size, and then makes random events; counts them by kind."""
     done: Counter[str] = Counter()
     present = set(range(options.ep_size))
@@ -195,56 +253,177 @@ def come_and_go(job: Generation, chance: random.Random, options: Any) -> Counter
     return done
 
 
+def steps_of_one_rank(options: Any, common: Sequence[str], folder: Path) -> tuple[dict[str, Any], bool]:
+    """Step times of a rank of `moe-ep run` alone, while another joins, with it, while it leaves, and alone again."""
+    command = [
+        "run", *common, "--elastic", "--launcher", "local", "--ep-size", "1", "--max-ranks", "2", "--no-verify",
+        "--steps", "10000000", "--tokens-per-rank", str(options.batch_size),
+    ]  # fmt: skip
+    job = Job(folder, *command)
+    moments = {}
+
+    def pause(name: str) -> None:
+        time.sleep(options.within)
+        moments[name] = time.time()
+
+    if job.wait_for(lambda: bool(job.serving)):
+        moments["serves"] = time.time()
+        pause("asked to join")
+        job.ask("join")
+        moments["joins"] = time.time()
+        job.wait_for(lambda: job.serving[-1] == 2)
+        moments["served by two"] = time.time()
+        pause("asked to leave")
+        job.ask("leave", 1)
+        moments["left"] = time.time()
+        job.wait_for(lambda: job.serving[-1] == 1)
+        moments["served by one"] = time.time()
+        pause("end")
+        job.process.send_signal(signal.SIGINT)
+    code, lines, _ = job.end(60.0)
+    steps = {line["step"]: (line["ended_at"], line["step_ms"]) for line in lines}
+    rows, names = {}, list(moments)
+    for name, after in itertools.pairwise(names):
+        times = [ms for at, ms in steps.values() if moments[name] <= at < moments[after]]
+        rows[f"{name} .. {after}"] = {
+            "seconds": round(moments[after] - moments[name], 3), "steps": len(times),
+            "median_ms": percentile(times, 0.5), "p99_ms": percentile(times, 0.99), "most_ms": max(times, default=0.0),
+        }  # fmt: skip
+    for name, row in rows.items():
+        print(f"{name:<34}", *(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
+    left = job.left()
+    is_bad = len(moments) < 7 or code not in (0, 130) or bool(left)
+    if is_bad:
+        print(f"exit code {code}, left {left}\n{job.tail}", file=sys.stderr)
+    return {"steps": rows, "exit_code": code, "left": left}, not is_bad
+
+
+def make_model(options: Any, folder: Path) -> Path:
+    """A checkpoint with the sizes of --geometry, and the tokenizer of the demo checkpoint."""
+    make_checkpoint(folder, options.format, options.geometry, options.layers, _EXPERTS, whole=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(demo_checkpoint() / name, folder / name)
+    return folder
+
+
+def plain_read_s(folder: Path, num_bytes: int) -> float:
+    """Seconds in which one thread reads that many bytes of experts from the files of a checkpoint, which are cached."""
+    parts: list[tuple[Path, int, int]] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length))
+        for name, tensor in header.items():
+            if ".experts." in name:
+                begin, end = tensor["data_offsets"]
+                parts.append((file, 8 + length + begin, end - begin))
+    left, into = num_bytes, memoryview(bytearray(max(size for _, _, size in parts)))
+    started = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        opened_files = {file: stack.enter_context(file.open("rb", buffering=0)) for file, _, _ in parts}
+        for file, begin, size in parts:
+            if left > 0:
+                left -= os.preadv(opened_files[file].fileno(), [into[: min(size, left)]], begin)
+    return time.perf_counter() - started
+
+
 def main() -> int:
     bench = Bench(__doc__)
-    bench.parser.add_argument("--launcher", nargs="+", default=["local", "ray", "torchrun"])
-    bench.parser.add_argument("--times", type=int, default=20, help="kills in the generation of each launcher")
-    bench.parser.add_argument("--within", type=float, default=2.0, help="seconds after the gang is whole, at most")
-    bench.parser.add_argument("--events", type=int, default=0, help="joins, leaves and kills, in place of --times")
-    bench.parser.add_argument("--model", type=Path, help="checkpoint folder (default: the model of make run)")
-    bench.parser.add_argument("--ep-size", type=int, default=4)
-    bench.parser.add_argument("--max-ranks", type=int, help="default: --ep-size")
-    bench.parser.add_argument("--prompts", type=int, default=1000)
-    bench.parser.add_argument("--max-new-tokens", type=int, default=128)
+    add = bench.parser.add_argument
+    add("--launcher", nargs="+", default=["local", "ray", "torchrun"])
+    add("--times", type=int, default=20, help="kills in the generation of each launcher")
+    add("--at-once", type=int, default=1, help="ranks of each kill")
+    add("--within", type=float, default=2.0, help="seconds after the gang is whole, at most")
+    add("--events", type=int, default=0, help="joins, leaves and kills, in place of --times")
+    add("--steps", action="store_true", help="step times while a rank joins and leaves, in place of kills")
+    add("--agents", type=int, default=0, help="agents of torchrun, of one rank each")
+    add("--device", default="cpu")
+    add("--model", type=Path, help="checkpoint folder (default: the model of make run)")
+    add("--geometry", choices=GEOMETRIES, help="make a model of these sizes")
+    add("--format", choices=FORMATS, default="int4", help="of the experts that are made")
+    add("--layers", type=int, default=4)
+    add("--ep-size", type=int, default=4)
+    add("--max-ranks", type=int, help="default: --ep-size")
+    add("--prompts", type=int, default=1000)
+    add("--max-new-tokens", type=int, default=128)
+    add("--batch-size", type=int, default=2)
+    add("--options", default="", help="more options of moe-ep, in one argument")
     options = bench.parse()
+    options.ep_size = options.agents or options.ep_size
     options.max_ranks = options.max_ranks or options.ep_size
-    common = ["--max-new-tokens", str(options.max_new_tokens), "--batch-size", "2"]
-    common += ["--model", str(options.model)] if options.model else []
-    chance, bad = random.Random(options.seed), 0
-    about = {"model": options.model.name if options.model else "demo", "ep_size": options.ep_size}
+    options.launcher = ["torchrun"] if options.agents else options.launcher
     with tempfile.TemporaryDirectory() as name:
-        alone = Generation([*common, "--launcher", "local", "--ep-size", "1"], len(PROMPTS), Path(name))
-        code, lines, _ = alone.end()
-        if code != 0:
-            sys.exit(f"a generation without --elastic ended with exit code {code}:\n{alone.said}")
-        texts = [lines[number % len(PROMPTS)]["text"] for number in range(options.prompts)]
-        for launcher in options.launcher:
-            arguments = [*common, "--elastic", "--launcher", launcher, "--ep-size", str(options.ep_size)]
-            job = Generation([*arguments, "--max-ranks", str(options.max_ranks)], options.prompts, Path(name))
-            if options.events:
-                events = dict(come_and_go(job, chance, options))
-                rows: list[dict[str, Any]] = [{"events": events, "num_events": sum(events.values())}]
-            else:
-                rows = kill_while_serving(job, chance, options, launcher)
-            code, lines, summary = job.end()
-            recoveries = summary.get("recoveries", [])
-            found = {
-                "launcher": launcher, "exit_code": code, "left": job.left(), "prompts": options.prompts,
-                "texts_are_equal": [line["text"] for line in lines] == texts, "elapsed_s": summary.get("elapsed_s"),
-            }  # fmt: skip
-            if options.events:
-                rows[0]["recoveries"] = recoveries
-            else:
-                known = {loss["rank"]: loss for loss in recoveries}
-                rows = [row | {"recovery": known.get(row["rank"])} for row in rows]
-            for row in rows:
-                bench.keep(about | row | found)
-            if code != 0 or not found["texts_are_equal"] or found["left"]:
-                bad += 1
-                print(f"{found}\n{job.said}", file=sys.stderr)
-            show(launcher, rows, recoveries)
+        folder = Path(name)
+        if options.geometry:
+            options.model = make_model(options, folder / "model")
+            print(
+                f"{time.strftime('%X')} made {options.geometry} {options.format}, {options.layers} layers", flush=True
+            )
+        common = ["--device", options.device, *options.options.split()]
+        common += ["--model", str(options.model)] if options.model else []
+        if options.steps:
+            row, is_good = steps_of_one_rank(options, common, folder)
+            bench.keep(about_model(options) | row)
+            return 0 if is_good else 1
+        bad = sum(not one_generation(bench, options, common, launcher, folder) for launcher in options.launcher)
     print(f"{bad} of {len(options.launcher)} generations went wrong")
     return 1 if bad else 0
+
+
+def about_model(options: Any) -> dict[str, Any]:
+    made = f"{options.geometry} {options.format}, {options.layers} layers" if options.geometry else None
+    return {"model": made or (options.model.name if options.model else "demo"), "device": options.device}
+
+
+def one_generation(bench: Bench, options: Any, common: Sequence[str], launcher: str, folder: Path) -> bool:
+    """Kills ranks, or lets them come and go, in one generation; whether it went well."""
+    chance = random.Random(options.seed)
+    prompts = folder / "prompts.txt"
+    generate = ["generate", *common, "--max-new-tokens", str(options.max_new_tokens)]
+    generate += ["--batch-size", str(options.batch_size), "--prompts", str(prompts)]
+    prompts.write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+    alone = Job(folder, *generate, "--launcher", "local", "--ep-size", "1")
+    code, lines, summary = alone.end()
+    if code != 0:
+        sys.exit(f"a generation without --elastic ended with exit code {code}:\n{alone.tail}")
+    print(f"{time.strftime('%X')} alone: {summary['step_ms']['replayed'] or summary['step_ms']['decode']}", flush=True)
+    texts = [lines[number % len(PROMPTS)]["text"] for number in range(options.prompts)]
+    prompts.write_text("".join(f"{PROMPTS[number % len(PROMPTS)]}\n" for number in range(options.prompts)))
+    elastic = ["--elastic", "--ep-size", str(options.ep_size), "--max-ranks", str(options.max_ranks)]
+    elastic += [] if options.agents else ["--launcher", launcher]
+    job = Job(folder, *generate, *elastic, agents=options.agents)
+    if options.events:
+        events = dict(come_and_go(job, chance, options))
+        rows: list[dict[str, Any]] = [{"events": events, "num_events": sum(events.values())}]
+    else:
+        rows = kill_while_serving(job, chance, options, launcher)
+    print(f"{time.strftime('%X')} the last event was made", flush=True)
+    code, lines, summary = job.end()
+    recoveries = summary.get("recoveries", [])
+    equal = [line["text"] == text for line, text in zip(lines, texts, strict=False)]
+    found = {
+        "ep_size": options.ep_size, "launcher": launcher, "agents": options.agents, "exit_code": code,
+        "left": job.left(), "prompts": options.prompts, "answered": len(lines), "texts_equal": sum(equal),
+        "elapsed_s": summary.get("elapsed_s"), "step_ms": summary.get("step_ms"),
+    }  # fmt: skip
+    if options.events:
+        rows[0]["recoveries"] = recoveries
+    else:
+        known = {loss["rank"]: loss for loss in recoveries}
+        rows = [row | {"recovery": known.get(row["rank"])} for row in rows]
+        for row in rows if options.geometry else ():
+            if row["recovery"] and row["recovery"]["bytes_read"]:
+                row["plain_read_s"] = plain_read_s(options.model, row["recovery"]["bytes_read"])
+    for row in rows:
+        bench.keep(about_model(options) | row | found)
+    # On GPUs a sequence that another rank goes on with is read in one pass, whose last bits differ.
+    is_equal = len(equal) == len(lines) == options.prompts and (all(equal) or options.device != "cpu")
+    is_good = code == 0 and is_equal and not found["left"]
+    if not is_good:
+        print(f"{found}\n{job.tail}", file=sys.stderr)
+    show(launcher, rows, recoveries)
+    print(f"answered {len(lines)} of {options.prompts}, texts equal {sum(equal)}, exit code {code}; {found['step_ms']}")
+    return is_good
 
 
 def show(launcher: str, rows: Sequence[dict[str, Any]], recoveries: Sequence[dict[str, Any]]) -> None:
@@ -255,7 +434,13 @@ def show(launcher: str, rows: Sequence[dict[str, Any]], recoveries: Sequence[dic
         if values:
             parts.append(f"{key} median {statistics.median(values):.2f} most {max(values):.2f}")
     print("; ".join(parts), flush=True)
+    for row in rows:
+        print({key: value for key, value in row.items() if key != "recoveries"}, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        for job in _jobs:
+            job.give_up()

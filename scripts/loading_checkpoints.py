@@ -10,10 +10,10 @@ import torch
 from moe_ep.checkpoint.writer import write_checkpoint
 
 # Hidden size, intermediate size and top_k of the made models.
-GEOMETRIES = {"qwen3-30b": (2048, 768, 8), "deepseek-v3": (7168, 2048, 8)}
+GEOMETRIES = {"qwen3-30b": (2048, 768, 8), "deepseek-v3": (7168, 2048, 8), "tiny": (256, 128, 4)}
 GROUP = 128
-# Beside the experts, as Qwen3-30B has it but for a small vocabulary.
-VOCABULARY, HEADS, KV_HEADS, HEAD_DIM = 1024, 32, 4, 128
+# Beside the experts, as Qwen3-30B has it but for a small vocabulary, that of the demo checkpoint's tokenizer.
+VOCABULARY, HEADS, KV_HEADS, HEAD_DIM = 4096, 32, 4, 128
 
 
 def gptq_tensors(n: int, k: int, salt: int) -> dict[str, torch.Tensor]:

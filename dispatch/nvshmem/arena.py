@@ -8,6 +8,9 @@ anything else ends with an error that names the missing ranks (`moe_ep.distribut
 A block is free once nothing refers to its tensor any more. It is given back at the next collective step in which all
 ranks say so, in one order, after their GPUs have finished; `SymmetricArena.close` gives everything back. A process that
 just ends leaves its memory to the driver and waits for no other.
+
+NVSHMEM's ranks are those of its start: allocating, freeing and ending wait for all of them, dead ones too. So the ranks
+of an elastic gang (`moe_ep.distributed.membership`) share memory of CUDA's own instead, anew after each change.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import gc
 import logging
 import os
 import weakref
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +29,10 @@ import torch.distributed as dist
 from moe_ep import env
 from moe_ep.dispatch.nvshmem import kernels
 from moe_ep.dispatch.nvshmem.order import Order
-from moe_ep.distributed.exchange import gather_texts, this_host
-from moe_ep.errors import BackendUnavailableError, missing_extra
+from moe_ep.distributed.exchange import gather_texts, gather_values, this_host
+from moe_ep.distributed.membership import is_elastic
+from moe_ep.distributed.peer_memory import PeerMemory, driver_call
+from moe_ep.errors import BackendUnavailableError, DispatchTimeoutError, missing_extra
 from moe_ep.kernels import jit
 
 logger = logging.getLogger(__name__)
@@ -136,40 +142,45 @@ class SymmetricArena:
             runtime.close()
 
 
-class Runtime:
-    """NVSHMEM in this process.
+class Runtime(ABC):
+    """Symmetric memory of this process and the other ranks of the default group.
 
-    Args:
-        core, bindings: nvshmem.core and nvshmem.bindings.
+    Attributes:
+        hosts: of each rank.
+        joined: whether NVLink joins each rank's GPU to its peers.
     """
 
-    def __init__(self, core: Any, bindings: Any, device: torch.device) -> None:
-        self._core, self._bindings = core, bindings
+    def __init__(self, device: torch.device) -> None:
         self.device, self.order = device, Order(device)
         self.blocks: list[SymmetricBlock] = []
         self.arenas: dict[tuple[int, ...], SymmetricArena] = {}
 
     def start(self) -> None:
-        """Initializes NVSHMEM; a collective step of the default group."""
-        import numpy as np
-        from cuda.core import Device
-
-        torch.cuda.current_stream(self.device).synchronize()  # Makes the primary context current.
-        told = gather_texts("start of NVSHMEM", f"{this_host()}\n{'joined' * joins_peers(self.device)}")
+        """Begins; a collective step of the default group."""
+        torch.cuda.synchronize(self.device)  # Makes the primary context current.
+        told = gather_texts("start of symmetric memory", f"{this_host()}\n{'joined' * joins_peers(self.device)}")
         self.hosts, links = zip(*(text.split("\n") for text in told), strict=True)
         self.joined = [bool(link) for link in links]
-        os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
-        os.environ.setdefault("NVSHMEM_CUMEM_GRANULARITY", str(_GRANULARITY))
-        if len({host.split("#")[0] for host in self.hosts}) == 1:
-            os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
-        rank = dist.get_rank()
-        uid = self._core.get_unique_id(empty=rank != 0)
-        bits = uid._data.view(np.uint8).reshape(-1)
-        bits[:] = np.frombuffer(bytes.fromhex(gather_texts("NVSHMEM id", bits.tobytes().hex())[0]), dtype=np.uint8)
-        device = Device(self.device.index)
-        device.set_current()
-        self._core.init(device=device, uid=uid, rank=rank, nranks=dist.get_world_size(), initializer_method="uid")
-        kernels.restart_device_library()
+
+    @abstractmethod
+    def peer_pointer(self, pointer: int, pe: int) -> int:
+        """Where the copy of another rank is mapped, 0 where it cannot be or must not."""
+
+    @abstractmethod
+    def _malloc(self, nbytes: int) -> int:
+        """A block of this rank's; 0 if there is no memory left."""
+
+    @abstractmethod
+    def _share(self, local: torch.Tensor, name: str) -> None:
+        """Lets the other ranks map a block, and maps theirs; a collective step."""
+
+    @abstractmethod
+    def _free(self, pointer: int) -> None:
+        """Gives a block back."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Ends what `start` began."""
 
     def allocate(self, nbytes: int, name: str) -> torch.Tensor:
         """uint8 `[nbytes]` of zeros, the same on every rank of the default group."""
@@ -184,41 +195,149 @@ class Runtime:
             )
         everywhere = set.intersection(*({int(index) for index in text.split("\n")[1].split()} for text in texts))
         self._give_back([self.blocks[index] for index in sorted(everywhere)])
-        pointer = self._bindings.malloc(nbytes)
+        pointer = self._malloc(nbytes)
         if not pointer:
-            raise torch.OutOfMemoryError(f"NVSHMEM has no {nbytes} bytes left for {name}; lower max_num_tokens")
+            raise torch.OutOfMemoryError(f"there are no {nbytes} bytes left for {name}; lower max_num_tokens")
         memory = _Memory(pointer, nbytes)
         self.blocks.append(SymmetricBlock(pointer, nbytes, weakref.ref(memory)))
         local = torch.as_tensor(memory, device=self.device).zero_()
+        self._share(local, name)
         torch.cuda.synchronize(self.device)
         gather_texts("symmetric memory is zero")
         return local
 
+    def close(self) -> None:
+        try:
+            torch.cuda.synchronize(self.device)
+            gather_texts("end of symmetric memory")
+        except RuntimeError as error:
+            logger.warning("symmetric memory stays until the process ends: %s", error)
+            return
+        self.give_back(list(self.blocks))
+        self._end()
+
+    def give_back(self, blocks: list[SymmetricBlock]) -> None:
+        """Gives back blocks that no rank uses any more."""
+        if blocks:
+            torch.cuda.synchronize(self.device)
+        for block in blocks:
+            self.blocks.remove(block)
+            self._free(block.pointer)
+
+
+class NvshmemRuntime(Runtime):
+    """NVSHMEM in this process.
+
+    Args:
+        core, bindings: nvshmem.core and nvshmem.bindings.
+    """
+
+    def __init__(self, core: Any, bindings: Any, device: torch.device) -> None:
+        super().__init__(device)
+        self._core, self._bindings = core, bindings
+
+    def start(self) -> None:
+        import numpy as np
+        from cuda.core import Device
+
+        super().start()
+        os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+        os.environ.setdefault("NVSHMEM_CUMEM_GRANULARITY", str(_GRANULARITY))
+        if len({host.split("#")[0] for host in self.hosts}) == 1:
+            os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+        rank = dist.get_rank()
+        uid = self._core.get_unique_id(empty=rank != 0)
+        bits = uid._data.view(np.uint8).reshape(-1)
+        bits[:] = np.frombuffer(bytes.fromhex(gather_texts("NVSHMEM id", bits.tobytes().hex())[0]), dtype=np.uint8)
+        device = Device(self.device.index)
+        device.set_current()
+        self._core.init(device=device, uid=uid, rank=rank, nranks=dist.get_world_size(), initializer_method="uid")
+        kernels.restart_device_library()
+
     def peer_pointer(self, pointer: int, pe: int) -> int:
-        """Where the copy of another rank is mapped, 0 where it cannot be or must not."""
         if pe == dist.get_rank():
             return pointer
         if env.NVSHMEM_FORCE_DEVICE_API.get() or self.hosts[pe] != self.hosts[dist.get_rank()]:
             return 0
         return int(self._bindings.ptr(pointer, pe))
 
-    def close(self) -> None:
-        try:
-            torch.cuda.synchronize(self.device)
-            gather_texts("end of NVSHMEM")
-        except RuntimeError as error:
-            logger.warning("symmetric memory stays until the process ends: %s", error)
-            return
-        self._give_back(list(self.blocks))
+    def _malloc(self, nbytes: int) -> int:
+        return int(self._bindings.malloc(nbytes))
+
+    def _share(self, local: torch.Tensor, name: str) -> None:
+        """Nothing: NVSHMEM has."""
+
+    def _free(self, pointer: int) -> None:
+        self._bindings.free(pointer)
+
+    def _end(self) -> None:
         kernels.stop_device_library()
         self._core.finalize()
 
-    def _give_back(self, blocks: list[SymmetricBlock]) -> None:
-        if blocks:
-            torch.cuda.synchronize(self.device)
-        for block in blocks:
-            self.blocks.remove(block)
-            self._bindings.free(block.pointer)
+
+class EpochRuntime(Runtime):
+    """Memory that the present ranks of an elastic gang share, through CUDA's inter-process handles.
+
+    Args:
+        before: that of the ranks before. It stays until the ranks change again: a rank that was removed may still write
+            there until its process has ended.
+    """
+
+    def __init__(self, device: torch.device, before: EpochRuntime | None) -> None:
+        super().__init__(device)
+        self._before = before
+        self._group, self._peers = weakref.ref(dist.distributed_c10d._get_default_group()), dict[int, PeerMemory]()
+
+    def start(self) -> None:
+        super().start()
+        if len(set(self.hosts)) > 1 or env.NVSHMEM_FORCE_DEVICE_API.get():
+            raise BackendUnavailableError(
+                "the ranks of an elastic gang are on several hosts, and NVSHMEM's backends need one host there; choose "
+                "all2all_backend='all_to_all'"
+            )
+        if self._before is not None:  # the GPUs of all present ranks have finished
+            self._before._end()
+
+    @property
+    def is_present(self) -> bool:
+        """Whether its ranks are the present ones."""
+        return self._group() is dist.distributed_c10d._get_default_group()
+
+    def peer_pointer(self, pointer: int, pe: int) -> int:
+        return self._peers[pointer].addresses[pe][0]
+
+    def _malloc(self, nbytes: int) -> int:
+        try:
+            return int(driver_call("cuMemAlloc", nbytes))
+        except RuntimeError:
+            torch.cuda.empty_cache()
+        try:
+            return int(driver_call("cuMemAlloc", nbytes))
+        except RuntimeError:
+            return 0
+
+    def _share(self, local: torch.Tensor, name: str) -> None:
+        def gather(what: str, numbers: list[int]) -> list[list[int]]:
+            return gather_values(f"{what} for {name}", numbers)
+
+        try:
+            self._peers[local.data_ptr()] = PeerMemory(gather, dist.get_rank(), [local])
+        except DispatchTimeoutError:
+            raise
+        except RuntimeError as error:
+            raise BackendUnavailableError(
+                f"the GPUs of the ranks cannot map each other's memory: {error}; choose all2all_backend='all_to_all'"
+            ) from None
+
+    def _free(self, pointer: int) -> None:
+        if (peers := self._peers.pop(pointer, None)) is not None:
+            peers.close()
+        driver_call("cuMemFree", pointer)
+
+    def _end(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.give_back(list(before.blocks))
 
 
 _the_runtime: Runtime | None = None
@@ -226,18 +345,23 @@ _the_runtime: Runtime | None = None
 
 def _runtime() -> Runtime:
     global _the_runtime
-    if _the_runtime is None:
-        if not torch.cuda.is_available():
-            raise BackendUnavailableError("NVSHMEM needs a CUDA GPU and torch sees none")
-        runtime = Runtime(*_nvshmem(), torch.device("cuda", torch.cuda.current_device()))
-        runtime.start()
-        _the_runtime = runtime
-    elif _the_runtime.device.index != torch.cuda.current_device():
+    if not torch.cuda.is_available():
+        raise BackendUnavailableError("NVSHMEM's backends need a CUDA GPU and torch sees none")
+    known, device = _the_runtime, torch.device("cuda", torch.cuda.current_device())
+    if is_elastic(dist.distributed_c10d._get_default_group()):
+        before = known if isinstance(known, EpochRuntime) else None
+        known = before if before is not None and before.is_present else EpochRuntime(device, before)
+    elif known is None:
+        known = NvshmemRuntime(*_nvshmem(), device)
+    if known is not _the_runtime:
+        known.start()
+        _the_runtime = known
+    elif known.device != device:
         raise ValueError(
-            f"the current CUDA device is {torch.cuda.current_device()} and NVSHMEM runs on {_the_runtime.device.index} "
-            f"in this process; use one device per process, set with torch.cuda.set_device"
+            f"the current CUDA device is {device.index} and symmetric memory is on {known.device.index} in this "
+            f"process; use one device per process, set with torch.cuda.set_device"
         )
-    return _the_runtime
+    return known
 
 
 def joins_peers(device: torch.device) -> bool:

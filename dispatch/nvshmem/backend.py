@@ -2,12 +2,13 @@
 
 A wait in a kernel that takes too long ends with a record in pinned memory (kernels/cuda/deadline.cuh). The host looks
 at it, without waiting for the GPU, whenever it is about to launch the next kernel. Until the record is cleared, kernels
-of the same ranks do not wait any more.
+of the same ranks do not wait any more. Where the ranks change, the host ends the waits of running kernels too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import ClassVar, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from moe_ep.dispatch.nvshmem.kernels import Shape
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
-from moe_ep.errors import DispatchTimeoutError, rank_list
+from moe_ep.errors import DispatchTimeoutError, RanksChangedError, rank_list
 from moe_ep.kernels import jit
 from moe_ep.kernels.kernel import Kernel
 from moe_ep.modular_kernel.contracts import BatchExchange
@@ -27,6 +28,8 @@ from moe_ep.modular_kernel.contracts import BatchExchange
 # Words of the record, as in kernels/cuda/deadline.cuh; one word for each rank follows.
 _FAILED, _PHASE, _EPOCH, _RANKS = range(4)
 _PHASES = {1: "dispatch", 2: "combine"}
+# kWaitsEnded in that header.
+_ENDED = 2
 
 
 class FailureRecord:
@@ -44,9 +47,26 @@ class FailureRecord:
             words = torch.zeros(_RANKS + ranks.size, dtype=torch.int32, device="cpu", pin_memory=True)
         self.words = words
         self._numbers = words.numpy()
+        self._ended_by = ""
+
+    def covers(self, status: torch.Tensor) -> None:
+        """Lets the waits that look at this status, int32 `[2]` on the device, end where the ranks change."""
+        self._status, self._ended = status[:1], torch.full((1,), _ENDED, dtype=torch.int32, device="cpu")
+        if status.is_cuda:
+            # A stream of its own: others wait for the kernels whose waits are to end.
+            self._ended, self._stream = self._ended.pin_memory(), torch.cuda.Stream(status.device)
+        self._ranks.detector.ends_also(self)
+
+    def end(self, why: str) -> None:
+        """Ends all waits, also those of running kernels."""
+        self._ended_by = why
+        with torch.cuda.stream(self._stream) if self._status.is_cuda else nullcontext():
+            self._status.copy_(self._ended, non_blocking=True)
 
     def check(self) -> None:
-        """DispatchTimeoutError where a wait has failed; costs a read of host memory."""
+        """DispatchTimeoutError where a wait has failed or was ended; costs a read of host memory."""
+        if self._ended_by:
+            raise RanksChangedError(self._ended_by)
         if self._numbers[_FAILED]:
             raise self._error()
 

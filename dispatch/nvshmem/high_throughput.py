@@ -195,6 +195,7 @@ class Block:
         self.alive = list(range(ranks.size))
         self.recoveries = 0
         self.status = torch.zeros(2, dtype=torch.int32, device=self._device)
+        self.record.covers(self.status)
         self.exchange = DeviceExchange(symmetric, ranks, self.status, self.record)
         self.batches = [BatchParts(self, index, in_dtype) for index in range(layout.batches_in_flight)]
         self.start(0)

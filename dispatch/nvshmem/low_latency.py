@@ -216,6 +216,7 @@ class Channel:
         self.recoveries = 0
         self.counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=arena.device)
         self.status = torch.zeros(2, dtype=torch.int32, device=arena.device)
+        self.record.covers(self.status)
         self._free = [True] * BATCHES_IN_FLIGHT
         self.start([1] * BATCHES_IN_FLIGHT)
         self._buffers = [self._buffers_of(pointers, batch) for batch in range(BATCHES_IN_FLIGHT)]

@@ -5,9 +5,11 @@
 
 // State that a rank keeps for all of its buffers.
 struct Status {
-  u32 failed;  // a wait of this rank has timed out
+  u32 failed;  // a wait of this rank has timed out, or kWaitsEnded
   u32 alive;   // bit r: rank r participates
 };
+// The host has ended all waits of this rank, for good: also the ones that kernels are in.
+constexpr u32 kWaitsEnded = 2;
 
 // Words of the failure record in host memory; one word per rank follows, 1 if it was waited for.
 enum { RECORD_FAILED, RECORD_PHASE, RECORD_EPOCH, RECORD_RANKS };
@@ -53,12 +55,14 @@ class Deadline {
   }
 
   // True if the deadline has passed, which is then recorded with the rank that was waited for, or if an earlier wait of
-  // this rank has failed: later kernels do not wait any more.
+  // this rank has failed: later kernels do not wait any more. Also if the host has ended all waits.
   DEVICE bool has_timed_out(int peer) {
     const u64 now = global_timer_ns();
-    if (deadline_ == 0) {
-      const bool has_failed = *reinterpret_cast<volatile u32*>(&limits_.status->failed);
-      deadline_ = has_failed ? 1 : limits_.timeout_ns ? now + limits_.timeout_ns : kNever;
+    const u32 failed = *reinterpret_cast<volatile u32*>(&limits_.status->failed);
+    if (failed == kWaitsEnded) {
+      deadline_ = 1;
+    } else if (deadline_ == 0) {
+      deadline_ = failed ? 1 : limits_.timeout_ns ? now + limits_.timeout_ns : kNever;
     }
     if (now < deadline_) {
       return false;

@@ -82,6 +82,7 @@ class StepReport:
         step_ms: of each rank, milliseconds from the barrier before the step to the end of its last layer.
         stage_ms: `[rank][layer]`, milliseconds of each stage.
         loads: `[layer][rank]`, expert assignments to the rank.
+        ended_at: seconds since 1970, by the clock of the rank that reports it.
         tokens_hit: of each rank, those of its tokens that went without an expert that was being read again.
     """
 
@@ -91,6 +92,7 @@ class StepReport:
     stage_ms: list[list[dict[str, float]]]
     loads: list[list[int]]
     balancedness: list[float]
+    ended_at: float = 0.0
     tokens_hit: list[list[int]] = field(default_factory=list)
 
 
@@ -246,6 +248,8 @@ class RunReport:
                 line = {
                     "kind": "layer",
                     "step": step.step,
+                    "ended_at": step.ended_at,
+                    "step_ms": max(step.step_ms),
                     "layer": self.layers[position],
                     "phase": step.phase,
                     "tokens_per_rank": step.loads[position],

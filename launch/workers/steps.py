@@ -194,7 +194,7 @@ class MeasuredSteps:
         counts = None if self.balancing is None else self.balancing.end_step()
         if x.is_cuda:
             torch.cuda.synchronize(self._device)
-        step_ms = (time.perf_counter() - started) * 1e3
+        step_ms, ended_at = (time.perf_counter() - started) * 1e3, time.time()
         for block in self._stack.layers():
             block.moe.check()
         stage_ms = [{name: sum(spans) for name, spans in recorder.durations_ms().items()} for recorder in passed.stages]
@@ -218,6 +218,7 @@ class MeasuredSteps:
                 stage_ms=[stages for _, stages in times],
                 loads=loads.tolist(),
                 balancedness=[balancedness(layer[None]) for layer in loads],
+                ended_at=ended_at,
                 tokens_hit=hit,
             )
         )

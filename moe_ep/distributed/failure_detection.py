@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -125,6 +125,13 @@ class Verdict(NamedTuple):
         )
 
 
+class WaitsOnDevice(Protocol):
+    """Waits of kernels for other ranks, which this process can end."""
+
+    def end(self, why: str) -> None:
+        """Ends them for good; called in any thread, and maybe again."""
+
+
 class FailureDetector:
     """Watches the ranks of a group, and this process's waits for them.
 
@@ -146,6 +153,7 @@ class FailureDetector:
         self._processes = None if size == 1 or members is None else Processes.of_job()
         self.logs_refusals = False
         self._ended_by = ""
+        self._waits_on_device: WeakSet[WaitsOnDevice] = WeakSet()
         _all_detectors.add(self)
         self._begin(epoch=0, live=range(size))
         if size > 1:
@@ -167,6 +175,14 @@ class FailureDetector:
     def end_waits(self, why: str) -> None:
         """Ends the waits for these ranks for good, with a `RanksChangedError`."""
         self._ended_by, self.has_ended = why, True
+        for waits in list(self._waits_on_device):
+            waits.end(why)
+
+    def ends_also(self, waits: WaitsOnDevice) -> None:
+        """Lets `end_waits` end these waits too."""
+        self._waits_on_device.add(waits)
+        if self._ended_by:
+            waits.end(self._ended_by)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> FailureDetector:

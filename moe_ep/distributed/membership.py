@@ -41,6 +41,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,14 @@ _CONNECT_S = 2.0
 # Abandoned groups are kept so long.
 _FREE_S = 5.0
 _PREFIX = "moe_ep/membership"
+
+# The default groups that members have made.
+_groups: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def is_elastic(group: dist.ProcessGroup) -> bool:
+    """Whether a default group is that of one epoch of an elastic gang, whose ranks may die."""
+    return group in _groups
 
 
 class RemovedError(GangError):
@@ -635,6 +644,7 @@ class Membership:
             world_size=self.ep_size,
             timeout=timedelta(seconds=self.timeout_s),
         )
+        _groups.add(dist.distributed_c10d._get_default_group())
 
     def _abandon(self) -> None:
         """Leaves the groups of the epoch before, without waiting for what goes on in them."""
@@ -643,7 +653,8 @@ class Membership:
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
         if self.device.type == "cuda":
             for group in groups:
-                group.abort()
+                with contextlib.suppress(RuntimeError):  # a group of gloo alone
+                    group._get_backend(self.device).abort()
         dist.destroy_process_group()
         # Nothing else keeps them: layers and exchanges have weak references.
         threading.Thread(target=_free, args=(groups,), name="moe_ep-free-groups", daemon=True).start()

@@ -172,7 +172,7 @@ def test_symmetric_memory_is_given_back_where_all_ranks_come(monkeypatch: pytest
             raise DispatchTimeoutError("rank 1 did not come", [1])
 
     core, bindings = SimpleNamespace(finalize=lambda: done.append("finalize")), SimpleNamespace(free=done.append)
-    runtime = arena.Runtime(core, bindings, torch.device("cpu"))
+    runtime = arena.NvshmemRuntime(core, bindings, torch.device("cpu"))
     runtime.blocks += [arena.SymmetricBlock(pointer, 16, lambda: None) for pointer in (1, 2)]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(arena, "gather_texts", gather_texts)
