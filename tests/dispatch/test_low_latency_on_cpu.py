@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from moe_ep.dispatch.nvshmem.backend import FailureRecord
+from moe_ep.distributed.failure_detection import FailureDetector
+from moe_ep.errors import RanksChangedError
 from tests.dispatch.emulated_decode import Decode, compile_decode
 from tests.dispatch.emulated_gpu import COMPILER
 
@@ -97,3 +103,30 @@ def test_weights_that_come_late(library: ctypes.CDLL, by_reference: bool) -> Non
         assert session.run(), f"seed {seed} does not end"
         assert all(batch.is_right for batch in session.batches), f"seed {seed}"
         assert not session.record.any()
+
+
+@pytest.mark.parametrize("by_reference", [True, False], ids=["by_reference", "expanded"])
+def test_waits_end_where_the_ranks_change(library: ctypes.CDLL, by_reference: bool) -> None:
+    """Rank 1 does not come while rank 0 waits without a deadline; then it comes, and waits for what was not sent."""
+    for seed in range(4):
+        session = Decode(library, 2, seed)
+        detectors = [FailureDetector(str(rank), rank, 1) for rank in range(2)]
+        records = []
+        for rank, detector in enumerate(detectors):
+            ranks: Any = SimpleNamespace(rank=rank, size=2, ep_ranks=range(2), detector=detector)
+            records.append(FailureRecord(ranks, 0.0, session.record[rank]))
+            records[rank].covers(session.status[rank])
+
+        def ends(detectors: list[FailureDetector] = detectors) -> Iterator[None]:
+            for detector in detectors:
+                for _ in range(300):
+                    yield
+                detector.end_waits("other ranks now")
+
+        session.add_host(ends())
+        session.queue_host(1, lambda detectors=detectors: detectors[0].has_ended, every_ns=50_000)
+        session.queue_step(session.draw_case(), by_reference)
+        assert session.run(), f"seed {seed} does not end"
+        for record in records:
+            with pytest.raises(RanksChangedError, match="other ranks now"):
+                record.check()
