@@ -130,6 +130,14 @@ class EplbOptions:
         return ep_size + -num_experts % ep_size
 
 
+# Options that --elastic refuses: why, and what to do instead.
+_NOT_ELASTIC = {
+    "load_placement": "its workers have spare slots, which no placement file names; let --eplb plan anew",
+    "record_routing": "what a lost worker has recorded would be lost; record with moe-ep generate --elastic "
+    "--return-routed-experts",
+}
+
+
 def _text_file(raw: str) -> Path:
     path = input_file(raw, "it must be a file with text, or JSON with strings")
     try:
@@ -178,9 +186,9 @@ class RunConfig(ElasticOptions, EplbOptions):
 
     def check_elastic(self) -> None:
         super().check_elastic()
-        for name in ("load_placement", "record_routing"):
+        for name, why in _NOT_ELASTIC.items():
             if self.elastic and getattr(self, name):
-                raise OptionError(f"{flag(name)} is given with --elastic, which does not take it; leave one out")
+                raise OptionError(f"{flag(name)} is given with --elastic, and {why}; or leave --elastic out")
 
     def num_tokens(self, rank: int) -> int:
         """Tokens of one rank in a step."""

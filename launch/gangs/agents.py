@@ -64,7 +64,7 @@ class Peer:
         except (BlockingIOError, InterruptedError):
             found = None
         except OSError as error:
-            self.is_out_of_reach = isinstance(error, TimeoutError) or error.errno in _OUT_OF_REACH
+            self.is_out_of_reach |= isinstance(error, TimeoutError) or error.errno in _OUT_OF_REACH
             found = b""
         if not found and (self._lines or found is None):
             lines, self._lines = self._lines, []
@@ -113,7 +113,10 @@ class Node:
     Attributes:
         leader: the leading node; node 0 unless it was lost.
         is_over: all ranks have answered, or the job has failed with `failure` or `error`.
-        outlives_leader: whether the job goes on when the leader dies; `lost_leader` is then set, instead of `failure`.
+        outlives_leader: whether the job goes on when the leader dies; `lost_leader` is then set, instead of `failure`,
+            and `leader_may_live` if it merely cannot be reached.
+        was_stopped: this node may have been taken for one that is out of reach, as all others of it then.
+        check_reach: on a leader, called with the ranks of a node that cannot be reached; raises if they are too many.
         record: called with the outcome of each rank; by default it adds to `outcomes`.
         to_start: ranks that the leader has asked this node to start.
     """
@@ -127,12 +130,15 @@ class Node:
     is_over: bool = False
     outlives_leader: bool = False
     lost_leader: bool = False
+    leader_may_live: bool = False
+    was_stopped: bool = False
     failure: WorkerFailure | None = None
     error: MoeEpError | None = None
     left_s: float = POLL_S
 
     def __post_init__(self) -> None:
         self.record: Callable[[int, WorkerFailure | None], None] = self._record
+        self.check_reach: Callable[[Sequence[int]], None] = lambda ranks: None
         self.to_start: list[int] = []
         # On the leader: the node of each rank that joined, and of all ranks if it has taken over.
         self.places: dict[int, int] = {}
@@ -292,6 +298,13 @@ class Node:
     def sockets(self) -> list[Peer]:
         return list(self.peers.values())
 
+    def give_up_leader(self) -> None:
+        """Takes the leader for out of reach; its connection ends."""
+        for peer in self.sockets:
+            peer.is_out_of_reach = True
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RDWR)
+
     def announce(self, port: int) -> None:
         """Tells all nodes the port of the store."""
         self._send_all(port=port)
@@ -405,14 +418,16 @@ class Node:
             cause=f"the agent of its node (ranks {first} to {last}) ended silently: killed, or out of reach",
         )
         if not self.leads:
-            # A leader that cannot be reached may go on, with the store.
-            if self.outlives_leader and not peer.is_out_of_reach:
+            self.leader_may_live = peer.is_out_of_reach
+            if self.outlives_leader:
                 self.lost_leader = True
             else:
                 self.failure, self.is_over = failure, True
             return
-        joined = [rank for rank, place in self.places.items() if place == node_rank]
-        for rank in (*range(first, last + 1), *joined):
+        ranks = [*range(first, last + 1), *(rank for rank, place in self.places.items() if place == node_rank)]
+        if peer.is_out_of_reach or self.was_stopped:
+            self.check_reach(ranks)
+        for rank in ranks:
             self.record(rank, failure)
 
     def _look_whether_over(self) -> None:

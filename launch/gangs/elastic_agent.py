@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
 from moe_ep.errors import GangError, MoeEpError
-from moe_ep.launch.gangs import elastic, mailbox, progress
+from moe_ep.launch.gangs import elastic, mailbox, progress, waiting
 from moe_ep.launch.gangs.agents import RETRY_S, Node, Peer, waitable
 from moe_ep.launch.gangs.control import ControlServer
 from moe_ep.launch.gangs.gang import OnItem, Outcome, WorkerFailure
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 # How long an agent that takes over waits for the others.
 _SUCCEED_S = 3.0
+# A leading agent that does not answer for this share of the deadline is out of reach. No worker makes a step meanwhile,
+# and each waits for the others no longer than the deadline.
+_SILENT = 0.5
 
 
 class ElasticAgent:
@@ -36,6 +41,9 @@ class ElasticAgent:
     The leading agent serves the gang's store and has the outcomes of all ranks. The others report their ranks' outcomes
     to it, end ranks that were removed, and copy the epochs into a store of their own. If the leading agent dies, the
     first of the others leads, with its store; the rest, and all workers, go on there.
+
+    An agent whose store does not answer within the deadline, or whose connection times out, cannot be reached. Then the
+    side with most ranks of the last epoch goes on, or at a tie that of the leading agent, and the other one ends.
 
     Args:
         job: its name, which other agents know.
@@ -53,6 +61,11 @@ class ElasticAgent:
         # Where the agents that may take over listen, by node.
         self._successors: dict[int, tuple[str, int]] = {}
         self._num_successors = 0
+        self._limit_s = _SILENT * waiting.limit_of(timeout_s)
+        # Since when this agent waits for the leading one's store, in seconds; infinity while it does not.
+        self._asked_at, self._leaders_port, self._is_over = math.inf, 0, threading.Event()
+        # Ranks of nodes that could not be reached, each with the time of that.
+        self._unreached: dict[int, float] = {}
 
     def run(
         self, context: ForkServerContext, ranks: Sequence[RankEnv], fn: Callable[..., Any], args: Sequence[Any]
@@ -79,6 +92,9 @@ class ElasticAgent:
                 log.announce_standby(node.node_rank, (node.address, self._store.port))
                 client.set(_successor_key(node.node_rank), json.dumps(self._listener.getsockname()[:2]))
             self._ranks = {rank_env.rank for rank_env in ranks}
+            self._leaders_port = port
+            stack.callback(self._is_over.set)
+            threading.Thread(target=self._guard, name="moe_ep-guard", daemon=True).start()
             workers = stack.enter_context(LocalWorkers(context, ranks, timeout_s, fn, args, port))
             takes_over = not node.leads
             while not node.leads:
@@ -90,7 +106,7 @@ class ElasticAgent:
                 port = self._store.port if node.leads else node.await_port(timeout_s)
                 if not node.leads:
                     log.move(open_clients_store(node.master_addr, port, timeout_s))
-                workers.port = port
+                workers.port = self._leaders_port = port
             return self._lead(workers, takes_over=takes_over)
 
     def _lead(self, workers: LocalWorkers, *, takes_over: bool) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -102,19 +118,28 @@ class ElasticAgent:
         node.record = lambda rank, failure: outcomes.add(
             rank, Outcome(None if failure else mailbox.take(store, mailbox.result_key(rank)), failure)
         )
-        if takes_over:
-            self._take_over(outcomes)
+        node.check_reach = lambda ranks: self._check_reach(outcomes.ranks, ranks)
+        turned = time.monotonic()
+
+        def look_at_clock() -> None:
+            nonlocal turned
+            before, turned = turned, time.monotonic()
+            node.was_stopped |= turned - before > self._limit_s
 
         def start_rank(rank: int) -> None:
             if node.place_new(rank, outcomes.ranks) == node.node_rank:
                 workers.start(self._joining(rank))
 
         try:
+            if takes_over:
+                self._take_over(outcomes)
             with ControlServer() as control:
                 outcomes.take_requests(control, start_rank, replaces=True)
                 while not outcomes.are_final:
+                    look_at_clock()
                     for event in workers.events(elastic.POLL_S, also=node.sockets):
                         outcomes.add(event.rank, event.content)
+                    look_at_clock()
                     for _ in node.receive():
                         pass
                     outcomes.look()
@@ -135,7 +160,10 @@ class ElasticAgent:
             self._report(log.store, rank, outcome)
         while not node.is_over and not node.lost_leader:
             try:
-                for event in workers.events(elastic.POLL_S, also=node.sockets):
+                self._asked_at = math.inf
+                events = list(workers.events(elastic.POLL_S, also=node.sockets))
+                self._asked_at = time.monotonic()
+                for event in events:
                     self._ranks.discard(event.rank)
                     self._outcomes[event.rank] = event.content
                     self._report(log.store, event.rank, event.content)
@@ -147,6 +175,7 @@ class ElasticAgent:
                 self._recoveries = elastic.recoveries_in(log.store)
                 self._find_successors(log.store)
             except dist.DistError:
+                self._asked_at = math.inf
                 node.await_end()
             for _ in node.receive():
                 pass
@@ -154,6 +183,25 @@ class ElasticAgent:
                 rank = node.to_start.pop()
                 self._ranks.add(rank)
                 workers.start(self._joining(rank))
+
+    def _guard(self) -> None:
+        """Gives up a leading agent whose store does not answer."""
+        from moe_ep.distributed.store import end_calls
+
+        while not self._is_over.wait(elastic.POLL_S):
+            if time.monotonic() - self._asked_at > self._limit_s:
+                self._asked_at = math.inf
+                self._node.give_up_leader()
+                end_calls(self._node.master_addr, self._leaders_port)
+
+    def _check_reach(self, present: Sequence[int], unreached: Sequence[int]) -> None:
+        """Raises GangError if most ranks cannot be reached, of those that could be a deadline ago."""
+        now = time.monotonic()
+        self._unreached |= dict.fromkeys(set(unreached) & set(present), now)
+        lost = {rank for rank, since in self._unreached.items() if now - since < waiting.limit_of(self._timeout_s)}
+        ranks = lost.union(present)
+        if 2 * len(lost) > len(ranks):
+            raise _minority(ranks - lost, ranks)
 
     def _report(self, store: dist.Store, rank: int, outcome: Outcome) -> None:
         """Reports the outcome of a rank of this node to the leading agent."""
@@ -190,6 +238,9 @@ class ElasticAgent:
         """Begins to lead: gathers the other agents, and removes the ranks of those that do not come."""
         node = self._node
         nodes = dict.fromkeys(self._ranks | self._outcomes.keys(), node.node_rank) | self._gather()
+        reached = nodes.keys() & set(outcomes.ranks)
+        if node.leader_may_live and 2 * len(reached) <= len(outcomes.ranks):
+            raise _minority(reached, outcomes.ranks)
         node.places |= nodes
         progress.say_plain(f"the agent of {socket.gethostname()} leads from here on")
         for rank in set(outcomes.ranks) - nodes.keys():
@@ -230,6 +281,13 @@ class ElasticAgent:
         return joining_rank_env(
             rank, self._device, source="torchrun", node_rank=node.node_rank, master_addr=node.master_addr
         )
+
+
+def _minority(reached: Collection[int], ranks: Collection[int]) -> GangError:
+    return GangError(
+        f"this side has {len(reached)} of {len(ranks)} ranks and cannot reach the others, which may go on without it; "
+        f"this side ends"
+    )
 
 
 def _successor_key(node_rank: int) -> str:

@@ -12,7 +12,8 @@ if the others are at least half of the epoch. Only a side that reaches the store
 
 If the store is lost. A launcher of several hosts has a standby store on each (`announce_standby`), with a copy of the
 epochs. One of them is chosen (`lead`). Members that cannot reach their store look for it and move there: each writes
-again what it wrote to the lost store, in callbacks of `on_move`, and settles anew. What lost members wrote is lost.
+again what it wrote to the lost store, in callbacks of `on_move`, and settles anew. What lost members wrote is lost. A
+store that does not answer counts as lost once another one is chosen.
 
 What a launcher does (`moe_ep.launch.gangs.elastic`): it serves the store, writes epoch 0, gives every worker a
 `Membership`, proposes removals and admissions through a `MembershipLog`, and ends the processes of removed ranks.
@@ -50,7 +51,7 @@ from torch.profiler import record_function
 from moe_ep import env
 from moe_ep.distributed import failure_detection
 from moe_ep.distributed.exchange import count_exchanges_anew
-from moe_ep.distributed.store import close_at_exit, name_groups_anew
+from moe_ep.distributed.store import close_at_exit, end_calls, name_groups_anew
 from moe_ep.errors import DispatchTimeoutError, GangError, RanksChangedError, rank_list
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,10 @@ _NEWS_S = 3.0
 _GRACE_S = 0.3
 # A rank that is silent for this share of the deadline counts as stopped or out of reach.
 _SILENT = 0.8
+# If most others have been silent for this share of that time, this rank may be the one that is out of reach.
+_SUSPECT = 0.5
+# A call to the store is stuck after this time.
+_STUCK_S = 1.0
 # Limit for the launcher to report that a process ended.
 _LAUNCHER_S = 0.5
 _STEP_S = 0.005
@@ -314,8 +319,12 @@ class Membership:
         self._on_move: list[Callable[[], None]] = []
         self._preparing: list[Callable[[int], None]] = []
         self._wants_to_leave, self._prepared = False, set[int]()
+        # When the watching thread last began to ask the store.
+        self._turned = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="moe_ep-membership", daemon=True)
         self._thread.start()
+        if self.may_move:
+            threading.Thread(target=self._guard, name="moe_ep-guard", daemon=True).start()
         close_at_exit(self)
 
     @property
@@ -474,6 +483,7 @@ class Membership:
     def _watch(self) -> None:
         beat = 0.0
         while not self._closed.wait(_POLL_S):
+            self._turned = time.monotonic()
             try:
                 if time.monotonic() >= beat:
                     self._watching.store.set(f"{_PREFIX}/alive/{self.rank}", repr(time.time()))
@@ -498,15 +508,32 @@ class Membership:
         self._is_moving = bool(self._standbys)
         until = time.monotonic() + self.timeout_s
         while self._is_moving and time.monotonic() < until and not self._closed.wait(_POLL_S):
-            for host, port in self._standbys:
-                with contextlib.suppress(OSError, RuntimeError):
-                    socket.create_connection((host, port), timeout=_CONNECT_S).close()
-                    timeout = timedelta(seconds=self.timeout_s)
-                    store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-                    if store.check([_LEADS]):
-                        self._go_on_in(store)
-                        return
+            self._turned = time.monotonic()
+            if (store := self._chosen_store()) is not None:
+                self._go_on_in(store)
+                return
         self._is_moving = False
+
+    def _chosen_store(self) -> dist.Store | None:
+        """A connection to the standby store that was chosen, if any."""
+        connect = timedelta(seconds=_CONNECT_S)
+        for host, port in self._standbys:
+            with contextlib.suppress(OSError, RuntimeError):
+                socket.create_connection((host, port), timeout=_CONNECT_S).close()
+                store = dist.TCPStore(host, port, is_master=False, timeout=connect, wait_for_workers=False)
+                if store.check([_LEADS]):
+                    store.set_timeout(timedelta(seconds=self.timeout_s))
+                    return store
+        return None
+
+    def _guard(self) -> None:
+        """Ends this process's calls to a store that does not answer, once another store was chosen."""
+        while not self._closed.wait(_STUCK_S):
+            if self._is_moving or time.monotonic() - self._turned < _STUCK_S:
+                continue
+            stuck, chosen = _address(self._store), self._chosen_store()
+            if chosen is not None and _address(chosen) != stuck:
+                end_calls(*stuck)
 
     def _go_on_in(self, store: dist.Store) -> None:
         self._store = store
@@ -551,17 +578,20 @@ class Membership:
         A rank that is alive but does not come to a step is found by the ranks that wait for it.
         """
         now, epoch = time.monotonic(), self._watching.latest()
-        silent = []
+        silent, suspects = [], 0
+        limit_s = _SILENT * self.timeout_s
         for rank in set(epoch.ranks) - {self.rank}:
             beat = self._watching.last_seen(rank)
             if beat is None:  # it has not started
                 continue
             if self._beats.get(rank, (None, 0.0))[0] != beat:
                 self._beats[rank] = beat, now
-            elif now - self._beats[rank][1] > _SILENT * self.timeout_s:
+            elif now - self._beats[rank][1] > limit_s:
                 silent.append(rank)
-        if silent and self.rank in epoch.ranks and 2 * len(silent) <= len(epoch.ranks):
-            why = f"has not shown for {_SILENT * self.timeout_s:g} s that it lives (stopped, or out of reach)"
+            elif now - self._beats[rank][1] > _SUSPECT * limit_s:
+                suspects += 1
+        if silent and self.rank in epoch.ranks and 2 * (len(silent) + suspects) <= len(epoch.ranks):
+            why = f"has not shown for {limit_s:g} s that it lives (stopped, or out of reach)"
             self._watching.propose(remove=dict.fromkeys(silent, why))
 
     def _await_change(self, error: BaseException) -> None:
@@ -688,6 +718,10 @@ def _free(groups: list[Any]) -> None:
 
 def _key(number: int) -> str:
     return f"{_PREFIX}/epochs/{number}"
+
+
+def _address(store: Any) -> tuple[str, int]:
+    return store.host, store.port
 
 
 def _clone(store: dist.Store) -> dist.Store:

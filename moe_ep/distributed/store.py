@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -123,6 +126,24 @@ def ask_store(question: Callable[[dist.Store], T], limit_s: float, gives_up: Cal
     raise RuntimeError(
         f"it did not answer for {limit_s:g} s: the process that holds it, often rank 0, is dead or stuck"
     )
+
+
+def end_calls(host: str, port: int) -> None:
+    """Ends all calls of this process to the store at an address, which then raise DistError, and later ones too.
+
+    Nothing else ends a call whose server is stopped or out of reach.
+    """
+    addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, port)}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                peer, its_port, *_ = connection.getpeername()
+                if its_port == port and str(peer).removeprefix("::ffff:") in addresses:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def listen_to_store(listener: Listener) -> None:

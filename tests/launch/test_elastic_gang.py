@@ -174,22 +174,28 @@ def test_actors_are_killed_and_replaced_join_and_leave(demo: Path, tmp_path: Pat
 
 
 def test_nodes_are_lost(demo: Path, texts: list[str], tmp_path: Path) -> None:
-    """Three agents with a rank each: the one that leads is killed, and then another."""
+    """Three agents with a rank each: the node of the one that leads is stopped, and the next one that leads killed."""
     endpoint, jobs = f"127.0.0.1:{free_ports(1)[0]}", []
     for name in ("first", "second", "third"):
         (tmp_path / name).mkdir()
         options = ("--launcher", "torchrun", "--nnodes", "3", "--rdzv-endpoint", endpoint, "--ep-size", "3")
-        jobs.append(generate(demo, tmp_path / name, *options))
+        jobs.append(generate(demo, tmp_path / name, *options, deadline_s=10))
     for job in jobs:
         job.until("rank [012]: ")
     first, second, third = sorted(jobs, key=lambda job: min(job.pids))
     first.until("serving: 3 ranks")
-    first.process.kill()
+    node = (first.pids[0], first.process.pid)
+    for pid in node:
+        os.kill(pid, signal.SIGSTOP)
     second.until("serving: 2 ranks")
-    third.process.kill()
-    summary = check(second, texts, [0, 2])
+    for pid in node:
+        os.kill(pid, signal.SIGCONT)
+    second.process.kill()
+    summary = check(third, texts, [0, 1])
     assert all("agent" in loss["cause"] for loss in summary["recoveries"])
-    for job in (first, third):
+    list(first.lines())  # the others were the majority, and have gone on without it
+    assert first.process.wait(60) == 1, "".join(first.said)
+    for job in (first, second):
         assert all_end(session_pids(job.process.pid)) and all_end(list(job.pids.values()))
 
 
