@@ -194,7 +194,7 @@ class Runtime(ABC):
                 f"make the same backends in the same order, or use all2all_backend='all_to_all'"
             )
         everywhere = set.intersection(*({int(index) for index in text.split("\n")[1].split()} for text in texts))
-        self._give_back([self.blocks[index] for index in sorted(everywhere)])
+        self.give_back([self.blocks[index] for index in sorted(everywhere)])
         pointer = self._malloc(nbytes)
         if not pointer:
             raise torch.OutOfMemoryError(f"there are no {nbytes} bytes left for {name}; lower max_num_tokens")
