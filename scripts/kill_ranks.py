@@ -256,8 +256,8 @@ def come_and_go(job: Job, chance: random.Random, options: Any) -> Counter[str]:
 def steps_of_one_rank(options: Any, common: Sequence[str], folder: Path) -> tuple[dict[str, Any], bool]:
     """Step times of a rank of `moe-ep run` alone, while another joins, with it, while it leaves, and alone again."""
     command = [
-        "run", *common, "--elastic", "--launcher", "local", "--ep-size", "1", "--max-ranks", "2", "--no-verify",
-        "--steps", "10000000", "--tokens-per-rank", str(options.batch_size),
+        "run", *common, "--elastic", *options.options.split(), "--launcher", "local", "--ep-size", "1",
+        "--max-ranks", "2", "--no-verify", "--steps", "10000000", "--tokens-per-rank", str(options.batch_size),
     ]  # fmt: skip
     job = Job(folder, *command)
     moments = {}
@@ -347,7 +347,7 @@ def main() -> int:
     add("--prompts", type=int, default=1000)
     add("--max-new-tokens", type=int, default=128)
     add("--batch-size", type=int, default=2)
-    add("--options", default="", help="more options of moe-ep, in one argument")
+    add("--options", default="", help="more options of the elastic command, in one argument")
     options = bench.parse()
     options.ep_size = options.agents or options.ep_size
     options.max_ranks = options.max_ranks or options.ep_size
@@ -359,7 +359,7 @@ def main() -> int:
             print(
                 f"{time.strftime('%X')} made {options.geometry} {options.format}, {options.layers} layers", flush=True
             )
-        common = ["--device", options.device, *options.options.split()]
+        common = ["--device", options.device]
         common += ["--model", str(options.model)] if options.model else []
         if options.steps:
             row, is_good = steps_of_one_rank(options, common, folder)
@@ -389,7 +389,14 @@ def one_generation(bench: Bench, options: Any, common: Sequence[str], launcher: 
     print(f"{time.strftime('%X')} alone: {summary['step_ms']['replayed'] or summary['step_ms']['decode']}", flush=True)
     texts = [lines[number % len(PROMPTS)]["text"] for number in range(options.prompts)]
     prompts.write_text("".join(f"{PROMPTS[number % len(PROMPTS)]}\n" for number in range(options.prompts)))
-    elastic = ["--elastic", "--ep-size", str(options.ep_size), "--max-ranks", str(options.max_ranks)]
+    elastic = [
+        "--elastic",
+        *options.options.split(),
+        "--ep-size",
+        str(options.ep_size),
+        "--max-ranks",
+        str(options.max_ranks),
+    ]
     elastic += [] if options.agents else ["--launcher", launcher]
     job = Job(folder, *generate, *elastic, agents=options.agents)
     if options.events:
