@@ -64,7 +64,7 @@ OVERLAPPED = {
         ("num_ids", "num_tokens"),
     ),
     "combine": (
-        ("results", "slots", "output", "finished", "expert_map", "order", "ordered"),
+        ("results", "slots", "output", "finished", "expert_map", "order", "ordered", "sources"),
         ("num_ids", "num_tokens"),
     ),
 }
