@@ -152,6 +152,15 @@ DEVICE void tensor_copy(u32 to, const void* map, int column, int row, u64* barri
       : "memory");
 }
 
+// The same of a tensor of three dimensions, the innermost first.
+DEVICE void tensor_copy(u32 to, const void* map, int x, int y, int z, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Arrives once all earlier cp.async of this thread have landed; the barrier's count includes this arrival.
 DEVICE void barrier_arrive_on_copies(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");

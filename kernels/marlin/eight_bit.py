@@ -22,6 +22,7 @@ from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.hopper import (
     MOST_EXPERTS,
     TENSOR_MAP_BYTES,
+    codes_map,
     groups_per_step,
     have_one_spacing,
     tensor_map,
@@ -66,6 +67,7 @@ class EightBitParams(ctypes.Structure):
 
     _fields_ = (
         ("tokens", (ctypes.c_uint8 * TENSOR_MAP_BYTES) * 2),
+        ("weights", (ctypes.c_uint8 * TENSOR_MAP_BYTES) * 2),
         ("experts", ExpertsParams),
         ("row_scales", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),
@@ -199,7 +201,15 @@ def run(
         place = multiplying.experts.gemm[phase].input
         encoded = tensor_map(place, where.capacity, weights.num_columns, torch.uint8)
         ctypes.memmove(multiplying.tokens[phase], encoded, TENSOR_MAP_BYTES)
+        if reads_from_shared(pair):
+            encoded = codes_map(weights.qweight.data_ptr(), pair.num_experts * weights.num_rows, weights.num_columns)
+            ctypes.memmove(multiplying.weights[phase], encoded, TENSOR_MAP_BYTES)
     kernel.launch(multiplying, (launches.num_blocks, 1, 1), _MULTIPLY_THREADS, launches.shared_bytes)
+
+
+def reads_from_shared(pair: WeightPair) -> bool:
+    """Whether weights are operands as they are packed (kFromShared of cuda/eight_bit_tile.cuh)."""
+    return pair.kind.scalar_type == scalar_types.float8_e4m3fn
 
 
 def prepare(pair: WeightPair, sent: bool) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 
@@ -57,6 +58,7 @@ _LAUNCH_OVERHEAD = 200
 
 TENSOR_MAP_BYTES = 128
 _BOX_ROWS, _BOX_BYTES = 32, 128  # kBoxTokens of the kernels' stages; what a row of swizzled tokens has
+_BLOCK_BYTES = 64 * 32  # of packed 8-bit codes: a strip of 64 rows, 32 columns (repack.py)
 
 
 class PrefillParams(ctypes.Structure):
@@ -382,26 +384,51 @@ def tensor_map(address: int, num_rows: int, num_columns: int, dtype: torch.dtype
         ImportError: cuda-core is missing.
         RuntimeError: the driver refuses the matrix.
     """
-    driver = jit.driver_bindings()
-    formats = driver.CUtensorMapDataType
+    formats = jit.driver_bindings().CUtensorMapDataType
     of_dtype = {
         torch.bfloat16: formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         torch.uint8: formats.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }
-    sizes = [driver.cuuint64_t(num_columns), driver.cuuint64_t(num_rows)]
-    box = [driver.cuuint32_t(_BOX_BYTES // dtype.itemsize), driver.cuuint32_t(_BOX_ROWS)]
-    steps = [driver.cuuint32_t(1), driver.cuuint32_t(1)]
+    box = (_BOX_BYTES // dtype.itemsize, _BOX_ROWS)
+    sizes, strides = (num_columns, num_rows), (num_columns * dtype.itemsize,)
+    return _encode_map(address, of_dtype[dtype], sizes, strides, box, swizzled=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def codes_map(address: int, num_rows: int, num_columns: int) -> bytes:
+    """The map of packed 8-bit codes (repack.py) for tensor copies of 128 rows x 128 columns, zeros out of bounds.
+
+    A strip of 64 rows has blocks of 32 columns one after the other; a copy has the same block of two strips side by
+    side. Cached, and with the errors, as tensor_map.
+    """
+    words = _BLOCK_BYTES // 8
+    sizes, strides = (words, num_rows // 64, num_columns // 32), (64 * num_columns, _BLOCK_BYTES)
+    number_type = jit.driver_bindings().CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT64
+    return _encode_map(address, number_type, sizes, strides, (words, 2, 4), swizzled=False)
+
+
+def _encode_map(
+    address: int,
+    number_type: Any,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzled: bool,
+) -> bytes:
+    """A tensor map; sizes and box in numbers, the innermost dimension first, strides of the others in bytes."""
+    driver = jit.driver_bindings()
+    swizzles = driver.CUtensorMapSwizzle
     result = driver.cuTensorMapEncodeTiled(
-        of_dtype[dtype],
+        number_type,
         len(sizes),
         address,
-        sizes,
-        [driver.cuuint64_t(num_columns * dtype.itemsize)],
-        box,
-        steps,
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -160,6 +160,8 @@ class Emulated:
             for phase, weights in enumerate((pair.w13, pair.w2)):
                 given = multiplying.experts.gemm[phase].input, where.capacity, weights.num_columns
                 ctypes.memmove(multiplying.tokens[phase], (ctypes.c_int64 * 3)(*given), 24)
+                codes = weights.qweight.data_ptr(), pair.num_experts * weights.num_rows, weights.num_columns
+                ctypes.memmove(multiplying.weights[phase], (ctypes.c_int64 * 3)(*codes), 24)
             session.queue_kernel(0, "experts", multiplying, blocks)
         assert session.run(), "the kernels hang"
         assert not flags.any()

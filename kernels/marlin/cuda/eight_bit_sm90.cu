@@ -85,8 +85,31 @@ DEVICE TileSlice slice_of(const ExpertsParams& p, const Tables& tables, int tick
   return tile_of(p, tables, phase, ticket - (phase ? first : 0));
 }
 
+// Codes of a step of a tile's weights. Those that wgmma reads are one box of a tensor for either half of the rows, with
+// zeros beyond the columns; of rows beyond the expert's they have whatever follows.
+DEVICE int bytes_of_codes(int rows, int columns) {
+  return kFromShared ? kTokensPlace : rows / 64 * (64 * columns * kBits / 8);
+}
+DEVICE void copy_codes(const EightBitParams& params, const TileSlice& g, int rows, int step, int columns, u32 to,
+                       u64* full, u64 policy) {
+  const GemmParams& gemm = params.experts.gemm[g.phase];
+  i64 first = g.expert * (i64)gemm.rows + g.first_row;
+  if constexpr (kFromShared) {
+    for (int half = 0; half < 2; half++) {
+      tensor_copy(to + half * 2 * kStripBytes, &params.weights[g.phase], 0, first / 64 + 2 * half, 4 * step, full);
+    }
+  } else {
+    const u8* from = gemm.weights + first * gemm.columns * kBits / 8 + step * kStripBytes;
+    for (int i = 0; i < rows / 64; i++) {
+      bulk_copy(to + i * kStripBytes, from + i * (i64)64 * gemm.columns * kBits / 8, 64 * columns * kBits / 8, full,
+                policy);
+    }
+  }
+}
+
 // Claims tiles and streams the codes, scales and zero points of their weights. The last step may have fewer columns.
-DEVICE void run_weight_thread(const ExpertsParams& p, const Tables& tables, Shared& shared, Ring ring) {
+DEVICE void run_weight_thread(const EightBitParams& params, const Tables& tables, Shared& shared, Ring ring) {
+  const ExpertsParams& p = params.experts;
   int total = tiles_of(p, tables, 0) + tiles_of(p, tables, 1);
   u64 policy = policy_evict_normal();
   int index = 0, parity = 1;
@@ -95,26 +118,14 @@ DEVICE void run_weight_thread(const ExpertsParams& p, const Tables& tables, Shar
     push_slice(shared, g, index, parity);
     const GemmParams& gemm = p.gemm[g.phase];
     int rows = min(gemm.rows - g.first_row, kTileRows), steps = steps_of(p, g.phase);
-    i64 strip_stride = (i64)64 * gemm.columns * kBits / 8;
-    const u8* codes = gemm.weights + (g.expert * (i64)gemm.rows + g.first_row) * gemm.columns * kBits / 8;
     i64 scales = (g.expert * (i64)gemm.groups * gemm.rows + g.first_row) * kScaleBytes;
     for (int step = 0; step < steps; step++) {
       int columns = min(gemm.columns - step * kGroupColumns, kGroupColumns);
-      int bytes = 64 * columns * kBits / 8, groups = min(gemm.groups - step * kGroups, kGroups);
+      int groups = min(gemm.groups - step * kGroups, kGroups);
       int scale_rows = kGrouped ? groups * (kHasZeros ? 2 : 1) : (kHasZeros ? 1 : 0), row_bytes = rows * kScaleBytes;
       ring.wait_empty();
-      barrier_arrive_expecting(ring.full(shared), rows / 64 * bytes + scale_rows * row_bytes);
-      for (int i = 0; i < rows / 64; i++) {
-        const u8* from = codes + i * strip_stride + step * kStripBytes;
-        if constexpr (kFromShared) {
-          for (int at = 0; at < bytes; at += kStripBlockBytes) {
-            bulk_copy(ring.place() + at * (kTileRows / 64) + i * kStripBlockBytes, from + at, kStripBlockBytes,
-                      ring.full(shared), policy);
-          }
-        } else {
-          bulk_copy(ring.place() + i * kStripBytes, from, bytes, ring.full(shared), policy);
-        }
-      }
+      barrier_arrive_expecting(ring.full(shared), bytes_of_codes(rows, columns) + scale_rows * row_bytes);
+      copy_codes(params, g, rows, step, columns, ring.place(), ring.full(shared), policy);
       for (int i = 0; i < (kGrouped ? groups : 1); i++) {
         i64 from = scales + (kGrouped ? (step * kGroups + i) * (i64)gemm.rows * kScaleBytes : 0);
         u32 row = i * kScaleRowBytes;
@@ -223,17 +234,17 @@ WGMMA_FROM_SHARED(128, LIST_64, "%64", "%65", THIRTY_TWO(0), THIRTY_TWO(32))
 // ==== Products ====
 
 // A warpgroup has 128 rows of weights. Its descriptors begin at either half of each pair of fragments: 16-byte columns
-// are 128 bytes apart, 8 rows 512 (repack.py, kTileBlockBytes).
+// are 128 bytes apart, 8 rows 512 (repack.py).
 constexpr u64 kWeightsDescriptorHigh = 512 / 16;
 DEVICE u32 descriptor_of_weights(u32 ring) {
-  return ((ring + threadIdx.x / 128 * 2 * kStripBlockBytes) & 0x3ffff) >> 4 | (128 / 16) << 16;
+  return ((ring + threadIdx.x / 128 * 2 * kStripBytes) & 0x3ffff) >> 4 | (128 / 16) << 16;
 }
 
 // One block of 32 columns; weights in registers, or in shared memory from a descriptor on.
 template <int kTokens, bool kAdd>
 DEVICE void multiply_block(Sum* part, const u32* weights, u64 first_weights, u64 tokens, int block) {
   if constexpr (kFromShared) {
-    wgmma_eight_bit<kTokens, kAdd>(part, first_weights + block * (kTileBlockBytes / 16), tokens + 2 * block);
+    wgmma_eight_bit<kTokens, kAdd>(part, first_weights + block * (kHalfBlockBytes / 16), tokens + 2 * block);
   } else {
     wgmma_eight_bit<kTokens, kAdd>(part, weights, tokens + 2 * block);
   }
@@ -404,19 +415,6 @@ DEVICE void run_consumers(const EightBitParams& params, const Tables& tables, Sh
   });
 }
 
-// Codes that the last step of a row lacks multiply zeros, so they must not be what memory held before, which may be NaN
-// in e4m3.
-DEVICE void clear_ring(const ExpertsParams& p, u8* memory) {
-  if (WEIGHT_TYPE != FLOAT8_E4M3 ||
-      (p.gemm[0].columns % kGroupColumns == 0 && p.gemm[1].columns % kGroupColumns == 0)) {
-    return;
-  }
-  for (int i = threadIdx.x * 16; i < kRingBytes; i += kThreads * 16) {
-    *reinterpret_cast<uint4*>(memory + i) = make_uint4(0, 0, 0, 0);
-  }
-  fence_proxy_async();
-}
-
 DEVICE void init_barriers(Shared& shared) {
   for (int i = 0; i < kStages; i++) {
     barrier_init(&shared.full[i], 2);
@@ -446,7 +444,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   int warp = threadIdx.x / 32;
   if (warp == 0) tables.make(p, threadIdx.x % 32);
   if (threadIdx.x == 32) init_barriers(shared);
-  clear_ring(p, memory);
   __syncthreads();
   Ring ring(memory);
   if (warp < kConsumerWarps) {
@@ -455,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     registers_shrink<40>();
     if (warp == kWeightWarp) {
-      if (elected()) run_weight_thread(p, tables, shared, ring);
+      if (elected()) run_weight_thread(params, tables, shared, ring);
     } else if (warp == kTokenWarp) {
       for_each_slice(shared, [&](const TileSlice g) {
         if (elected()) {

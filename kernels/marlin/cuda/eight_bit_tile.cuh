@@ -33,10 +33,10 @@ constexpr int kBlockColumns = 32;                        // of a product of the 
 // Whether tokens have a scale for every 128 columns in w13 (SENT_ROWS) and in w2.
 constexpr bool kTokenScales[2] = {SENT_ROWS != 0, true};
 
-// e4m3 weights are operands as they are: wgmma takes them from shared memory.
+// e4m3 weights are operands as they are: wgmma takes them from shared memory, where each half of a tile's rows lies in
+// blocks of 32 columns.
 constexpr bool kFromShared = WEIGHT_TYPE == FLOAT8_E4M3 && !ROWS_INT8;
-constexpr int kStripBlockBytes = 64 * kBlockColumns * kBits / 8;
-constexpr int kTileBlockBytes = kTileRows * kBlockColumns * kBits / 8;
+constexpr int kHalfBlockBytes = kTileRows / 2 * kBlockColumns;
 
 // Codes of weights (repack.py), of tokens (wgmma.cuh), scales and zero points of weights, scales of tokens.
 constexpr int kStripBytes = 64 * kGroupColumns * kBits / 8;  // 64 rows x 128 columns
@@ -48,7 +48,8 @@ constexpr int kTokenScalesPlace = kZerosPlace + (kHasZeros ? kGroups * kScaleRow
 constexpr int kStageBytes = (kTokenScalesPlace + kTileTokens * 4 + 1023) / 1024 * 1024;  // tokens begin at 1024 bytes
 
 struct EightBitParams {
-  TensorMap tokens[2];  // codes of the input, codes of hidden; of sm_90 alone
+  TensorMap tokens[2];   // codes of the input, codes of hidden; of sm_90 alone
+  TensorMap weights[2];  // codes of w13 and w2, where kFromShared
   ExpertsParams experts;
   const float* row_scales;  // [capacity], of the input; with SENT_ROWS as hidden_scales
   u8* hidden;               // [capacity, columns of w2]

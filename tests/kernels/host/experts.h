@@ -229,6 +229,22 @@ inline void tensor_copy(u32 to, const void* map, int column, int row, u64* barri
   }
   emulated::barrier_of(barrier).change(0, -32 * 128);
 }
+// Of packed codes: 4 blocks of 32 columns, each of 2 strips of 64 rows.
+inline void tensor_copy(u32 to, const void* map, int, int strip, int block, u64* barrier) {
+  const auto& matrix = *static_cast<const emulated::Matrix*>(map);
+  for (int b = 0; b < 4; b++) {
+    for (int s = 0; s < 2; s++, to += 64 * 32) {
+      const i64 from = ((strip + s) * (matrix.columns / 32) + block + b) * 64 * 32;
+      const bool inside = strip + s < matrix.rows / 64 && block + b < matrix.columns / 32;
+      if (inside) {
+        memcpy(emulated::at<u8>(to), matrix.data + from, 64 * 32);
+      } else {
+        memset(emulated::at<u8>(to), 0, 64 * 32);
+      }
+    }
+  }
+  emulated::barrier_of(barrier).change(0, -128 * 128);
+}
 inline void fence_proxy_async() {}
 inline void fence_proxy_async_global() {}
 inline void add_release_gpu(int* p, int value) { atomicAdd(p, value); }
