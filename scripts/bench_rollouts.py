@@ -107,17 +107,17 @@ def measure_updates(num_experts: int, device: torch.device, times: int) -> list[
                 parallel = FusedMoEParallelConfig.make(ep_size=1, rank=0, world_size=1)
                 stack = MoEStack(reader, spec, parallel, dtype=torch.bfloat16, device=device, quantize=quantize)
             loaded = clock(device) - started
-            # In turns, so that all meet the machine in the same state; the first turn warms up.
-            turns: list[list[float]] = []
-            for _ in range(times + 1):
-                runs = [copy, *(partial(moe_ep.update_weights, stack, given) for given in forms.values())]
-                turns.append([seconds_of(run, device) for run in runs])
-            plain, *updates = map(statistics.median, zip(*turns[1:], strict=True))
-            if quantize == "none":
-                rows.append({"what": "plain copy of the bytes", "s": plain, "bytes": total})
-            for form, seconds in zip(forms, updates, strict=True):
+            for form, given in forms.items():
+                # In turns, so that both meet the machine in the same state. The first turn warms up, and finds what
+                # follows from the names.
+                update = partial(moe_ep.update_weights, stack, given)
+                turns = [[seconds_of(run, device) for run in (copy, update)] for _ in range(times + 1)]
+                plain, seconds = map(statistics.median, zip(*turns[1:], strict=True))
+                if not rows:
+                    rows.append({"what": "plain copy of the bytes", "s": plain, "bytes": total})
                 what = f"update, {form}" + ("" if quantize == "none" else f", quantized to {quantize}")
-                rows.append({"what": what, "s": seconds, "times_a_copy": seconds / plain, "load_s": loaded})
+                more = {"times_a_copy": seconds / plain, "first_s": turns[0][1], "load_s": loaded}
+                rows.append({"what": what, "s": seconds} | more)
     return rows
 
 

@@ -183,7 +183,7 @@ def load_plan(reader: CheckpointReader, plan: list[Source], layer: Any, what: st
     # A layer of another class copies in its own way, which looks at nothing.
     loader = getattr(layer, "loader", None)
     copied = {source.name for source in plan if loader and copy.is_fast and _is_copied(source, params)}
-    with _one_copying_thread(), _copies_by(copy, loader):
+    with contextlib.nullcontext() if reader.in_memory else _one_copying_thread(), _copies_by(copy, loader):
         for source, raw in _read(reader, plan, copied):
             copy.looks = source.name in copied and not reader.allow_nonfinite
             for slot in source.slots:

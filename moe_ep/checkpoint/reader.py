@@ -369,6 +369,9 @@ class CheckpointReader:
             missing or truncated, a tensor that is in another shard than the index says.
     """
 
+    # Whether tensors are read without threads that compete with those that copy them.
+    in_memory = False
+
     def __init__(self, directory: str | os.PathLike[str], allow_nonfinite: bool = False) -> None:
         self.directory = Path(directory)
         self.allow_nonfinite = allow_nonfinite

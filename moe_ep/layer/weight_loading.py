@@ -204,12 +204,8 @@ class ExpertWeightLoader:
         check_tensors(**{f"{weight_name}: loaded_weight": weight})
         if weight.is_meta:
             raise ValueError(f"{weight_name}: loaded_weight is on the meta device and has no values; read it first")
-        param_name, slot, shard_id = piece
-        layout = self._declared[param_name]
-        target = param.data[slot]
-        half = SHARDS[shard_id][1]
-        if layout.halves_dim is not None and layout.gemm == "w13" and self._gated:
-            target = target.chunk(2, layout.halves_dim)[half]
+        param_name = piece[0]
+        layout, target = self._declared[param_name], self._target(piece, param)
         part = self._part_of_this_rank(weight, target, layout, weight_name, param_name)
         if layout.first_tp_rank_only and self._tp_rank > 0:
             target.zero_()
@@ -221,6 +217,25 @@ class ExpertWeightLoader:
             self.copy(target, part)
         self._loaded.add(piece)
         self._pending.discard(piece)
+
+    def _target(self, piece: _Piece, param: nn.Parameter) -> torch.Tensor:
+        """The part of a parameter that a shard of the slot's expert goes to."""
+        param_name, slot, shard_id = piece
+        layout = self._declared[param_name]
+        if layout.halves_dim is not None and layout.gemm == "w13" and self._gated:
+            return param.data[slot].chunk(2, layout.halves_dim)[SHARDS[shard_id][1]]
+        return param.data[slot]
+
+    def targets(
+        self, param_name: str, param: nn.Parameter, weight: torch.Tensor, shard_id: str, expert_id: int
+    ) -> list[torch.Tensor] | None:
+        """Where `load` copies one expert's tensor, as it is, and does nothing else; None where it does."""
+        layout = self._declared.get(param_name)
+        if self._tp_size > 1 or layout is None or (layout.halves_dim is None and len(self._shards(layout)) > 1):
+            return None
+        found = [self._target((param_name, slot, shard_id), param) for slot in self.slots.of_id(expert_id)]
+        fits = all(target.shape == weight.shape and {target.dtype, weight.dtype} <= {*_FLOATS} for target in found)
+        return found if fits else None
 
     def _part_of_this_rank(
         self, weight: torch.Tensor, target: torch.Tensor, layout: ParamLayout, weight_name: str, param_name: str

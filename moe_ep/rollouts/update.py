@@ -17,10 +17,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,7 @@ def update_weights(model: Any, tensors: Weights) -> None:
             reader = _given(target, tensors, group)
         plan, problem = _Plan([], []), ""
         try:
-            plan = _plan(target, reader)
+            plan = _plan(target, reader, _PLANS.get(model))
         except (MoeEpError, ValueError) as error:
             problem = str(error)
         told = _exchange("missing weights", (problem, plan.absent(reader)), group)
@@ -91,6 +92,8 @@ def update_weights(model: Any, tensors: Weights) -> None:
         if isinstance(reader, GivenTensors):
             reader.fetch(sorted({name for _, names in told for name in names}), group)
         _write(target, reader, plan, group)
+        if isinstance(reader, GivenTensors):
+            _PLANS[model] = plan
 
 
 class _Target(Protocol):
@@ -102,6 +105,7 @@ class _Target(Protocol):
         aliases: what the experts' names begin with in the model, and in the checkpoint.
     """
 
+    model: nn.Module
     config: dict[str, Any]
     layers: list[tuple[int, FusedMoE]]
     aliases: dict[str, str]
@@ -122,7 +126,9 @@ class _Target(Protocol):
 
 class _Stack:
     def __init__(self, stack: MoEStack) -> None:
-        self._stack, self.spec, self.config = stack, stack.spec, stack.config
+        self.model: nn.Module = stack
+        self._stack = stack
+        self.spec, self.config = stack.spec, stack.config
         self.layers = [(block.layer_index, block.moe) for block in stack.layers()]
         self.aliases: dict[str, str] = {}
 
@@ -146,7 +152,7 @@ class _Stack:
 
 class _Parallelized:
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._steps = model, steps_of(model)
+        self.model, self._steps = model, steps_of(model)
         if self._steps.elastic is not None:
             raise ConfigError(
                 "the model is elastic, and experts of a failed rank would be read from the checkpoint that it came "
@@ -177,9 +183,9 @@ class _Parallelized:
         """Each weight beside the experts: its name, itself, and its name in the files."""
         from moe_ep.hf.loading import names_on_disk
 
-        on_disk, state = names_on_disk(self._model, reader), self._model.state_dict()
-        buffers = [(name, tensor) for name, tensor in self._model.named_buffers() if name in state]
-        for name, tensor in (*self._model.named_parameters(), *buffers):
+        on_disk, state = names_on_disk(self.model, reader), self.model.state_dict()
+        buffers = [(name, tensor) for name, tensor in self.model.named_buffers() if name in state]
+        for name, tensor in (*self.model.named_parameters(), *buffers):
             if not name.startswith(self._experts):
                 yield name, tensor, name if name in reader else on_disk.get(name, name)
 
@@ -232,7 +238,7 @@ def _finish_moves(target: _Target) -> None:
 
 
 class GivenTensors(CheckpointReader):
-    """Tensors of this process and of others, read as a checkpoint is.
+    """Tensors of this process and of others, read as a checkpoint is, from memory.
 
     Args:
         config: of the model.
@@ -240,6 +246,8 @@ class GivenTensors(CheckpointReader):
         infos: of the tensors that some process has, whole.
         device: where tensors of other processes arrive.
     """
+
+    in_memory = True
 
     def __init__(
         self,
@@ -255,6 +263,16 @@ class GivenTensors(CheckpointReader):
     @property
     def index_file(self) -> Path:
         return self.directory
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        """Of the tensors that some process has, whole, by name."""
+        return self._tensors
+
+    def base(self, name: str) -> tuple[str, torch.Tensor]:
+        """The tensor that this process was given or sent, and that `name` is, or is an index of; and its name."""
+        known = name if name in self._given else _whole(name)
+        return known, self._given[known]
 
     def holds(self, name: str) -> bool:
         """Whether this process has a tensor, or `name[i]` of one."""
@@ -298,14 +316,70 @@ def _index(name: str) -> int:
     return int(name[name.rindex("[") + 1 : -1])
 
 
+@dataclass(frozen=True)
+class _Names:
+    """What follows from the names and forms of given tensors alone.
+
+    Attributes:
+        forms: of each tensor.
+        held: what this rank has: the name, which of the given tensors it is, and of a shard the row of it.
+        table: of the tensors, whole: names, dtypes and shapes.
+        infos: of the same tensors.
+    """
+
+    forms: list[Any]
+    held: list[tuple[str, int, int | None]]
+    table: list[tuple[str, str, list[int]]]
+    digest: str
+    infos: dict[str, TensorInfo]
+
+
 def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None) -> GivenTensors:
     """The tensors of all ranks; a collective step of them."""
-    layer, failure = target.layers[0][1], None
-    named: dict[str, torch.Tensor] = {}
+    failure: Exception | None = None
+    pairs: list[Any] = []
+    names = _Names([], [], [], "", {})
     try:
-        named = _named(target, tensors)
+        pairs = _pairs(tensors)
+        forms = [_form(*pair) for pair in pairs]
+        known = _NAMES.get(target.model)
+        names = known if known is not None and known.forms == forms else _names_of(target, pairs, forms)
     except (TypeError, ValueError) as error:
         failure = error
+    told = _exchange("weights", [str(failure or ""), names.digest], group)
+    if failure is not None:
+        raise failure
+    if problems := [text for text, _ in told if text]:
+        raise WeightsError(f"{_PLACE}: of another rank: {problems[0]}")
+    infos = names.infos
+    if any(found != names.digest for _, found in told):
+        infos = _infos(row for table in _exchange("names", names.table, group) for row in table)
+    _NAMES[target.model] = names
+    held = {
+        name: pairs[number][1].detach() if row is None else pairs[number][1].detach()[row]
+        for name, number, row in names.held
+    }
+    return GivenTensors(target.config, held, infos, target.layers[0][1].expert_weights()[0].device)
+
+
+def _pairs(tensors: Any) -> list[Any]:
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"tensors is a {type(tensors).__name__}; it must be (name, tensor) pairs")
+    pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(f"tensors has a {type(pair).__name__}; it must be (name, tensor) pairs")
+    return pairs
+
+
+def _form(name: str, tensor: Any) -> tuple[Any, ...]:
+    if not isinstance(tensor, torch.Tensor):
+        check_tensors(**{name: tensor})
+    return name, tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _names_of(target: _Target, pairs: list[Any], forms: list[Any]) -> _Names:
+    named, layer = _named(target, pairs), target.layers[0][1]
     num_experts, parallel = target.spec.num_experts, layer.parallel_config
     owned = [*range(num_experts)]
     if parallel.use_ep:
@@ -318,25 +392,23 @@ def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None) -> Gi
         for index, _ in target.layers
         for fused in target.spec.fused.by_role().values()
     )
-    held: dict[str, torch.Tensor] = {}
+    held: list[tuple[str, int, int | None]] = []
     table: list[tuple[str, str, list[int]]] = []
-    for name, tensor in sorted(named.items()):
-        sizes, parts = list(tensor.shape), {name: tensor}
+    for name, (number, tensor) in sorted(named.items()):
+        sizes = list(tensor.shape)
         if name.startswith(stems) and sizes and sizes[0] == len(owned) < num_experts:
-            sizes[0], parts = num_experts, {f"{name}[{i}]": part for i, part in zip(owned, tensor, strict=True)}
-        held |= parts
+            sizes[0] = num_experts
+            held += [(f"{name}[{expert}]", number, row) for row, expert in enumerate(owned)]
+        else:
+            held.append((name, number, None))
         table.append((name, str(tensor.dtype).removeprefix("torch."), sizes))
     digest = hashlib.sha256(json.dumps(table).encode()).hexdigest()
-    told = _exchange("weights", [str(failure or ""), digest], group)
-    if failure is not None:
-        raise failure
-    if problems := [text for text, _ in told if text]:
-        raise WeightsError(f"{_PLACE}: of another rank: {problems[0]}")
-    same = all(found == digest for _, found in told)
+    return _Names(forms, held, table, digest, _infos(table))
+
+
+def _infos(table: Iterable[Sequence[Any]]) -> dict[str, TensorInfo]:
     infos: dict[str, TensorInfo] = {}
-    for name, kind, sizes in (
-        row for found in ([table] if same else _exchange("names", table, group)) for row in found
-    ):
+    for name, kind, sizes in table:
         dtype, shape = getattr(torch, kind), tuple(sizes)
         info = TensorInfo(name, _PLACE, dtype, shape, 0, math.prod(shape) * dtype.itemsize)
         if infos.setdefault(name, info) != info:
@@ -344,19 +416,13 @@ def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None) -> Gi
                 f"{_PLACE}: tensor {name}: expected the same on all ranks, found {infos[name].dtype} "
                 f"{infos[name].shape} and {dtype} {shape}"
             )
-    return GivenTensors(target.config, held, infos, layer.expert_weights()[0].device)
+    return infos
 
 
-def _named(target: _Target, tensors: Any) -> dict[str, torch.Tensor]:
-    """The tensors by the checkpoint's names; TypeError or ValueError for what is none."""
-    named: dict[str, torch.Tensor] = {}
-    if not isinstance(tensors, Iterable):
-        raise TypeError(f"tensors is a {type(tensors).__name__}; it must be (name, tensor) pairs")
-    for pair in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(f"tensors has a {type(pair).__name__}; it must be (name, tensor) pairs")
-        name, tensor = pair
-        check_tensors(**{name: tensor})
+def _named(target: _Target, pairs: list[Any]) -> dict[str, tuple[int, torch.Tensor]]:
+    """The tensors and their numbers by the checkpoint's names; ValueError for what has no values or comes twice."""
+    named: dict[str, tuple[int, torch.Tensor]] = {}
+    for number, (name, tensor) in enumerate(pairs):
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values; give it some")
         for own, on_disk in target.aliases.items():
@@ -364,16 +430,34 @@ def _named(target: _Target, tensors: Any) -> dict[str, torch.Tensor]:
                 name = on_disk + name.removeprefix(own)
         if name in named:
             raise ValueError(f"tensors has {name} twice; give each once")
-        named[name] = tensor.detach()
+        named[name] = number, tensor
     return named
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """A part of a given tensor, as `torch.as_strided` takes it, and where it is copied; the part is None for all."""
+
+    base: str
+    part: tuple[torch.Size, tuple[int, ...], int] | None
+    target: torch.Tensor
+
+
+@dataclass
 class _Plan:
-    """What is read: for the experts of each layer, and, by name, for the rest of the model."""
+    """What is read: for the experts of each layer, and, by name, for the rest of the model.
+
+    Attributes:
+        place: where the experts are that it was made for.
+        infos: of the tensors that it was made of.
+        copies: for each layer that has nothing to do but to copy tensors, what is copied; made by the first update.
+    """
 
     experts: list[list[Source]]
     beside: list[str]
+    place: list[Any] = field(default_factory=list)
+    infos: dict[str, TensorInfo] | None = None
+    copies: dict[int, list[_Copy]] = field(default_factory=dict)
 
     def absent(self, reader: CheckpointReader) -> list[str]:
         """What this rank has to receive."""
@@ -383,27 +467,81 @@ class _Plan:
         return [name for name in dict.fromkeys((*read, *self.beside)) if not reader.holds(name)]
 
 
-def _plan(target: _Target, reader: CheckpointReader) -> _Plan:
+# Of each model what its last update found, as trainers send the same names every time.
+_NAMES: WeakKeyDictionary[Any, _Names] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[Any, _Plan] = WeakKeyDictionary()
+
+
+def _plan(target: _Target, reader: CheckpointReader, known: _Plan | None) -> _Plan:
     """CheckpointError, which names a tensor, where one is missing or does not fit."""
+    infos = reader.infos if isinstance(reader, GivenTensors) else None
+    place = [(layer.slots.local_experts, *layer.tensor_addresses()) for _, layer in target.layers]
+    if known is not None and infos is not None and known.place == place and known.infos == infos:
+        return known
     experts = []
     for index, layer in target.layers:
         quantization = layer_quantization(reader.quantization, target.spec, index, reader)
         names = layer.loader.param_names
         experts.append(plan_layer(reader, target.spec, index, layer, quantization, param_names=names))
-    return _Plan(experts, target.check_beside(reader))
+    return _Plan(experts, target.check_beside(reader), place, infos)
+
+
+def _copies(reader: CheckpointReader, sources: list[Source], layer: FusedMoE) -> list[_Copy] | None:
+    """What an update of a layer copies; None where that is not all of it."""
+    if not (isinstance(reader, GivenTensors) and layer.quant_method.loads_in_place()):
+        return None
+    params, copies = dict(layer.named_parameters(recurse=False)), []
+    for source in sources:
+        if source.info is None:
+            return None
+        base_name, base = reader.base(source.name)
+        raw = reader.read(source.name)
+        for slot in source.slots:
+            tensor = slot.layout.as_held(slot.tensor(raw))
+            is_view = tensor.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+            targets = None
+            if slot.param_name and is_view and tensor.dtype == base.dtype:
+                args = params[slot.param_name], tensor, slot.shard_id, slot.expert_id
+                targets = layer.loader.targets(slot.param_name, *args)
+            if not targets:
+                return None
+            form = tensor.shape, tensor.stride(), int(tensor.storage_offset() - base.storage_offset())
+            part = None if form == (base.shape, base.stride(), 0) else form
+            copies += [_Copy(base=base_name, part=part, target=target) for target in targets]
+    return copies
+
+
+def _copy_all(reader: GivenTensors, copies: list[_Copy]) -> None:
+    """On a GPU a few kernels for all of them."""
+    sources = []
+    for copy in copies:
+        _, base = reader.base(copy.base)
+        if copy.part is not None:
+            size, stride, offset = copy.part
+            base = base.as_strided(size, stride, base.storage_offset() + offset)
+        sources.append(base)
+    torch._foreach_copy_([copy.target for copy in copies], sources)
 
 
 def _write(target: _Target, reader: CheckpointReader, plan: _Plan, group: dist.ProcessGroup | None) -> None:
     """Writes what was planned; where a rank fails, no layer of any rank runs any more."""
     failure, cause = "it was interrupted", None
     try:
+        copied = []
         for (index, layer), sources in zip(target.layers, plan.experts, strict=True):
+            if index not in plan.copies and (found := _copies(reader, sources, layer)) is not None:
+                plan.copies[index] = found
+            if index in plan.copies:
+                copied += plan.copies[index]
+                continue
             # The parameters of checkpoints are made beside the weights in use.
             with torch.device(layer.expert_weights()[0].device):
                 layer.begin_reload()
             load_plan(reader, sources, layer, target.spec.expert_prefix(index))
-        if plan.beside:
-            with torch.inference_mode():  # can write to parameters whether or not they were made in it
+        with torch.inference_mode():  # can write to parameters whether or not they were made in it
+            if copied and isinstance(reader, GivenTensors):
+                _copy_all(reader, copied)
+            if plan.beside:
                 target.write_beside(reader)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # whoever gave the tensors may reuse their memory

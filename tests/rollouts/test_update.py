@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +139,18 @@ def updated(rank: int, world_size: int, folders: dict[str, tuple[Path, Path]], s
         if source == "shard":
             tensors = shard_of(tensors, stack.spec.num_experts, rank, world_size)
         names = sorted(tensors, key=lambda name: hash(name[::-1]))
-        moe_ep.update_weights(stack, after if source == "folder" else [(name, tensors[name]) for name in names])
+        given = after if source == "folder" else [(name, tensors[name]) for name in names]
+        if form.startswith("bf16") and quantize == "none" and source != "folder":
+            for values in ([(name, tensor * 2) for name, tensor in given], given[::-1]):  # names that were given before
+                moe_ep.update_weights(stack, values)
+        moe_ep.update_weights(stack, given)
         assert [tensor.data_ptr() for tensor in held(stack)] == addresses
         check_slots(stack, expected, rank)
         assert torch.equal(stack(x), load(after, world_size, rank, quantize=quantize)(x))
+        dropped = weakref.ref(stack)
+        del stack
+        gc.collect()
+        assert dropped() is None
 
 
 @pytest.mark.parametrize(("num_ranks", "source"), [(1, "all"), (1, "folder"), (2, "shard"), (4, "all"), (4, "shard")])

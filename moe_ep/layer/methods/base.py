@@ -90,6 +90,14 @@ class FusedMoEMethodBase(ABC):
         """
         return
 
+    def loads_in_place(self) -> bool:
+        """Whether the experts read the very parameters that a checkpoint is loaded into, so that copying is loading."""
+        own, base = type(self), FusedMoEMethodBase
+        return (own.process_weights_after_loading, own.begin_reload) == (
+            base.process_weights_after_loading,
+            base.begin_reload,
+        )
+
     def begin_reload(self, layer: MoELayer) -> None:
         """Prepares the layer for loading checkpoint tensors again; plain weights are always ready for that."""
         return
