@@ -400,9 +400,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
     Rows, ids and weights are those of `all_to_all`, bit for bit and always in one order, and so is what the combine
     leaves. They are views of memory that is valid until `batches_in_flight` more batches were prepared by layers of
-    this shape. The host waits for one number, the rows that arrive, while they are in flight. Without `exact_rows`, and
-    under CUDA-graph capture, it waits for nothing: all R * max_num_tokens rows are returned, ids of -1 where none
-    arrived.
+    this shape. The host waits for one number, the rows that arrive, while they are in flight. Without `exact_rows`,
+    under CUDA-graph capture, and after `pad_rows` in batches of at least half the capacity, it waits for nothing: all
+    R * max_num_tokens rows are returned, ids of -1 where none arrived.
 
     Every wait ends after MOE_EP_NVSHMEM_TIMEOUT_S, and the next call (or `check`) raises DispatchTimeoutError.
 
@@ -426,6 +426,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     INSTEAD = "all_to_all"
     MAX_RANKS = 8
     layout: Layout
+    _pads_rows = False
 
     def __init__(
         self,
@@ -532,6 +533,13 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def overlaps_experts(self) -> bool:
         return self.layout.overlaps
 
+    def pad_rows(self) -> None:
+        self._pads_rows = True
+
+    def awaits_rows(self, num_tokens: int) -> bool:
+        """Whether the host waits for the number of rows in a batch of so many tokens, where none is captured."""
+        return self.exact_rows and not (self._pads_rows and 2 * num_tokens >= self.layout.capacity)
+
     def batch_exchange(self) -> BatchExchange | None:
         """None across hosts, beside overlapped experts, for layers of very many, and once a rank was declared dead."""
         layout, num_experts = self.layout, self.moe_config.num_experts
@@ -541,8 +549,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def _send(self, batch: Batch) -> Pending[Dispatched]:
         self.check()
         self._check_batch(batch)
-        exact = self.exact_rows and not torch.cuda.is_current_stream_capturing()
         layout, num_tokens, num_ids = self.layout, batch.topk_ids.size(0), batch.owners.numel()
+        exact = self.awaits_rows(num_tokens) and not torch.cuda.is_current_stream_capturing()
         parts = self.block.take()
         number, check = parts.number, self._begin_batch()
         where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if exact else None]

@@ -321,6 +321,11 @@ class FusedMoEPrepareAndFinalize(ABC):
         """The exchange by which batches are balanced by their own counts; None where the backend has none."""
         return None
 
+    def pad_rows(self) -> None:
+        """From now on `dispatch` may return rows behind those that arrived, with ids of -1, also where no CUDA graph is
+        captured, if that spares the host a wait. Called for experts in the Standard format, which skip such ids."""
+        return
+
     def hand_over_row_ids(self) -> None:
         """Called if the experts accept rows by reference (expert_row_ids): pass them that way if it saves a copy."""
         return

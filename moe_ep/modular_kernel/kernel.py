@@ -76,6 +76,8 @@ class FusedMoEModularKernel(nn.Module):
             fused_experts.overlap_dispatch()
         if fused_experts.supports_row_ids():
             prepare_finalize.hand_over_row_ids()
+        if rows_as is FusedMoEActivationFormat.Standard:
+            prepare_finalize.pad_rows()
         self.prepare_finalize = prepare_finalize
         self.fused_experts = fused_experts
         self.shared_experts = shared_experts
