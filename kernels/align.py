@@ -219,7 +219,7 @@ def _padded_lists(
     expert = torch.searchsorted(ends, position, right=True).clamp(max=max(counts.numel() - 1, 0))
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     row = position - starts[expert]
-    return expert, row, row < counts[expert], _last_or_zero(ends)
+    return expert, row, row < counts[expert], ends[-1:] if ends.numel() else ends.new_zeros(1)
 
 
 def _expert_of_blocks(counts: torch.Tensor, block_size: int, num_blocks: int) -> torch.Tensor:
@@ -232,10 +232,6 @@ def _expert_of_blocks(counts: torch.Tensor, block_size: int, num_blocks: int) ->
 def _padded_ends(counts: torch.Tensor, block_size: int) -> torch.Tensor:
     """Where each expert's padded list ends, int64 `[El]`."""
     return (_ceil_div(counts, block_size) * block_size).cumsum(0)
-
-
-def _last_or_zero(ends: torch.Tensor) -> torch.Tensor:
-    return ends[-1:] if ends.numel() else ends.new_zeros(1)
 
 
 def _ceil_div(value: IntOrTensor, divisor: int) -> IntOrTensor:
@@ -345,7 +341,9 @@ class _Shape(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _shape(numel: int, num_experts: int, has_clusters: bool) -> _Shape:
     blocks = _CLUSTER if numel > _MANY_SLOTS and has_clusters else 1
-    warps = min(_MAX_WARPS, _most_warps(num_experts, blocks), -(-numel // (blocks * _ROUNDS * _WARP)))
+    none, one = (_shared_bytes(num_experts, warps, blocks) for warps in (0, 1))
+    # As many as have room for their counts in a block's shared memory.
+    warps = min(_MAX_WARPS, (_MAX_SHARED - none) // (one - none), -(-numel // (blocks * _ROUNDS * _WARP)))
     warps = max(_MIN_WARPS, warps // _MIN_WARPS * _MIN_WARPS)
     run = -(-numel // (blocks * warps * _WARP)) * _WARP
     return _Shape(blocks, warps, run, _shared_bytes(num_experts, warps, blocks))
@@ -365,12 +363,6 @@ def _shared_bytes(num_experts: int, warps: int, blocks: int) -> int:
     """Shared memory for the warps' sums, places and totals, each warp's counts, and in a cluster the sorted slots."""
     gathered = num_experts + warps * _KEPT_SLOTS if blocks > 1 else 0
     return 4 * (_WARP + num_experts * (warps + 2) + gathered)
-
-
-def _most_warps(num_experts: int, blocks: int) -> int:
-    """The most warps whose counts fit into a block's shared memory."""
-    none, one = (_shared_bytes(num_experts, warps, blocks) for warps in (0, 1))
-    return (_MAX_SHARED - none) // (one - none)
 
 
 _BLOCK = 128

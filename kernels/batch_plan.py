@@ -57,11 +57,6 @@ def plan_fits(num_experts: int, num_slots: int, num_ranks: int, spare_slots: int
     return num_ranks <= _MOST_RANKS and num_slots <= _MOST_SLOTS and copies <= PLAN_THREADS and shared < _MOST_SHARED
 
 
-def rows_fit(num_experts: int) -> bool:
-    """Whether the kernel of places takes so many experts."""
-    return (ROWS_THREADS // 32 + 4) * num_experts < _MOST_SHARED
-
-
 def rank_plan(
     counts: torch.Tensor, physical_to_logical: torch.Tensor, rank: int, spare_slots: int, copy_cost_rows: int
 ) -> RankPlan:
@@ -90,10 +85,11 @@ def prepare_plan(
 def place_rows(ids: torch.Tensor, plan: RankPlan) -> torch.Tensor:
     """As `place_rows_reference`, which takes what does not fit, and for which the host waits."""
     num_experts, num_ranks = plan.shares.shape
-    if not rows_fit(num_experts):
+    if (ROWS_THREADS // 32 + 4) * num_experts >= _MOST_SHARED:
         return place_rows_reference(ids, plan)
     out, params, held = prepare_rows(ids, plan)
-    _load(rows_source(num_experts, num_ranks, held.dtype), ids.device).launch(params, rows_grid(ids), ROWS_THREADS)
+    grid = (-(-ids.numel() // ROWS_THREADS),)  # a thread has one row
+    _load(rows_source(num_experts, num_ranks, held.dtype), ids.device).launch(params, grid, ROWS_THREADS)
     del held  # in stream order
     return out
 
@@ -103,8 +99,3 @@ def prepare_rows(ids: torch.Tensor, plan: RankPlan) -> tuple[torch.Tensor, RowsP
     ids = ids.contiguous() if ids.dtype == torch.int64 else ids.to(torch.int32).contiguous()
     out = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     return out, RowsParams(*map(jit.pointer, (ids, plan.shares, plan.places, out)), ids.numel()), ids
-
-
-def rows_grid(ids: torch.Tensor) -> tuple[int]:
-    """Blocks of the kernel of places: a thread has one row."""
-    return (-(-ids.numel() // ROWS_THREADS),)

@@ -265,20 +265,11 @@ def _divide(values, divisor, CORRECTIONS: tl.constexpr):
 
 @TritonKernel
 def quantize_kernel(
-    rows_ptr,
-    codes_ptr,
-    scales_ptr,
-    hidden_size,
-    num_groups,
-    row_stride,
-    code_stride,
-    scale_stride,
-    TINY: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    HAS_E4M3: tl.constexpr,
-    CORRECTIONS: tl.constexpr,
-):
+    rows_ptr, codes_ptr, scales_ptr,
+    hidden_size, num_groups, row_stride, code_stride, scale_stride,
+    TINY: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    HAS_E4M3: tl.constexpr, CORRECTIONS: tl.constexpr,
+):  # fmt: skip
     """Quantizes BLOCK_GROUPS groups of one row.
 
     Before: rows `[T, K]`. After: codes uint8 `[T, K]` and scales f32 `[T, ceil(K / GROUP)]`, both inside wire rows.
@@ -309,18 +300,10 @@ def quantize_kernel(
 
 @TritonKernel
 def dequantize_kernel(
-    codes_ptr,
-    scales_ptr,
-    rows_ptr,
-    hidden_size,
-    code_stride,
-    scale_stride,
-    row_stride,
-    GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    HAS_E4M3: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    codes_ptr, scales_ptr, rows_ptr,
+    hidden_size, code_stride, scale_stride, row_stride,
+    GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr, HAS_E4M3: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """rows[t, c] = decode(codes[t, c]) * scales[t, c / GROUP], for BLOCK_GROUPS groups of one row.
 
     Before: wire rows, as codes uint8 and scales f32. After: rows `[T, K]`.
@@ -344,18 +327,10 @@ def dequantize_kernel(
 
 @TritonKernel
 def _quantize_int8_kernel(
-    rows_ptr,
-    codes_ptr,
-    scales_ptr,
-    hidden_size,
-    num_groups,
-    row_stride,
-    code_stride,
-    scale_stride,
-    TINY: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-):
+    rows_ptr, codes_ptr, scales_ptr,
+    hidden_size, num_groups, row_stride, code_stride, scale_stride,
+    TINY: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+):  # fmt: skip
     """As quantize_kernel, to int8.
 
     Example: GROUP=2, row [1, -127, 2, 0]: scales [1, 2 / 127], codes [1, -127, 127, 0].
@@ -380,16 +355,10 @@ def _quantize_int8_kernel(
 
 @TritonKernel
 def _dequantize_int8_kernel(
-    codes_ptr,
-    scales_ptr,
-    rows_ptr,
-    hidden_size,
-    code_stride,
-    scale_stride,
-    row_stride,
-    GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-):
+    codes_ptr, scales_ptr, rows_ptr,
+    hidden_size, code_stride, scale_stride, row_stride,
+    GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+):  # fmt: skip
     """As dequantize_kernel, from int8. Example: GROUP=2, codes [1, -127], scale 2: [2, -254]."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
@@ -419,20 +388,11 @@ def triton_quantize_rows(
         corrections = 0 if is_interpreted() else 1 if rows.element_size() == 2 else 2
         kernel, more = quantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "CORRECTIONS": corrections}
     kernel[(num_tokens, cdiv(num_groups, block_groups))](
-        rows,
-        quantized,
-        quantized[:, start:].view(torch.float32),
-        hidden_size,
-        num_groups,
-        rows.stride(0),
-        quantized.stride(0),
-        quantized.stride(0) // 4,
-        TINY=TINY_SCALE,
-        GROUP=GROUP_SIZE,
-        BLOCK_GROUPS=block_groups,
-        num_warps=max(1, block // _WARP_COLUMNS),
-        **more,
-    )
+        rows, quantized, quantized[:, start:].view(torch.float32),
+        hidden_size, num_groups, rows.stride(0), quantized.stride(0), quantized.stride(0) // 4,
+        TINY=TINY_SCALE, GROUP=GROUP_SIZE, BLOCK_GROUPS=block_groups,
+        num_warps=max(1, block // _WARP_COLUMNS), **more,
+    )  # fmt: skip
     return quantized
 
 
@@ -456,18 +416,10 @@ def triton_dequantize_codes(codes: torch.Tensor, scales: torch.Tensor, rows: tor
         early = comes_early(rows.device)
         kernel, more = dequantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "EARLY": early, "launch_pdl": early}
     kernel[(num_tokens, cdiv(hidden_size, block_groups * GROUP_SIZE))](
-        codes.view(torch.uint8),
-        scales,
-        rows,
-        hidden_size,
-        codes.stride(0),
-        scales.stride(0),
-        rows.stride(0),
-        GROUP=GROUP_SIZE,
-        BLOCK_GROUPS=block_groups,
-        num_warps=num_warps,
-        **more,
-    )
+        codes.view(torch.uint8), scales, rows,
+        hidden_size, codes.stride(0), scales.stride(0), rows.stride(0),
+        GROUP=GROUP_SIZE, BLOCK_GROUPS=block_groups, num_warps=num_warps, **more,
+    )  # fmt: skip
     return rows
 
 

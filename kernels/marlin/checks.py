@@ -195,9 +195,11 @@ def check_scratch(
                 f"{name} is {buffer.dtype} on {buffer.device}; it must be {pair.act_dtype} on {hidden_states.device}, "
                 f"contiguous"
             )
+    if not hidden_states.is_cuda or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+        return
     K, N = pair.w13.num_columns, pair.w2.num_columns
     for name, buffer, least in zip(names, buffers, (num_rows * K, num_rows * N), strict=True):
-        if buffer is None or buffer.numel() >= least or not _is_capturing(hidden_states):
+        if buffer is None or buffer.numel() >= least:
             continue
         if name == names[0] and most_rows is not None:
             # Only the sums of tiles that several blocks share.
@@ -207,10 +209,6 @@ def check_scratch(
                 f"{name} has {buffer.numel()} numbers under CUDA-graph capture and {least} are needed; pass a larger "
                 f"one, or None to take the graph's own memory"
             )
-
-
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
 
 def check_map_length(expert_map: torch.Tensor | None, global_num_experts: int, num_local_experts: int) -> None:

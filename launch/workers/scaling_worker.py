@@ -253,15 +253,13 @@ def _measure_all(
             # Layers of the row before go now, and not on some ranks later: with them goes symmetric memory, which all
             # ranks of the world make together, though groups of them run side by side.
             gc.collect()
-            with ending_after(clock.limit_s(), f"{geometry.name} at EP {ep_size}, {_in_words(setting)},"):
+            tokens = f"{setting.num_tokens} tokens a rank in {setting.phase}"
+            options = f"{' '.join(setting[2:5])}, EPLB {setting.eplb}"
+            with ending_after(clock.limit_s(), f"{geometry.name} at EP {ep_size}, {tokens}, {options},"):
                 weights = weights or make_weights(geometry, ep_size, bench.device, bench.config.seed)
                 rows.keep(what, bench.measure(geometry, setting, ep_size, weights, ceilings))
             clock.note(setting.phase, time.monotonic() - began)
         rows.add(row.order, what, row.scaling, row.tokens)
-
-
-def _in_words(setting: Setting) -> str:
-    return f"{setting.num_tokens} tokens a rank in {setting.phase}, {' '.join(setting[2:5])}, EPLB {setting.eplb}"
 
 
 @dataclass(frozen=True, kw_only=True)

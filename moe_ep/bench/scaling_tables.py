@@ -73,17 +73,13 @@ def _lacking(row: Row) -> str | None:
     wrong += [key for key in _NUMBERS if not _is_number(row.get(key))]
     is_alone = row.get("ep_size") == 1
     wrong += [key for key in _OF_LINKS if not (_is_number(row.get(key)) or (is_alone and row.get(key) is None))]
-    wrong += [key for key in _POSITIVE if not _is_positive(row.get(key))]
+    wrong += [key for key in _POSITIVE if not (_is_number(row.get(key)) and row[key] > 0)]
     stages, loads = row.get("stages_us"), row.get("rows_per_rank")
     if not isinstance(stages, dict) or not _is_positive_sum(stages.values()):
         wrong.append("stages_us")
     if not isinstance(loads, list) or len(loads) != row.get("ep_size") or not _is_positive_sum(loads):
         wrong.append("rows_per_rank")
     return wrong[0] if wrong else None
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
 
 
 def _is_number(value: Any) -> bool:
@@ -195,7 +191,10 @@ def weak(rows: Sequence[Row]) -> str:
     lines = []
     for name in _values(chosen, "geometry"):
         mine = sorted((row for row in chosen if row["geometry"] == name), key=_place)
-        of_size = {size: {_title(row): row for row in mine if row["ep_size"] == size} for size in sizes}
+        of_size = {
+            size: {f"{row['phase']} {row['asked_tokens']}": row for row in mine if row["ep_size"] == size}
+            for size in sizes
+        }
         for size in sizes:
             lines.append(_line(name, f"EP {size}, us", {place: _us(row["us"]) for place, row in of_size[size].items()}))
         for title, key in (("efficiency", "efficiency"), ("floor/time", "floor_over_time")) if len(sizes) > 1 else ():
@@ -304,10 +303,6 @@ def _values(rows: Sequence[Row], key: str) -> list[Any]:
 
 def _place(row: Row) -> tuple[str, int]:
     return row["phase"], row["asked_tokens"]
-
-
-def _title(row: Row) -> str:
-    return f"{row['phase']} {row['asked_tokens']}"
 
 
 def _line(model: str, what: str, cells: Line) -> Line:

@@ -103,7 +103,9 @@ def _model_spec(config: Config, reader: CheckpointReader | None) -> MoEModelSpec
         **family.names | family.fields(config),
     )
     _check(spec)
-    return spec if reader is None else _as_on_disk(spec, reader)
+    # Tools may write the module names of transformers, or another prefix if they extract a language model from a
+    # multimodal one or insert it.
+    return spec if reader is None else _with_layers_of(_with_block_of(spec, reader), reader)
 
 
 def _known_part(config: Config) -> tuple[str, Config]:
@@ -116,15 +118,6 @@ def _known_part(config: Config) -> tuple[str, Config]:
                 return str(part["model_type"]), part_of(config, key)
     one_known("model_type", whole, dict.fromkeys(sorted(FAMILIES)))
     return str(whole), with_class_defaults(config)
-
-
-def _as_on_disk(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:
-    """The spec with the names that the files use if they differ from the family's.
-
-    Tools may write the module names of transformers, or another prefix if they extract a language model from a
-    multimodal one or insert it.
-    """
-    return _with_layers_of(_with_block_of(spec, reader), reader)
 
 
 def _with_block_of(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:

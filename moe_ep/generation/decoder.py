@@ -93,6 +93,11 @@ class SlotDecoder:
             possible; "on" fills them up also where nothing is captured, as on CPUs; "off" does neither.
         prefill_tokens: rows of the largest bucket, unless the backend takes fewer.
 
+    Attributes:
+        batch_invariant: whether a sequence's logits have the same bits whatever sequences are beside it.
+        can_repeat: whether a decoding pass that failed half way may be made once more: its caches are written by
+            position.
+
     Raises:
         ConfigError: a model with a cache class of its own, one that cannot keep batch_invariant, or with prefill_graphs
             "on" one whose passes cannot be filled up.
@@ -125,16 +130,16 @@ class SlotDecoder:
         self._active = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._cache: SlotCache | None = None
         layers = DynamicCache(config=model.config).layers
-        self._batch_invariant = any(layer.batch_invariant for layer in self.steps.layers)
-        if self._batch_invariant and (reason := refuses_invariance(model, layers)) is not None:
+        self.batch_invariant = any(layer.batch_invariant for layer in self.steps.layers)
+        if self.batch_invariant and (reason := refuses_invariance(model, layers)) is not None:
             raise ConfigError(
                 f"batch_invariant is set and the model is a {type(model).__name__}: {reason}; leave it out"
             )
-        self.by_table = self._batch_invariant or can_attend(model)
+        self.by_table = self.batch_invariant or can_attend(model)
         self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
         # Linear attention cannot separate sequences that are packed into one row.
-        self._repeats = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-        self._packs = self.by_table and self._repeats
+        self.can_repeat = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+        self._packs = self.by_table and self.can_repeat
         self._kinds = getattr(model.config.get_text_config(), "layer_types", None)
         self._fused = FusedModules(model)
         # The log has a row for each slot and position, and is written like the cache.
@@ -183,19 +188,9 @@ class SlotDecoder:
             )
         return self._pass_graphs
 
-    @property
-    def can_repeat(self) -> bool:
-        """Whether a decoding pass that failed half way may be made once more: its caches are written by position."""
-        return self._repeats
-
     def resume(self, slot: int, token: int, position: int) -> None:
         """Continues a slot with a token at a position, and discards what a failed pass left in it."""
         self._tokens[slot], self._positions[slot], self._active[slot] = token, position, True
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether a sequence's logits have the same bits whatever sequences are beside it."""
-        return self._batch_invariant
 
     @property
     def can_replay_decode(self) -> bool:
@@ -375,7 +370,7 @@ class SlotDecoder:
     @contextlib.contextmanager
     def _quickly(self, *, by_table: bool) -> Iterator[None]:
         """A block with fused norms, routers and rotary embeddings, and with attention that needs no planning."""
-        invariant = self._batch_invariant
+        invariant = self.batch_invariant
         attention = slot_attention(self.model, self._windows, batch_invariant=invariant)
         with self._fused.used(), invariant_ops(invariant), attention if by_table else sdpa_kernel(_ATTENTION):
             yield
@@ -420,7 +415,7 @@ class SlotDecoder:
         """Why prompts of a pass do not lie one behind the other; empty if they do."""
         if self._packs:
             return ""
-        if self._repeats:
+        if self.can_repeat:
             return "the model's attention takes masks here"
         return "layers keep something else than keys and values of all tokens"
 

@@ -123,10 +123,17 @@ class _CheckedExperts:
         self._experts = experts
 
     def moe_problem_size(self, *args: Any) -> tuple[int, int, int, int, int]:
-        return check_problem_size(self._experts, self._experts.moe_problem_size(*args))
+        sizes = self._experts.moe_problem_size(*args)
+        if not isinstance(sizes, Sequence) or len(sizes) != 5:
+            raise TypeError(f"{_of(self._experts, 'moe_problem_size')} {sizes!r}; it must be (E, M, N, K, topk)")
+        E, M, N, K, topk = sizes
+        return E, M, N, K, topk
 
     def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
-        return check_workspace_dtype(self._experts, self._experts.workspace_dtype(act_dtype))
+        dtype = self._experts.workspace_dtype(act_dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{_of(self._experts, 'workspace_dtype')} {dtype!r}; it must be a dtype of torch")
+        return dtype
 
     def workspace_shapes(self, *args: Any) -> list[tuple[int, ...]]:
         return check_workspace_shapes(self._experts, self._experts.workspace_shapes(*args))
@@ -254,21 +261,6 @@ def check_workspace_shapes(experts: FusedMoEPermuteExpertsUnpermute, shapes: Any
     if any(size < 0 for shape in found for size in shape):
         raise ValueError(f"{_of(experts, 'workspace_shapes')} {shapes!r}; no size may be below 0")
     return found
-
-
-def check_workspace_dtype(experts: FusedMoEPermuteExpertsUnpermute, dtype: Any) -> torch.dtype:
-    """Returns what `workspace_dtype` returned; TypeError where it is no dtype."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{_of(experts, 'workspace_dtype')} {dtype!r}; it must be a dtype of torch")
-    return dtype
-
-
-def check_problem_size(experts: FusedMoEPermuteExpertsUnpermute, sizes: Any) -> tuple[int, int, int, int, int]:
-    """Returns what `moe_problem_size` returned; TypeError where it is not five numbers."""
-    if not isinstance(sizes, Sequence) or len(sizes) != 5:
-        raise TypeError(f"{_of(experts, 'moe_problem_size')} {sizes!r}; it must be (E, M, N, K, topk)")
-    E, M, N, K, topk = sizes
-    return E, M, N, K, topk
 
 
 def check_wrote(part: Any, method: str, returned: Any, output: torch.Tensor) -> None:

@@ -13,20 +13,11 @@ import torch.nn.functional as F
 _F32 = torch.finfo(torch.float32)
 
 
-def _softmax(logits: torch.Tensor) -> torch.Tensor:
-    return logits.softmax(dim=-1)
-
-
-def _sqrtsoftplus(logits: torch.Tensor) -> torch.Tensor:
-    """DeepSeek-V4's scores: sqrt(log(1 + exp(x)))."""
-    return F.softplus(logits).sqrt()
-
-
 # Scores f32 `[T, E]` from logits, by name.
 SCORING_FUNCS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "softmax": _softmax,
+    "softmax": lambda logits: logits.softmax(dim=-1),
     "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": _sqrtsoftplus,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),  # DeepSeek-V4
 }
 
 

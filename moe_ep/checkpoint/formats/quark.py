@@ -109,7 +109,9 @@ def _scheme(key: str, layer: Any) -> QuantizationConfig | None:
     if not stages or not all(isinstance(stage, Mapping) for stage in stages):
         raise unexpected(f"quantization_config: {key}: weight", "an object or a list of them", weight)
     first, *others = stages
-    said = " ".join([_said(first), *(f"{_how(stage)} {_said(stage)}" for stage in others)])
+    # A second stage quantizes the scales of the first, or its numbers.
+    how = ("with scales" if stage.get("is_scale_quant") else "then" for stage in others)
+    said = " ".join([_said(first), *(f"{word} {_said(stage)}" for word, stage in zip(how, others, strict=True))])
     if first.get("dtype") in _PLAIN:
         return None
     rows = layer.get("input_tensors")
@@ -120,11 +122,6 @@ def _scheme(key: str, layer: Any) -> QuantizationConfig | None:
     if said not in _SCHEMES:
         raise CheckpointError(f"{QUANT_CONFIG}{key}: {one_of('weight', said, [*_SCHEMES, _BLOCKS])}")
     return replace(_SCHEMES[said], input_dtype=input_dtype)
-
-
-def _how(stage: Mapping[str, Any]) -> str:
-    """Whether a second stage quantizes the scales of the first, or its numbers."""
-    return "with scales" if stage.get("is_scale_quant") else "then"
 
 
 def _said(stage: Mapping[str, Any]) -> str:
