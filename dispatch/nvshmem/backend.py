@@ -7,20 +7,23 @@ of the same ranks do not wait any more. Where the ranks change, the host ends th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import ClassVar, Protocol
+from typing import ClassVar, Self
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
+from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.kernels import Shape
-from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
-from moe_ep.errors import DispatchTimeoutError, RanksChangedError, rank_list
+from moe_ep.distributed.exchange import check_agreement, gather_texts
+from moe_ep.errors import BackendUnavailableError, DispatchTimeoutError, RanksChangedError, rank_list
 from moe_ep.kernels import jit
 from moe_ep.kernels.kernel import Kernel
 from moe_ep.modular_kernel.contracts import BatchExchange
@@ -94,26 +97,97 @@ class FailureRecord:
         )
 
 
-class SharedMemory(Protocol):
-    """Symmetric memory in which the ranks of a backend meet, shared by the layers of one shape.
+_made: WeakKeyDictionary[arena.SymmetricArena, WeakValueDictionary[str, SymmetricBuffers]] = WeakKeyDictionary()
+
+
+class SymmetricBuffers(ABC):
+    """Buffers of one shape in symmetric memory, and what this rank's kernels share; the layers of a shape share them.
+
+    Args:
+        symmetric: where the buffers are reserved, a collective step of the ranks.
 
     Attributes:
-        alive: the ranks that were not declared dead.
+        NAME, INSTEAD: of the backend, and of one that takes what this one refuses.
+        region: the buffers; `peers` has the address of each rank's, 0 where it is out of reach.
+        record: failed waits, for the host.
+        alive: the EP ranks that take part.
+        status: int32 `[2]`, of the kernels' waits: whether one has failed, and the ranks that are alive, a bit each.
         order: of this process's kernels.
         recoveries: how often `recover` gave up all open batches.
+
+    Raises:
+        BackendUnavailableError: a rank's memory is out of reach, and NVSHMEM's device library is not used.
     """
 
-    record: FailureRecord
-    order: Order
-    recoveries: int
+    NAME: ClassVar[str]
+    INSTEAD: ClassVar[str]
 
-    @property
-    def alive(self) -> Collection[int]: ...
+    @torch.inference_mode(False)
+    def __init__(self, symmetric: arena.SymmetricArena, layout: Shape, ranks: RankGroup) -> None:
+        self.ranks, self.device, self.order = ranks, symmetric.device, symmetric.order
+        self.region = symmetric.reserve(layout.symmetric_bytes, self.NAME)
+        self.peers: list[int] = self.region.peer_pointers.tolist()
+        unreachable = [str(rank) for rank, pointer in enumerate(self.peers) if not pointer]
+        if unreachable and not layout.device_api:
+            raise BackendUnavailableError(
+                f"{self.NAME} needs every rank's memory within reach and EP rank {ranks.rank} cannot reach "
+                f"{', '.join(unreachable)}; use all2all_backend={self.INSTEAD!r}"
+            )
+        self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
+        self.alive = list(range(ranks.size))
+        self.recoveries = 0
+        self.status = torch.zeros(2, dtype=torch.int32, device=self.device)
 
-    def recover(self, dead: Sequence[int]) -> None: ...
+    @classmethod
+    def of(cls, layout: Shape, ranks: RankGroup, settings: dict[str, object], *more: torch.dtype) -> Self:
+        """The buffers of this shape, made where any rank has none; a collective step of the ranks.
+
+        Args:
+            settings: what must be the same on every rank.
+            more: further arguments of the constructor.
+
+        Raises:
+            ValueError: the settings differ.
+            DispatchTimeoutError: a rank did not come.
+        """
+        symmetric = arena.SymmetricArena.of(ranks.group)
+        check_agreement(cls.NAME, settings, ranks.group)
+        arena.collect_garbage(ranks.size)
+        known, key = _made.setdefault(symmetric, WeakValueDictionary()), f"{cls.NAME} {layout} {more}"
+        found = known.get(key)
+        everywhere = gather_texts(f"buffers of {cls.NAME}", "lacks" if found is None else "has", ranks.group)
+        if not isinstance(found, cls) or "lacks" in everywhere:
+            found = known[key] = cls(symmetric, layout, ranks, *more)
+        return found
+
+    def recover(self, dead: Sequence[int]) -> None:
+        """Goes on without the EP ranks in `dead`; collective over the others, which must give up open batches too."""
+        alive = [rank for rank in range(self.ranks.size) if rank not in dead]
+        torch.cuda.synchronize(self.device)
+        mine = " ".join(map(str, self._epochs()))
+        self.ranks.detector.exclude(dead)
+        told = gather_texts(f"recovery of {self.NAME}", mine, self.ranks.group, ranks=alive)
+        self.alive = alive
+        self.recoveries += 1
+        self._go_on([[int(epoch) for epoch in text.split()] for text in told])
+        self.record.clear()
+        gather_texts(f"{self.NAME} recovered", "", self.ranks.group, ranks=alive)
+
+    def _let_kernels_wait(self) -> None:
+        """Clears the status for the ranks that are alive."""
+        self.status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
+        torch.cuda.synchronize(self.device)
+
+    @abstractmethod
+    def _epochs(self) -> Sequence[int]:
+        """Numbers of the batches that this rank has come to; the GPU is idle."""
+
+    @abstractmethod
+    def _go_on(self, told: Sequence[Sequence[int]]) -> None:
+        """Frees all buffers, and lets the next batches follow on those of every rank, as `_epochs` told them."""
 
 
-def check_of_batch(memory: SharedMemory) -> Callable[[], None]:
+def check_of_batch(memory: SymmetricBuffers) -> Callable[[], None]:
     """The check of a batch that begins now: it raises RuntimeError once `recover` of any layer that shares the memory
     has given the batch up."""
     number = memory.recoveries
@@ -146,7 +220,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     # Kernels convert rows of 8 bits as they arrive.
     keeps_codes = False
     _recoveries = 0
-    memory: SharedMemory
+    memory: SymmetricBuffers
     layout: Shape
     kernels: dict[str, Kernel]
 

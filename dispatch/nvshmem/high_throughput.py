@@ -21,7 +21,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,12 +29,10 @@ from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch, check_tensor, wire_dtype
 from moe_ep.dispatch.nvshmem import arena, kernels
-from moe_ep.dispatch.nvshmem.backend import FailureRecord, NvshmemPrepareFinalize, shared_settings
+from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers, shared_settings
 from moe_ep.dispatch.nvshmem.batch_exchange import MOST_EXPERTS, DeviceExchange
 from moe_ep.dispatch.nvshmem.kernels import align, offsets_of
 from moe_ep.dispatch.rank_group import RankGroup
-from moe_ep.distributed.exchange import check_agreement, gather_texts
-from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Arrival, ArrivalParams, Limits
 from moe_ep.kernels.quantize import GROUP_SIZE
@@ -165,58 +162,23 @@ def kernel_source(name: str, layout: Layout, dtype: torch.dtype) -> jit.KernelSo
     return kernels.kernel_source(f"high_throughput_{name}", layout, dtype)
 
 
-_blocks: WeakKeyDictionary[arena.SymmetricArena, WeakValueDictionary[str, Block]] = WeakKeyDictionary()
-
-
-class Block:
-    """The symmetric block of one shape, and what this rank's kernels share.
+class Block(SymmetricBuffers):
+    """Buffers of the layout's batches in flight.
 
     Attributes:
-        alive: the EP ranks that take part.
-        record: failed waits, for the host.
-        order: of this process's kernels.
-        recoveries: how often `recover` gave up all open batches.
         exchange: for balancing batches.
     """
+
+    NAME, INSTEAD = NAME, "all_to_all"
 
     def __init__(
         self, symmetric: arena.SymmetricArena, layout: Layout, ranks: RankGroup, in_dtype: torch.dtype
     ) -> None:
-        self.layout, self._ranks, self._device, self.order = layout, ranks, symmetric.device, symmetric.order
-        self._region = symmetric.reserve(layout.symmetric_bytes, "high throughput")
-        self._peers = self._region.peer_pointers.tolist()
-        unreachable = [rank for rank, pointer in enumerate(self._peers) if not pointer]
-        if unreachable and not layout.device_api:
-            raise BackendUnavailableError(
-                f"{NAME} needs every rank's memory within reach and EP rank {ranks.rank} cannot reach "
-                f"{', '.join(map(str, unreachable))}; use all2all_backend='all_to_all' across hosts"
-            )
-        self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
-        self.alive = list(range(ranks.size))
-        self.recoveries = 0
-        self.status = torch.zeros(2, dtype=torch.int32, device=self._device)
-        self.record.covers(self.status)
+        super().__init__(symmetric, layout, ranks)
+        self.layout = layout
         self.exchange = DeviceExchange(symmetric, ranks, self.status, self.record)
         self.batches = [BatchParts(self, index, in_dtype) for index in range(layout.batches_in_flight)]
         self.start(0)
-
-    @classmethod
-    def of(cls, layout: Layout, ranks: RankGroup, in_dtype: torch.dtype, settings: dict[str, object]) -> Block:
-        """The block of this shape, made where any rank has none; a collective step of the ranks.
-
-        Args:
-            settings: what must be the same on every rank.
-        """
-        symmetric = arena.SymmetricArena.of(ranks.group)
-        check_agreement(NAME, settings, ranks.group)
-        arena.collect_garbage(ranks.size)
-        known = _blocks.setdefault(symmetric, WeakValueDictionary())
-        key = f"{layout} {in_dtype}"
-        found = known.get(key)
-        everywhere = gather_texts("block", "lacks" if found is None else "has", ranks.group)
-        if found is None or "lacks" in everywhere:
-            found = known[key] = cls(symmetric, layout, ranks, in_dtype)
-        return found
 
     def take(self) -> BatchParts:
         """Parts for a new batch: free ones, or else those of the oldest batch, which is given up.
@@ -231,15 +193,15 @@ class Block:
     def part(self, batch: int, name: str) -> torch.Tensor:
         """A view: the bytes of a part of a batch."""
         start = batch * self.layout.batch_bytes + self.layout.offsets[name]
-        return self._region.local[start : start + self.layout.sizes[name]]
+        return self.region.local[start : start + self.layout.sizes[name]]
 
     def common(self, batch: int, numbers: torch.Tensor) -> Any:
         """`Common` of cuda/high_throughput.cuh; `numbers` are those of BatchParts."""
         layout, first = self.layout, numbers.data_ptr()
         offsets = {name: offset for name, offset in layout.offsets.items() if name in _OFFSETS}
         return common_type(layout.num_ranks)(
-            peers=(ctypes.c_uint64 * layout.num_ranks)(*(peer + batch * layout.batch_bytes for peer in self._peers)),
-            pes=(ctypes.c_int * layout.num_ranks)(*self._region.pes),
+            peers=(ctypes.c_uint64 * layout.num_ranks)(*(peer + batch * layout.batch_bytes for peer in self.peers)),
+            pes=(ctypes.c_int * layout.num_ranks)(*self.region.pes),
             **offsets,
             status=self.status.data_ptr(),
             record=self.record.words.data_ptr(),
@@ -248,21 +210,14 @@ class Block:
             finished=first + 8,
             taken=first + 12,
             placement=first + _PLACEMENT,
-            rank=self._ranks.rank,
+            rank=self.ranks.rank,
         )
 
-    def recover(self, dead: Sequence[int]) -> None:
-        """Goes on without the EP ranks in `dead`; collective over the others, which must give up open batches too."""
-        alive = [rank for rank in range(self._ranks.size) if rank not in dead]
-        torch.cuda.synchronize(self._device)
-        epoch = max(self.exchange.epoch, *(int(parts.epoch) for parts in self.batches))
-        self._ranks.detector.exclude(dead)
-        epochs = gather_texts(f"recovery of {NAME}", str(epoch), self._ranks.group, ranks=alive)
-        self.alive = alive
-        self.recoveries += 1
-        self.start(max(map(int, epochs)))
-        self.record.clear()
-        gather_texts(f"{NAME} recovered", "", self._ranks.group, ranks=alive)
+    def _epochs(self) -> Sequence[int]:
+        return [max(self.exchange.epoch, *(int(parts.epoch) for parts in self.batches))]
+
+    def _go_on(self, told: Sequence[Sequence[int]]) -> None:
+        self.start(max(epoch for (epoch,) in told))
 
     def start(self, epoch: int) -> None:
         """Lets every set of buffers go on behind the batch of this number; all ranks call it before the next."""
@@ -272,8 +227,7 @@ class Block:
             parts.arriving.zero_()
             parts.number, parts.is_open = 0, False
         self.exchange.epoch = epoch & 0xFFFFFFFF
-        self.status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
-        torch.cuda.synchronize(self._device)
+        self._let_kernels_wait()
 
 
 class BatchParts:
@@ -459,7 +413,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             moe_config, code_dtype=self.layout.code_dtype, device_api=device_api, batches_in_flight=batches_in_flight
         )
         settings["overlap"] = overlap
-        self.block = self.memory = Block.of(self.layout, self.ranks, moe_config.in_dtype, settings)
+        self.block = self.memory = Block.of(self.layout, self.ranks, settings, moe_config.in_dtype)
         device = torch.device("cuda", torch.cuda.current_device())
         self.num_sms = self.combine_blocks = self._sms_of_a_batch(num_sms, device)
         if overlap and overlap_sms is None:

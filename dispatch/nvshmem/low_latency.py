@@ -37,22 +37,19 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch, check_tensor, keep_for, wire_dtype
-from moe_ep.dispatch.nvshmem.arena import SymmetricArena, collect_garbage
-from moe_ep.dispatch.nvshmem.backend import FailureRecord, NvshmemPrepareFinalize, shared_settings
+from moe_ep.dispatch.nvshmem.arena import SymmetricArena
+from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers, shared_settings
 from moe_ep.dispatch.nvshmem.kernels import align, kernel_source, offsets_of
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import Result, check_delegated
-from moe_ep.distributed.exchange import check_agreement, gather_texts
-from moe_ep.errors import BackendUnavailableError, ConfigError
+from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Limits
 from moe_ep.kernels.quantize import quantized_row_bytes
@@ -82,7 +79,6 @@ _LOCALS_OF_LINE, _WEIGHTS_OF_LINE = 4, 2
 _PACKET_BYTES, _DATA_OF_PACKET, _PACKETS_OF_WARP = 128, 112, 4
 _EPOCH_SHIFT = 32
 _NUM_EPOCHS = 1 << 32
-_channels: WeakKeyDictionary[SymmetricArena, WeakValueDictionary[str, Channel]] = WeakKeyDictionary()
 SEND, RECEIVE = 1, 2
 KERNELS = ("low_latency_dispatch", "low_latency_combine")
 _THREADS = 512
@@ -190,58 +186,22 @@ def latest(epochs: Sequence[int]) -> int:
     return (epochs[0] + ahead) % _NUM_EPOCHS - _NUM_EPOCHS // 2
 
 
-class Channel:
-    """Symmetric buffers for BATCHES_IN_FLIGHT batches, and what this rank's kernels share.
+class Channel(SymmetricBuffers):
+    """Buffers for BATCHES_IN_FLIGHT batches."""
 
-    Attributes:
-        record: failed waits, for the host.
-        alive: the EP ranks that take part.
-        order: of this process's kernels.
-        recoveries: how often `recover` gave up all open batches.
-    """
+    NAME, INSTEAD = "nvshmem_low_latency", "batched_all_to_all"
 
     @torch.inference_mode(False)
-    def __init__(self, arena: SymmetricArena, layout: BatchLayout, ranks: RankGroup) -> None:
-        self.layout, self.ranks, self.order = layout, ranks, arena.order
-        self.region = arena.reserve(layout.symmetric_bytes, "low latency")
-        pointers = self.region.peer_pointers.tolist()
-        unreachable = [rank for rank, pointer in enumerate(pointers) if not pointer]
-        if unreachable and not layout.device_api:
-            raise BackendUnavailableError(
-                f"EP rank {ranks.rank} cannot map the memory of {', '.join(map(str, unreachable))} on its own host; "
-                f"use all2all_backend='batched_all_to_all'"
-            )
-        self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
-        self.alive = list(range(ranks.size))
-        self.recoveries = 0
-        self.counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=arena.device)
-        self.status = torch.zeros(2, dtype=torch.int32, device=arena.device)
+    def __init__(self, symmetric: SymmetricArena, layout: BatchLayout, ranks: RankGroup) -> None:
+        super().__init__(symmetric, layout, ranks)
+        self.layout = layout
         self.record.covers(self.status)
+        self.counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=self.device)
         self._free = [True] * BATCHES_IN_FLIGHT
         self.start([1] * BATCHES_IN_FLIGHT)
-        self._buffers = [self._buffers_of(pointers, batch) for batch in range(BATCHES_IN_FLIGHT)]
+        self._buffers = [self._buffers_of(batch) for batch in range(BATCHES_IN_FLIGHT)]
         self._rows = [self._bytes_of("rows", batch).view(-1, layout.row_bytes) for batch in range(BATCHES_IN_FLIGHT)]
         self._timeout_ns = int(self.record.timeout_s * 1e9)
-
-    @classmethod
-    def of(cls, arena: SymmetricArena, layout: BatchLayout, ranks: RankGroup, settings: dict[str, object]) -> Channel:
-        """The channel of this shape, made where any rank has none; a collective step of the ranks.
-
-        Args:
-            settings: what must be the same on every rank.
-
-        Raises:
-            ValueError: it is not.
-            DispatchTimeoutError: a rank did not come.
-        """
-        check_agreement("nvshmem_low_latency", settings, ranks.group)
-        collect_garbage(ranks.size)
-        known = _channels.setdefault(arena, WeakValueDictionary())
-        found = known.get(repr(layout))
-        everywhere = gather_texts("channel", "lacks" if found is None else "has", ranks.group)
-        if found is None or "lacks" in everywhere:
-            found = known[repr(layout)] = cls(arena, layout, ranks)
-        return found
 
     def take(self) -> int:
         """The first free set of buffers; RuntimeError where all are taken."""
@@ -275,19 +235,12 @@ class Channel:
             timeout_ns=self._timeout_ns,
         )
 
-    def recover(self, dead: Sequence[int]) -> None:
-        """Goes on without the EP ranks in `dead`; collective over the others, which must give up open batches too."""
-        alive = [rank for rank in range(self.ranks.size) if rank not in dead]
-        torch.cuda.synchronize(self.status.device)
-        mine = [latest([counter >> _EPOCH_SHIFT for counter in both]) for both in self.counters.tolist()]
-        self.ranks.detector.exclude(dead)
-        told = gather_texts("recovery", " ".join(map(str, mine)), self.ranks.group, ranks=alive)
-        self.alive = alive
-        self.recoveries += 1
+    def _epochs(self) -> Sequence[int]:
+        return [latest([counter >> _EPOCH_SHIFT for counter in both]) for both in self.counters.tolist()]
+
+    def _go_on(self, told: Sequence[Sequence[int]]) -> None:
         self._free = [True] * BATCHES_IN_FLIGHT
-        self.start([latest(epochs) + 1 for epochs in zip(*(map(int, text.split()) for text in told), strict=True)])
-        self.record.clear()
-        gather_texts("recovered", "", self.ranks.group, ranks=alive)
+        self.start([latest(epochs) + 1 for epochs in zip(*told, strict=True)])
 
     def _bytes_of(self, name: str, batch: int) -> torch.Tensor:
         """A view: a buffer of a batch."""
@@ -298,15 +251,14 @@ class Channel:
         """Lets each set of buffers go on with the batch of its number; all ranks call it before the next."""
         upper = [latest([epoch]) << _EPOCH_SHIFT for epoch in epochs]
         self.counters.copy_(torch.tensor(upper, dtype=torch.int64)[:, None])
-        self.status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
-        torch.cuda.synchronize(self.status.device)
+        self._let_kernels_wait()
 
-    def _buffers_of(self, pointers: Sequence[int], batch: int) -> Any:
+    def _buffers_of(self, batch: int) -> Any:
         start, size = batch * self.layout.batch_bytes, self.ranks.size
         return buffers_type(size)(
-            peers=(ctypes.c_uint64 * size)(*(pointer + start if pointer else 0 for pointer in pointers)),
+            peers=(ctypes.c_uint64 * size)(*(pointer + start if pointer else 0 for pointer in self.peers)),
             pes=(ctypes.c_int * size)(*self.region.pes),
-            reachable=sum(1 << rank for rank, pointer in enumerate(pointers) if pointer),
+            reachable=sum(1 << rank for rank, pointer in enumerate(self.peers) if pointer),
             **self.layout.offsets,
             rank=self.ranks.rank,
             capacity=self.layout.capacity,
@@ -546,7 +498,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             device_api=self.layout.device_api,
             batches_in_flight=BATCHES_IN_FLIGHT,
         )
-        self.channel = self.memory = Channel.of(symmetric, self.layout, self.ranks, settings)
+        self.channel = self.memory = Channel.of(self.layout, self.ranks, settings)
         device = torch.device("cuda", torch.cuda.current_device())
         self.kernels = jit.load_all(
             {name: kernel_source(name, self.layout, moe_config.in_dtype) for name in KERNELS}, device

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep.dispatch.nvshmem import high_throughput, low_latency
+from moe_ep.dispatch.nvshmem import backend
 from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena, joins_peers
 from moe_ep.dispatch.nvshmem.backend import check_of_batch
 from moe_ep.dispatch.nvshmem.high_throughput import Block, Layout
@@ -48,8 +48,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **options: zeros(*args, **options))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    for module in (low_latency, high_throughput):
-        monkeypatch.setattr(module, "gather_texts", lambda name, text, group, ranks=None: [text] * NUM_RANKS)
+    monkeypatch.setattr(backend, "gather_texts", lambda name, text, group, ranks=None: [text] * NUM_RANKS)
 
 
 def test_batches_of_decode_have_memory_of_their_own() -> None:
@@ -89,7 +88,9 @@ def test_a_batch_of_decode_takes_the_first_free_set_of_buffers() -> None:
 
 def test_decode_needs_all_memory_mapped_or_the_device_library() -> None:
     arena: Any = Arena(reaches=(1, 2))
-    with pytest.raises(BackendUnavailableError, match="EP rank 1 cannot map the memory of 0 on its own host"):
+    with pytest.raises(
+        BackendUnavailableError, match="EP rank 1 cannot reach 0; use all2all_backend='batched_all_to_all'"
+    ):
         Channel(arena, DECODE, GROUP)
     layout = BatchLayout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, code_dtype=None, device_api=True)
     buffers = Channel(arena, layout, GROUP).common(1).buffers
@@ -174,15 +175,14 @@ def test_prefill_needs_all_memory_mapped() -> None:
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_layers_of_one_shape_share_memory_that_all_ranks_have(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     arena, others = Arena(), "has"
-    for module in (low_latency, high_throughput):
-        monkeypatch.setattr(module, "check_agreement", lambda name, settings, group: None)
-        monkeypatch.setattr(module, "gather_texts", lambda name, text, group: [text, others, text])
-    monkeypatch.setattr(high_throughput.arena.SymmetricArena, "of", lambda group: arena)
+    monkeypatch.setattr(backend, "check_agreement", lambda name, settings, group: None)
+    monkeypatch.setattr(backend, "gather_texts", lambda name, text, group: [text, others, text])
+    monkeypatch.setattr(SymmetricArena, "of", lambda group: arena)
 
     def made(**sizes: int) -> object:
         if kind == "decode":
-            return Channel.of(arena, replace(DECODE, **sizes), GROUP, {})  # type: ignore[arg-type]
-        return Block.of(replace(PREFILL, **sizes), GROUP, torch.bfloat16, {})
+            return Channel.of(replace(DECODE, **sizes), GROUP, {})  # type: ignore[arg-type]
+        return Block.of(replace(PREFILL, **sizes), GROUP, {}, torch.bfloat16)
 
     first = made()
     assert made() is first and made(capacity=5) is not first
@@ -197,16 +197,15 @@ def test_groups_of_a_world_do_not_depend_on_when_garbage_is_collected(
     monkeypatch: pytest.MonkeyPatch, kind: str, world_size: int
 ) -> None:
     arena: Any = Arena()
-    for module in (low_latency, high_throughput):
-        monkeypatch.setattr(module, "check_agreement", lambda name, settings, group: None)
-    monkeypatch.setattr(high_throughput.arena.SymmetricArena, "of", lambda group: arena)
+    monkeypatch.setattr(backend, "check_agreement", lambda name, settings, group: None)
+    monkeypatch.setattr(SymmetricArena, "of", lambda group: arena)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
 
     def made() -> Any:
         if kind == "decode":
-            return Channel.of(arena, DECODE, GROUP, {})
-        return Block.of(PREFILL, GROUP, torch.bfloat16, {})
+            return Channel.of(DECODE, GROUP, {})
+        return Block.of(PREFILL, GROUP, {}, torch.bfloat16)
 
     gc.disable()
     try:

@@ -17,7 +17,7 @@ import torch
 
 from moe_ep import env
 from moe_ep.dispatch import torch_distributed
-from moe_ep.dispatch.nvshmem import arena, high_throughput, low_latency
+from moe_ep.dispatch.nvshmem import arena, backend
 from moe_ep.dispatch.nvshmem.low_latency import Tuning
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
@@ -79,9 +79,8 @@ def on_one_gpu(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
     arenas = [RankArena(host, rank) for rank in range(num_ranks)]
     monkeypatch.setattr(torch_distributed, "RankGroup", lambda config, _: Group(config.ep_rank, num_ranks))
     monkeypatch.setattr(arena.SymmetricArena, "of", lambda rank=None: arenas[rank])
-    for module in (low_latency, high_throughput):
-        monkeypatch.setattr(module, "check_agreement", lambda name, settings, group: None)
-        monkeypatch.setattr(module, "gather_texts", lambda name, text, group, ranks=None: [text])
+    monkeypatch.setattr(backend, "check_agreement", lambda name, settings, group: None)
+    monkeypatch.setattr(backend, "gather_texts", lambda name, text, group, ranks=None: [text])
 
 
 class Ranks:
