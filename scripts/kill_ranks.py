@@ -39,7 +39,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ class Job:
 
     def give_up(self) -> None:
         """Shows the last lines of stderr and ends the processes, if the command has not ended."""
-        if self.process.poll() is None:
+        if any(process.poll() is None for process in self._processes):
             print(self.tail, file=sys.stderr)
             for process in self._processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -232,7 +232,10 @@ def come_and_go(job: Job, chance: random.Random, options: Any) -> Counter[str]:
                     present.add(int(asked.result().split()[1]))
             if kind is None:
                 kinds = ["join"] if len(present) + len(joining) < options.max_ranks else []
-                kind = chance.choice(kinds + ["leave", "kill"] * (len(present) > 1))
+                kinds += ["leave", "kill"] * (len(present) > options.fewest)
+                if not kinds:  # all others are still joining
+                    continue
+                kind = chance.choice(kinds)
             if kind == "join":
                 joining.append(threads.submit(job.ask, "join"))
             else:
@@ -335,6 +338,7 @@ def main() -> int:
     add("--at-once", type=int, default=1, help="ranks of each kill")
     add("--within", type=float, default=2.0, help="seconds after the gang is whole, at most")
     add("--events", type=int, default=0, help="joins, leaves and kills, in place of --times")
+    add("--fewest", type=int, default=1, help="ranks that --events leaves at least")
     add("--steps", action="store_true", help="step times while a rank joins and leaves, in place of kills")
     add("--agents", type=int, default=0, help="agents of torchrun, of one rank each")
     add("--device", default="cpu")
@@ -352,7 +356,7 @@ def main() -> int:
     options.ep_size = options.agents or options.ep_size
     options.max_ranks = options.max_ranks or options.ep_size
     options.launcher = ["torchrun"] if options.agents else options.launcher
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, showing_what_is_left():
         folder = Path(name)
         if options.geometry:
             options.model = make_model(options, folder / "model")
@@ -445,9 +449,15 @@ def show(launcher: str, rows: Sequence[dict[str, Any]], recoveries: Sequence[dic
         print({key: value for key, value in row.items() if key != "recoveries"}, flush=True)
 
 
-if __name__ == "__main__":
+@contextlib.contextmanager
+def showing_what_is_left() -> Iterator[None]:
+    """Gives up the commands that a block which fails has not waited for."""
     try:
-        sys.exit(main())
+        yield
     finally:
         for job in _jobs:
             job.give_up()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
