@@ -17,13 +17,18 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from types import FrameType
 
+from moe_ep.launch.gangs.processes import children
+
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Number of innermost calls that are shown of a process that hangs.
 _SHOWN_CALLS = 10
 # A signal that came during an import is sent again after this.
 _IMPORT_POLL_S = 0.02
+# A process without children has nothing to take down, and need not finish longer imports.
+_IMPORT_LIMIT_S = 1.5
 
 _received: int | None = None
+_received_at = 0.0
 _raised = False
 _hearing: FrameType | None = None
 
@@ -32,7 +37,8 @@ _hearing: FrameType | None = None
 def raised_as_interrupt() -> Iterator[None]:
     """Has each of the signals raise KeyboardInterrupt inside the block; `received` returns which it was.
 
-    A signal during an import is raised after it. Under nohup, SIGHUP is ignored.
+    A signal during an import is raised after it; where that takes long and no child process needs to be taken down, the
+    process ends at once. Under nohup, SIGHUP is ignored.
     """
     global _received, _raised, _hearing
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -166,7 +172,9 @@ def _end(message: str, code: int) -> None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    global _received, _raised
+    global _received, _received_at, _raised
+    if _received is None:
+        _received_at = time.monotonic()
     _received = number
     if _is_importing(frame):
         # An exception while torch or numpy load is dropped, or leaves them half loaded.
@@ -180,6 +188,8 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def _send_again(number: int) -> None:
     thread = threading.main_thread().ident
+    if time.monotonic() - _received_at > _IMPORT_LIMIT_S and not (_raised or children(os.getpid())):
+        _end("interrupted\n" if number == signal.SIGINT else "terminated\n", 128 + number)
     # If `check` has raised it meanwhile, a second one would interrupt the clean-up.
     if _received is not None and not _raised and thread is not None:
         signal.pthread_kill(thread, number)

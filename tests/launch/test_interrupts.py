@@ -70,6 +70,21 @@ except BaseException:
     pass
 """
 
+# Interrupted in an import that takes long, with a child or without.
+_SLOW_IMPORT = """
+import os, signal, subprocess, sys, time
+from moe_ep.launch.gangs import interrupts
+if sys.argv[1] == "child":
+    child = subprocess.Popen(["sleep", "60"])
+with interrupts.raised_as_interrupt():
+    try:
+        import moe_ep_test_slow
+        interrupts.check()
+    except KeyboardInterrupt:
+        child.kill()
+        sys.exit(7)
+"""
+
 # As at a terminal: shells start background jobs deaf to ctrl-C.
 _AT_A_TERMINAL = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
@@ -139,6 +154,22 @@ def test_a_signal_during_an_import_is_raised_once(tmp_path: Path, monkeypatch: p
             importlib.import_module(name)
             interrupts.check()
         time.sleep(0.1)  # what cleans up is not interrupted once more
+
+
+@pytest.mark.parametrize(("seconds", "child", "code"), [(60, "none", 130), (2, "child", 7)])
+def test_a_slow_import_is_not_waited_for_without_children(
+    seconds: int, child: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "moe_ep_test_slow.py").write_text(
+        f"import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\n"
+        f"until = time.monotonic() + {seconds}\nwhile time.monotonic() < until: time.sleep(0.01)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _SLOW_IMPORT, child]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert ("interrupted" in done.stderr) == (code == 130)
 
 
 def test_ctrl_c_before_there_is_a_command_ends_the_process_without_a_word() -> None:
