@@ -215,7 +215,8 @@ class MoEModelSpec:
         """
         own = f"{self.expert_prefix(layer)}.{expert}.{getattr(self.projections, role)}"
         blocks = [self.moe_prefix(layer), *(f"{self.layers_module}.{layer}.{other}" for other in self.other_blocks)]
-        projections = {getattr(each, role) for each in (self.projections, *PROJECTIONS)} if self.other_blocks else ()
+        is_renamed = self.other_blocks or self.projections != PROJECTIONS[0]
+        projections = {getattr(each, role) for each in (self.projections, *PROJECTIONS)} if is_renamed else ()
         others = [f"{block}.experts.{expert}.{name}" for block in blocks for name in sorted(projections) if name]
         return list(dict.fromkeys((own, *others, *(f"{block}.experts" for block in blocks))))
 

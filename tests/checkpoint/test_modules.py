@@ -68,13 +68,13 @@ def test_named_modules_come_before_all_linear_ones() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["{}layers.3.", "{}layers.3*", "re:^{}layers[.]3[.].*experts"])
-@pytest.mark.parametrize("base", ["model.", "model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("base", ["model.", "model.language_model.", "language_model.model.", "backbone."])
 def test_modules_of_language_models_by_any_name(base: str, pattern: str) -> None:
     """Configurations name modules as tools had them, which need not be how files have them."""
     coarse, fine = AWQConfig(group_size=128), AWQConfig(group_size=32)
     name = pattern.format(base)
     ignored, other = ModuleSchemes("awq", [(["Linear"], coarse)], [name]), ModuleSchemes("awq", [([name], fine)])
-    for own in ("model.", "model.language_model.", "language_model.model.", "thinker.model.", ""):
+    for own in ("model.", "model.language_model.", "language_model.model.", "thinker.model.", "backbone.", ""):
         module = f"{own}layers.3.mlp.experts.7.gate_proj"
         assert ignored.of_module(module) is None and other.of_module(module) is fine
         assert ignored.of_module(module.replace(".3.", ".4.")) is coarse

@@ -29,6 +29,7 @@ from moe_ep.quantization.canonical_weights import dequantize
 from moe_ep.quantization.quantize_weights import quantize_int
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.checkpoint.format_cases import write_case
+from tests.checkpoint.model_cases import transformers_config
 
 K, N, E = 64, 32, 4
 OLD, NEW = ("block_sparse_moe", "w1", "w2", "w3"), ("mlp", "gate_proj", "down_proj", "up_proj")
@@ -115,6 +116,25 @@ def test_what_is_ignored_by_another_name_is_known(names: tuple[str, ...], named:
     assert quantization is not None
     assert quantization.of_module(*spec.expert_module_names(0, 1, "down")) is None
     assert quantization.of_module("model.layers.0.self_attn.q_proj") is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("lfm2_moe", r"re:model\.layers\.\d+\.feed_forward\.experts\.1\.down_proj$"),
+        ("lfm2_moe", "feed_forward.experts.1.w2"),
+        ("nemotron_h", "model.layers.1.mixer.experts.1.down_proj"),
+        ("nemotron_h", "backbone.layers.1.mixer.experts.*"),
+        ("deepseek_v4", r"re:.*\.mlp\.experts\.1\.down_proj$"),
+    ],
+)
+def test_names_of_transformers_and_of_the_files(family: str, named: str) -> None:
+    spec = model_spec(json.loads(transformers_config(family).to_json_string(use_diff=False)))
+    quantization = quantization_config({"quantization_config": {**PACKED, "ignore": [named]}})
+    assert quantization is not None
+    layer = spec.moe_layers[0]
+    assert quantization.of_module(*spec.expert_module_names(layer, 1, "down")) is None
+    assert quantization.of_module(*spec.expert_module_names(layer, 11, "down")) is not None or named.endswith("*")
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from moe_ep.errors import CheckpointError
 EVERY_LINEAR = "Linear"
 # Prefixes of a language model's layers, alone or in a multimodal model. Quantization tools write the module names of
 # the model they loaded, and files may have other prefixes.
-_LANGUAGE_MODEL = re.compile(r"(?:(?:model|language_model|thinker)\.)*(?=layers\.)")
+_LANGUAGE_MODEL = re.compile(r"(?:(?:model|language_model|thinker|backbone)\.)*(?=layers\.)")
 _MOST_LETTERS, _MOST_SECONDS = 10_000, 1.0
-_BASES = ("model.", "model.language_model.", "language_model.model.")
+_BASES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
 
 
 class ModulePatterns:
