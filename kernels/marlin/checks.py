@@ -52,6 +52,8 @@ def check_weight_pair(
                 check_same_device("w1", first[0].device, **named)
     w13 = check_weights(1, kind, act_dtype, activation.is_gated, is_k_full, *first)
     w2 = check_weights(2, kind, act_dtype, False, is_k_full, *second)
+    for which, weights in ((1, w13), (2, w2)):
+        _check_act_order(which, weights.g_idx, weights.sort_indices, weights.scales.size(1))
     if w2.qweight.size(0) != w13.qweight.size(0) or w2.num_rows != w13.num_columns:
         raise ValueError(
             f"w2 holds {w2.qweight.size(0)} experts of {w2.num_rows} rows; "
@@ -65,6 +67,29 @@ def check_weight_pair(
     for part in (first, second):
         check_input_dtype(kind, part[1].dtype, act_dtype, input_dtype, capability)
     return WeightPair(kind, activation, act_dtype, w13, w2, clamp_limit, input_dtype)
+
+
+def _check_act_order(
+    which: int, g_idx: torch.Tensor | None, sort_indices: torch.Tensor | None, num_groups: int
+) -> None:
+    """Raises ValueError for indices on the host that point out of scales or columns; no others are looked at."""
+    on_host = [part for part in (g_idx, sort_indices) if part is not None and part.is_cpu and part.numel()]
+    if not on_host or torch.compiler.is_compiling():
+        return
+    if g_idx is not None:
+        least, most = (int(bound) for bound in g_idx.aminmax())
+        if least < 0 or most >= num_groups:
+            raise ValueError(
+                f"g_idx{which} holds {least} to {most}; groups must be at least 0 and below those of w{which}_scale "
+                f"({num_groups})"
+            )
+    if sort_indices is not None:
+        columns = torch.arange(sort_indices.size(1), dtype=sort_indices.dtype)
+        if not bool((sort_indices.sort(dim=1).values == columns).all()):
+            raise ValueError(
+                f"sort_indices{which} holds a row that is no permutation of the columns (0 to {len(columns) - 1}); "
+                f"pass what pack_marlin returns"
+            )
 
 
 def check_batch(
