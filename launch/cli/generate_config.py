@@ -14,8 +14,8 @@ from moe_ep.launch.cli.gang_options import ElasticOptions
 from moe_ep.launch.cli.options import OptionError, at_least, input_file, number, one_of, option, output_file
 
 _STDIN = Path("-")
-# Settings of a chat request that hold for all prompts of a command: the option for each, and the values without effect,
-# which are accepted in a prompt's line.
+# Settings of a request that hold for all prompts of a command: the option for each, and the values without effect,
+# which are accepted in a prompt's line. Those of chats and completions of OpenAI, and those that servers add.
 _SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "temperature": ("--temperature", ()),
     "top_p": ("--top-p", (1,)),
@@ -24,6 +24,7 @@ _SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "stop": ("--stop", ([],)),
     "max_tokens": ("--max-new-tokens", ()),
     "max_completion_tokens": ("--max-new-tokens", ()),
+    "max_new_tokens": ("--max-new-tokens", ()),
     "n": ("", (1,)),
     "min_p": ("", (0,)),
     "frequency_penalty": ("", (0,)),
@@ -36,6 +37,17 @@ _SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tool_choice": ("", ("auto",)),
     "functions": ("", ([],)),
     "function_call": ("", ("auto",)),
+    "modalities": ("", (["text"],)),
+    "verbosity": ("", ("medium",)),
+    "best_of": ("", (1,)),
+    "echo": ("", (False,)),
+    "suffix": ("", ("",)),
+    "stop_token_ids": ("", ([],)),
+    "bad_words": ("", ([],)),
+    "ignore_eos": ("", (False,)),
+    "min_tokens": ("", (0,)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ("", ())),
+    "structured_outputs": ("", ({},)),
 }
 
 
@@ -180,27 +192,30 @@ class GenerateConfig(ElasticOptions):
     def prompt_of(self, line: dict[str, Any]) -> str | Conversation:
         """Converts a line's object to a prompt; ValueError if it holds none, or settings that cannot be applied."""
         if "prompt" in line:
+            if line.get("messages") is not None:
+                raise ValueError("prompt and messages are both given; leave one out")
             if not isinstance(line["prompt"], str) or not line["prompt"]:
                 raise ValueError(f"prompt is {_shown(line['prompt'])}; it must be a text")
             if self.chat:
                 line = {**line, "messages": [{"role": "user", "content": line["prompt"]}]}
             elif given := [name for name in TEMPLATE_FIELDS if line.get(name) is not None]:
                 raise ValueError(f"{given[0]} is for conversations; give messages, or --chat")
-            else:
-                return line["prompt"]
         elif "messages" not in line:
             raise ValueError(
                 f'expected "prompt" (a text) or "messages" (each with role and content), found {_shown(line)}'
             )
         applied = {
             "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "seed": self.seed,
-            "stop": self.stop, "max_tokens": self.max_new_tokens, "max_completion_tokens": self.max_new_tokens,
+            "stop": self.stop, "tool_choice": None if line.get("tools") else "none",
+            **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), self.max_new_tokens),
         }  # fmt: skip
         for name, (flag, neutral) in _SETTINGS.items():
             value = line.get(name)
             if value is not None and value not in (*neutral, applied.get(name)):
                 way_out = f"give {flag} for all prompts" if flag else "leave it out"
                 raise ValueError(f"{name} is {_shown(value)}, which is not applied to one prompt; {way_out}")
+        if "messages" not in line:
+            return str(line["prompt"])
         return replace(Conversation.from_line(line), is_text="prompt" in line)
 
 

@@ -146,11 +146,15 @@ def test_bad_lines_do_not_keep_the_others_from_being_answered(demo: Path, tmp_pa
         b'{"messages": [{"role": "user"}]}',
         b'{"messages": [{"role": "user", "content": "x"}], "temperature": 0.5}',
         b'{"prompt": "x", "tools": [{"type": "function"}]}',
+        b'{"prompt": "x", "max_tokens": 7}',
+        b'{"messages": [{"role": "user", "content": "x"}], "stop_token_ids": [5]}',
+        b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}',
         b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
         b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"no_such": true}}',
     ]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_bytes(b"\n\n".join([json.dumps(good).encode(), *bad, b'"import"']))
+    neutral = b'{"prompt": "import", "n": 1, "echo": false, "tool_choice": "none", "stop_token_ids": [], "user": "u"}'
+    prompts.write_bytes(b"\n\n".join([json.dumps(good).encode(), *bad, neutral]))
     lines = answers(folder, num_ranks=2, prompts=prompts)
     assert [line["finish"] == "refused" for line in lines] == [False, *[True] * len(bad), False]
     assert all(f"line {2 * at + 1}:" in line["error"] for at, line in enumerate(lines) if "error" in line)
@@ -159,7 +163,7 @@ def test_bad_lines_do_not_keep_the_others_from_being_answered(demo: Path, tmp_pa
 
 
 def test_log_probabilities_are_written(demo: Path) -> None:
-    (line,) = answers(demo, prompt="import", logprobs=2)
+    (line,) = answers(demo, prompt=("import",), logprobs=2)
     assert len(line["logprobs"]) == line["num_tokens"] == 6
     for told in line["logprobs"]:
         # The likeliest is taken.
