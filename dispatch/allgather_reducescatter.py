@@ -88,7 +88,7 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
         return steps.then(lambda: sum_rows(returned, sent.slots, output))
 
     def _slots_sent(self, batch: Batch, ids: torch.Tensor) -> SlotsSent:
-        """What the combine of single slots needs, of ids `[R * padded T, topk]` that have their expert here."""
+        """The handle for combining single slots, from ids `[R * padded T, topk]`, -1 if their expert is elsewhere."""
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "allgather_reducescatter needs the number of slots on the host in a batch-invariant layer and cannot "

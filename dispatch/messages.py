@@ -137,7 +137,7 @@ def _pack_by_kernel(
 
 
 class OpenedMessages(NamedTuple):
-    """What the receiver keeps of a dispatch.
+    """The receiver's state of a dispatch.
 
     Attributes:
         slots: int32 `[R * C, topk]`: row of the batch for each received row and slot, -1 for none.

@@ -83,7 +83,7 @@ def owners_of(moe_config: FusedMoEConfig) -> torch.Tensor:
 
 
 def _experts(expert_map: torch.Tensor) -> str:
-    """Those of this rank in the order of their indices, in short. Example: [1, 0, -1] gives "1, 0"."""
+    """The experts of this rank in the order of their local indices, as text. Example: [1, 0, -1] gives "1, 0"."""
     order = expert_map.argsort(stable=True)
     numbers = order[expert_map[order] >= 0].tolist()
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -1,4 +1,4 @@
-"""What the backends on torch.distributed share: checks, the handle of a batch, and the asynchronous forms.
+"""Base of the backends on torch.distributed: checks, the handle of a batch, and the asynchronous forms.
 
 A backend says how a batch is dispatched and how it is combined, each as a `Pending`: the collective steps are in flight
 when it is made, `wait()` waits for the data and queues what is left to do with it, and `receive()` returns the result.
@@ -54,7 +54,7 @@ _CODES = (None, torch.float8_e4m3fn, torch.int8)
 
 @dataclass(slots=True)
 class Handle:
-    """What a combine needs of its dispatch.
+    """The state of a dispatch that its combine needs.
 
     Attributes:
         sent: the backend's own part.
@@ -70,7 +70,7 @@ class Handle:
 
 
 class SlotsSent(NamedTuple):
-    """What the combine of single slots needs.
+    """The state of a dispatch that the combine of single slots needs.
 
     Attributes:
         slots: int32 `[T, topk]`: the returned row of each of this rank's slots (`payload.make_slot_plan`).
@@ -131,7 +131,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         return None
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """What it computes with; any other integer type is converted."""
+        """The dtype that it computes with; any other integer dtype is converted."""
         return torch.int32
 
     def num_dispatchers(self) -> int:
@@ -231,7 +231,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
     def _in_flight(
         self, device: torch.device, begin: Callable[[], Pending[Result]], inputs: Sequence[object]
     ) -> Pending[Result]:
-        """What `begin` starts. On CUDA it runs on a stream of the backend's own, behind what the current stream has.
+        """Starts `begin`; on CUDA on a stream of the backend's own, behind the work of the current stream.
 
         Args:
             inputs: what `begin` reads and writes.

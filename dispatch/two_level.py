@@ -117,7 +117,7 @@ def groups_of(group: dist.ProcessGroup) -> _Groups:
 
 
 class _Handle(NamedTuple):
-    """What arrived across hosts, and the handle of its dispatch within this one."""
+    """The rows that arrived across hosts, and the handle of their dispatch within this host."""
 
     across: Dispatched
     within: Any

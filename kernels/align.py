@@ -208,7 +208,7 @@ def align_reference(
 def _padded_lists(
     counts: torch.Tensor, block_size: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is at each of `length` positions if the experts' lists follow each other in whole blocks.
+    """Describes each of `length` positions when the experts' lists follow each other in whole blocks.
 
     Returns:
         (expert, row of that expert, whether that row exists, positions in use `[1]`), int64 and bool. If the row does
@@ -330,7 +330,7 @@ def _launch(
 
 
 class _Shape(NamedTuple):
-    """Of a launch: blocks, warps of each, the ids that a warp takes, and a block's shared memory."""
+    """The shape of a launch: blocks, warps of each, the ids that a warp takes, and a block's shared memory."""
 
     blocks: int
     warps: int

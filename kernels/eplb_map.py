@@ -34,7 +34,7 @@ class MapParams(ctypes.Structure):
 
 
 class _Block(NamedTuple):
-    """What a block of the kernel is made of; the names are those of its parameters."""
+    """The shape of a block of the kernel; the names are those of its parameters."""
 
     max_replicated: int
     stride: int
@@ -82,7 +82,7 @@ def kernel_source(ids: torch.dtype, maps: torch.dtype, out: torch.dtype, slots: 
 
 @cache
 def _kernels(ids: torch.dtype, maps: torch.dtype, out: torch.dtype, device: torch.device) -> dict[int, jit.Kernel]:
-    """By slots of a thread. Both at once: a graph of another size may be captured next."""
+    """The kernels by slots of a thread; both at once, since a graph of another size may be captured next."""
     return jit.load_all({slots: kernel_source(ids, maps, out, slots) for slots in (_FEW_SLOTS, _MANY_SLOTS)}, device)
 
 

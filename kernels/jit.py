@@ -75,7 +75,7 @@ class KernelSource:
 
 
 class Resources(NamedTuple):
-    """What ptxas reports for the entry."""
+    """The resources that ptxas reports for the entry."""
 
     registers: int
     spill_store_bytes: int

@@ -95,7 +95,7 @@ def join_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def row_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What codes `[..., K]` and scales as of `split_rows` stand for: f32."""
+    """The f32 values of codes `[..., K]` and scales as of `split_rows`."""
     return codes.float() * scales.repeat_interleave(GROUP_SIZE, dim=-1)[..., : codes.size(-1)]
 
 

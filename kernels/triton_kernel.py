@@ -137,7 +137,7 @@ class TritonKernel:
 
     @functools.cached_property
     def function(self) -> Any:
-        """What Triton compiles."""
+        """The function that Triton compiles."""
         return self._given if self._late is None else self._late.made
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""What can be chosen by name: dispatch backends, experts, quantization methods and balancing policies.
+"""Registries of choices by name: dispatch backends, experts, quantization methods and balancing policies.
 
 An entry is a name, a "module:Class" string and one line of description. The module is imported when its name is
 chosen, so a missing optional package affects only those who chose it, and the core does not depend on the rest.

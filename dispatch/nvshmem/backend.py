@@ -1,4 +1,4 @@
-"""What the backends on symmetric memory share: rules, failures of waits on the device, and excluded ranks.
+"""Base of the backends on symmetric memory: shared buffers, failed waits on the device, and excluded ranks.
 
 A wait in a kernel that takes too long ends with a record in pinned memory (kernels/cuda/deadline.cuh). The host looks
 at it, without waiting for the GPU, whenever it is about to launch the next kernel. Until the record is cleared, kernels
@@ -311,7 +311,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
 def shared_settings(
     moe_config: FusedMoEConfig, *, code_dtype: torch.dtype | None, device_api: bool, batches_in_flight: int
 ) -> dict[str, object]:
-    """What must be the same on every rank."""
+    """The settings that must be the same on every rank."""
     return {
         "hidden_dim": moe_config.hidden_dim,
         "num_experts": moe_config.num_experts,

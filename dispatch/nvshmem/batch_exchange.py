@@ -37,7 +37,7 @@ _TOLD = 8
 
 
 def symmetric_bytes(num_ranks: int) -> int:
-    """Of the block of one exchange."""
+    """Bytes of the symmetric block of one exchange."""
     return _LINE_BYTES * num_ranks * (2 * _MOST_LINES + 1)
 
 

@@ -113,7 +113,7 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row on the wire; cuda/high_throughput_dispatch.cu draws those that are converted."""
+        """Bytes of a row on the wire; cuda/high_throughput_dispatch.cu draws those that are converted."""
         columns = 2 * self.hidden_size
         if self.is_quantized:
             columns = self.hidden_size + align(2 * -(-self.hidden_size // GROUP_SIZE), 4)
@@ -147,12 +147,12 @@ class Layout:
 
     @property
     def symmetric_bytes(self) -> int:
-        """What all batches in flight take of the arena."""
+        """Bytes of all batches in flight."""
         return self.batches_in_flight * self.batch_bytes
 
     @property
     def plain_bytes(self) -> int:
-        """Of plain device memory beside it: rows as the experts read them where they were taken, and slots."""
+        """Bytes of plain device memory beside it: slots, and rows if they do not stay where they arrive."""
         rows = 2 * self.hidden_size * self.max_rows if self.takes_rows else 0
         return self.batches_in_flight * (rows + 4 * self.capacity * self.num_ranks)
 
@@ -281,7 +281,7 @@ class BatchParts:
         return params
 
     def arrival(self, leaving: int) -> ArrivalParams:
-        """What experts need that wait for this batch's rows."""
+        """Parameters of experts that wait for this batch's rows."""
         common, first = self.common, self.numbers.data_ptr()
         return ArrivalParams(
             row_flags=self._row_flags.data_ptr(),

@@ -38,7 +38,7 @@ def offsets_of(sizes: dict[str, int]) -> dict[str, int]:
 
 
 class Shape(Protocol):
-    """What is compiled into a kernel; the layouts of the two backends say more."""
+    """The part of a layout that is compiled into kernels."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -76,7 +76,7 @@ def kernel_source(name: str, layout: Shape, dtype: torch.dtype) -> jit.KernelSou
 
 @functools.cache
 def device_archive() -> jit.Archive:
-    """What kernels with DEVICE_API=1 are linked with.
+    """NVSHMEM's device library, which kernels with DEVICE_API=1 are linked with.
 
     Raises:
         ImportError: a wheel is missing.

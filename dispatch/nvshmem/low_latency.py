@@ -139,7 +139,7 @@ class BatchLayout:
 
     @property
     def row_packet_bytes(self) -> int:
-        """Of a row as packets; those of 8 bits have their scales beside the epochs."""
+        """Bytes of a row as packets; those of 8 bits have their scales beside the epochs."""
         return _packet_bytes((1 if self.is_quantized else 2) * self.hidden_size)
 
     @cached_property
@@ -173,7 +173,7 @@ class BatchLayout:
 
     @property
     def symmetric_bytes(self) -> int:
-        """What all batches in flight take of the arena."""
+        """Bytes of all batches in flight."""
         return BATCHES_IN_FLIGHT * self.batch_bytes
 
 

@@ -39,7 +39,7 @@ _SCRATCH = ("workspace13", "workspace2")
 
 
 class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
-    """What both formats share: the tensors that belong to the weights, and the problem size."""
+    """Base of both formats: the tensors that belong to the weights, and the problem size."""
 
     def __init__(
         self,

@@ -202,7 +202,7 @@ def batch_balance_option() -> Any:
 
 
 def layer_input_dtype(name: str | None) -> torch.dtype | str | None:
-    """What layers are given as input_dtype for the value of `--input-dtype`."""
+    """The layers' input_dtype for the value of `--input-dtype`."""
     from moe_ep.quantization.input_rows import input_dtype_of
 
     return None if name is None else input_dtype_of(name)

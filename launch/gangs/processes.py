@@ -37,7 +37,7 @@ def end_process(process: Process) -> None:
 
 
 def named(processes: set[Process], *names: str) -> dict[Process, str]:
-    """Those of the processes whose program has one of the names, which Linux truncates to 15 letters."""
+    """The processes whose program has one of the names, which Linux truncates to 15 letters."""
     found = {process: _stat(process[0])[0] for process in processes}
     return {process: name for process, name in found.items() if name in names}
 

@@ -1,1 +1,1 @@
-"""What each rank of a gang runs for a command."""
+"""The part of each command that every rank of a gang runs."""

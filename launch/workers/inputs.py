@@ -93,13 +93,13 @@ class RoutingSource:
             self._routing = Routing(zipf=float(how.partition(":")[2] or 0))
 
     def logits(self, step: int, rank: int, device: torch.device) -> list[torch.Tensor] | None:
-        """Of all layers; None where the checkpoint's routers choose."""
+        """Router logits of all layers; None if the checkpoint's routers choose."""
         if self._config.routing is None:
             return None
         return [self.layer_logits(position, step, rank).to(device) for position in range(len(self._spec.router_layers))]
 
     def layer_logits(self, position: int, step: int, rank: int) -> torch.Tensor:
-        """Of one layer, by its position among the MoE layers."""
+        """Router logits of one layer, by its position among the MoE layers."""
         num_tokens, E, top_k = self._config.num_tokens(rank), self._spec.num_experts, self._spec.top_k
         number = ((self._config.seed * 1_000_003 + step) * 4096 + position) * self._world_size + rank
         number %= 2**63  # all that a generator takes

@@ -1,4 +1,4 @@
-"""What every worker of `moe-ep bench scaling` does."""
+"""The worker of `moe-ep bench scaling`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _GRACE_S, _MUCH_LONGER = 30.0, 5.0
 
 
 class Setting(NamedTuple):
-    """What is measured; num_tokens is of each rank."""
+    """The setting of one measurement; num_tokens is of each rank."""
 
     phase: str
     num_tokens: int
@@ -57,7 +57,7 @@ class Setting(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What rows of weak and strong scaling may have in common; the routing is a name, without the folder of a file."""
+    """The key of a measurement that rows of weak and strong scaling may share; the routing is a file's name only."""
 
     geometry: str
     ep_size: int
@@ -89,7 +89,7 @@ class Rows:
         self._written = {(_measurement_of(row), row["scaling"], row["asked_tokens"]) for row in alike}
 
     def measured(self, what: Measurement) -> Row | None:
-        """What came of it, if it was measured."""
+        """The result of a measurement, if there is one."""
         return self._measured.get(what)
 
     def keep(self, what: Measurement, result: Row) -> None:
@@ -155,7 +155,7 @@ class Clock:
         return patience_s + _MUCH_LONGER * longest
 
     def note(self, phase: str, took_s: float) -> None:
-        """What a row took."""
+        """Notes how long a row of this phase took."""
         self._longest[phase] = max(took_s, self._longest.get(phase, 0.0))
 
 
@@ -264,7 +264,7 @@ def _measure_all(
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingBench:
-    """What all rows have in common."""
+    """The state that all rows share."""
 
     config: ScalingConfig
     rank_env: RankEnv
@@ -357,7 +357,7 @@ def _asked(config: ScalingConfig, routings: Sequence[str], ep_size: int, order: 
 
 
 def _routings(config: ScalingConfig, geometry: Geometry, *, tell: bool) -> list[str]:
-    """Those that can be this geometry's; recorded choices are those of one model's experts."""
+    """The routings that fit this geometry; recorded choices are those of one model's experts."""
     fitting = []
     for name in config.routing:
         recorded = parse_routing(name).recorded

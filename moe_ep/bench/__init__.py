@@ -1,1 +1,1 @@
-"""What every benchmark of the project shares: presets, timing, ceilings, and how results are written down."""
+"""Shared parts of the benchmarks: presets, timing, ceilings, and records of results."""

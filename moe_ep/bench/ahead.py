@@ -40,7 +40,7 @@ def compilations(
     wires: Sequence[torch.dtype | None],
     device: torch.device,
 ) -> list[Compilation]:
-    """What all experts and backends name for these layers, each kernel once, the slowest of each layer first."""
+    """The kernels of all experts and backends of these layers, each once, the slowest of each layer first."""
     named: list[Sequence[Compilation]] = []
     for geometry, ep_size in itertools.product(geometries, ep_sizes):
         config, weights = _config_of(geometry, ep_size, dtype), geometry.weights

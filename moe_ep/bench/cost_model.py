@@ -255,7 +255,7 @@ def calibrated(machine: Machine, geometry: Geometry, rows: Sequence[dict[str, An
 
 
 def uniform_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of uniform routing without balancing, each once: weak and strong scaling have measurements in common."""
+    """The rows of uniform routing without balancing, each once: weak and strong scaling share measurements."""
     found = {}
     for row in rows:
         if row["routing"] == "uniform" and row.get("eplb") != "on":
@@ -267,7 +267,7 @@ _MEASUREMENT = ("phase", "ep_size", "tokens_per_rank", "backend", "wire", "us")
 
 
 def _link_us(row: dict[str, Any], machine: Machine) -> float:
-    """What the rows that leave a rank in one direction take at the link's rate."""
+    """Microseconds of the rows that leave a rank in one direction, at the link's rate."""
     return float(row["bytes_sent"]) / 2 / machine.link_bytes_per_s * 1e6
 
 
@@ -302,7 +302,7 @@ _TOKENS = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Of one token, on average.
+    """Where the experts of one token lie, on average.
 
     Attributes:
         variance: of the number of its experts on one rank, whose mean is top_k / R.
@@ -315,7 +315,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a step asks of the busiest of R ranks with T tokens each."""
+    """The work of the busiest of R ranks with T tokens each."""
 
     rows: float
     active_experts: float
@@ -343,7 +343,7 @@ def spread(geometry: Geometry, ep_size: int, gpus_per_host: int) -> Spread:
 
 
 def busiest_rank(geometry: Geometry, ep_size: int, num_tokens: int) -> Load:
-    """What `num_tokens` of every rank ask of the rank that has most.
+    """The load of the busiest rank when every rank has `num_tokens`.
 
     Sums over many tokens are normal, and the most of R such numbers lies near their quantile (R - 3/8) / (R + 1/4).
     Experts with tokens vary as when each had tokens or not by itself, and more where those of a token lie together.

@@ -174,7 +174,7 @@ def _largest(rows: list[Row]) -> int:
 
 
 def _labels(rows: list[Row]) -> list[str]:
-    """What tells the rows apart; the backend where there are several at one size."""
+    """The keys that tell the rows apart; the backend among them if there are several at one size."""
     several = len({(row["ep_size"], row["asked_backend"]) for row in rows}) > len({row["ep_size"] for row in rows})
     keys = ("asked_backend" if several else "wire", *KIND[1:])
     differing = [key for key in dict.fromkeys(keys) if len({row[key] for row in rows}) > 1]

@@ -40,7 +40,7 @@ def checkout_commit() -> str | None:
 
 
 def facts(*, seed: int, commit: str | None = None, command: str | None = None) -> dict[str, Any]:
-    """What a result needs to be compared with another: versions, device, commit, seed and command.
+    """The facts by which results are compared: versions, device, commit, seed and command.
 
     Args:
         commit: what to record where the code does not run from a git checkout; None asks git.

@@ -27,7 +27,7 @@ _STAGE_REPLAYS = 5
 
 
 class Load(NamedTuple):
-    """What one call asks of the ranks, the mean over calls.
+    """The work of one call, as the mean over calls.
 
     Attributes:
         rows_per_rank: expert assignments of every rank, f64 `[R]`.

@@ -68,7 +68,7 @@ def read_scaling(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def _lacking(row: Row) -> str | None:
-    """What a row does not have, if anything."""
+    """The first key that a row lacks or has a wrong value of; None for a good row."""
     wrong = [key for key in _TEXTS if not isinstance(row.get(key), str)]
     wrong += [key for key in _NUMBERS if not _is_number(row.get(key))]
     is_alone = row.get("ep_size") == 1
@@ -126,7 +126,7 @@ def kind_of(row: Row) -> tuple[Any, ...]:
 
 
 def of_most_alike(rows: Sequence[Row]) -> list[Row]:
-    """Those of the kind that most rows over several ranks have, and of one rank those with that routing."""
+    """The rows of the kind that most rows over several ranks have, and rows of one rank with that routing."""
     several = [row for row in rows if row["ep_size"] > 1] or rows
     if not several:
         return []

@@ -124,7 +124,7 @@ def reference_output(
     config: SyntheticConfig,
     moe_config: FusedMoEConfig,
 ) -> torch.Tensor:
-    """What a layer of such experts must return, f32 `[T, K]`, from dequantized weights one expert at a time."""
+    """The reference output of such a layer, f32 `[T, K]`, from dequantized weights one expert at a time."""
     total = torch.zeros(hidden_states.shape, device=hidden_states.device)
     for expert in topk_ids.unique().tolist():
         if expert < 0:

@@ -269,7 +269,7 @@ class ExpertTensors:
         return None if self._quantization is None else self._quantization.of_gemm(GEMM_OF_ROLE[role])
 
     def name(self, expert: int, role: str, suffix: str) -> str:
-        """What a tensor is or would be called."""
+        """The name that a tensor has or would have."""
         if self.fused and suffix in self._endings:
             return self._fused_name(role, suffix)
         projection = getattr(self._spec.projections, role)
@@ -414,7 +414,7 @@ class Slot:
     part: tuple[slice, ...] = ()
 
     def tensor(self, raw: torch.Tensor) -> torch.Tensor:
-        """What the parameter takes."""
+        """The tensor that the parameter takes, out of what was read."""
         tensor = raw if self.stored is None else self.stored.tensor(raw)
         return tensor[self.part] if self.part else tensor
 
@@ -433,7 +433,7 @@ class Source:
     slots: list[Slot] = field(default_factory=list)
 
     def default(self) -> torch.Tensor:
-        """What stands for a tensor that was left out; a plan has no other ones without a place on disk."""
+        """The value of a tensor that was left out of the checkpoint."""
         return self.slots[0].layout.default()  # type: ignore[misc]
 
 

@@ -33,7 +33,7 @@ _PROBE_S, _PROBES = 1, 2
 
 @functools.cache
 def machine() -> str:
-    """What tells this machine from all others: its name, which several may have, and the number of its last boot."""
+    """An identifier of this machine: its name, which several may have, and the number of its last boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
 
@@ -127,7 +127,7 @@ class Processes:
         return _processes[group]
 
     def ended(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those of the default group's ranks whose processes are known to have ended, each with its process."""
+        """The ranks of the default group whose processes are known to have ended, each with its process."""
         ranks = set(ranks) - {self._rank}
         self._wanted |= ranks
         with self._lock:

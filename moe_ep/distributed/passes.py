@@ -23,7 +23,7 @@ _agreed: ContextVar[Mapping[dist.ProcessGroup, int] | None] = ContextVar("moe_ep
 
 
 class LayerOfRanks(Protocol):
-    """What a pass needs to know of a MoE layer."""
+    """The part of a MoE layer that a pass needs."""
 
     @property
     def groups(self) -> LayerGroups:

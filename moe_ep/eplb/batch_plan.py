@@ -59,7 +59,7 @@ class BatchPlan:
     shares: torch.Tensor
 
     def of_rank(self, rank: int, physical_to_logical: torch.Tensor, spare_slots: int) -> RankPlan:
-        """What a rank needs to know, on the host; arguments as of `plan_batch`."""
+        """One rank's part of the plan, on the host; arguments as of `plan_batch`."""
         slots, ep_size = physical_to_logical, self.loads.numel()
         owners = expert_owner_table(ep_size, slots.numel()).long()
         last = owners.bincount(minlength=ep_size).cumsum(0)
@@ -74,7 +74,7 @@ class BatchPlan:
 
 
 class RankPlan(NamedTuple):
-    """What one rank needs of the plan of a batch. Ids number the slots of all ranks, scratch slots behind a rank's own.
+    """One rank's part of the plan of a batch. Ids number the slots of all ranks, scratch slots behind a rank's own.
 
     Attributes:
         shares: int32 `[E, R]`: of this rank's rows of expert e, how many each rank computes.

@@ -1,4 +1,4 @@
-"""What the balancing of a model did, for whoever wants to know: one dataclass an event, and their totals."""
+"""Events of a model's balancing, one dataclass each, and their totals."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _level_by_turns(tokens: torch.Tensor, ranks: torch.Tensor, valid: torch.Tens
 
 
 def _levels(ranks: torch.Tensor, shares: torch.Tensor, num_levels: int) -> torch.Tensor:
-    """What goes to each rank `[tiles, num_levels]`."""
+    """The tokens that go to each rank, `[tiles, num_levels]`."""
     levels = shares.new_zeros(shares.size(0), num_levels)
     return levels.scatter_add_(1, ranks.flatten(1), shares.flatten(1))
 

@@ -7,7 +7,7 @@
 
 A rearrangement that is due is carried out by a thread of the manager's own (`moe_ep.eplb.rearrangement`). Only commits
 run on the serving thread, between two steps, and on a GPU they only queue copies. The thread keeps neither the manager
-nor its layers: a manager that nobody has any more ends.
+nor its layers alive, so a manager that is dropped ends.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def _of(manager: EPLBManager, method: Callable[..., Any], otherwise: Any = None)
 
 
 def _end(rearrangement: Rearrangement, thread: MovingThread) -> None:
-    """Of a manager that was dropped; returns at once, as whoever collects it may hold any lock."""
+    """Ends a manager that was dropped. Returns at once, since the thread that collects it may hold any lock."""
     rearrangement.give_up()
     thread.end(rearrangement.close)
     close_at_exit(thread)

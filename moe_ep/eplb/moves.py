@@ -14,7 +14,7 @@ from moe_ep.eplb.policy.maps import Array
 
 
 class Round(NamedTuple):
-    """What one rank sends and receives at a time; messages between two ranks go in rising order of the expert.
+    """The messages of one rank in one round; those between two ranks go in rising order of the expert.
 
     Attributes:
         sends: (expert, local slot, the ranks that get it).

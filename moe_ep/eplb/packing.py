@@ -69,7 +69,7 @@ class ExpertRows:
 
     @property
     def staging_bytes(self) -> int:
-        """What it takes to move any number of these experts: a row for each slot, and one more."""
+        """Bytes of staging for moving any number of these experts: a row for each slot, and one more."""
         return (self.num_slots + 1) * self.row_bytes
 
     def rows(self, staging: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacementFile:
-    """What such a file holds.
+    """The content of a placement file.
 
     Attributes:
         model: a checksum that says which model the placement is for (`model_checksum`).
@@ -123,8 +123,8 @@ def _parse(*, model: Any, ep_size: Any, num_experts: Any, physical_to_logical: A
 
 
 def model_checksum(reader: CheckpointReader) -> str:
-    """What tells a checkpoint from others without reading it: sha256 of its config and of the names, shapes, dtypes and
-    places of its tensors."""
+    """A checksum that identifies a checkpoint without reading its data: sha256 of its config and of the names, shapes,
+    dtypes and places of its tensors."""
     state = hashlib.sha256(json.dumps(reader.config, sort_keys=True).encode())
     for name in reader.names():
         info = reader.info(name)

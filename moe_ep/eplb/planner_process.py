@@ -60,7 +60,7 @@ class PlannerProcess:
         num_ranks: int,
         config: EplbConfig,
     ) -> tuple[Array | None, str]:
-        """What `moe_ep.eplb.planner.make_plan` returns for a window int `[S, L, P]`.
+        """Calls `moe_ep.eplb.planner.make_plan` in the process, for a window int `[S, L, P]`.
 
         Raises:
             TimeoutError: it takes too long.

@@ -202,7 +202,7 @@ RULES: dict[str, Callable[[], Rule]] = {
 
 
 def choose(rule: Rule, ids: Array, rank: Array, layout: Layout) -> Array:
-    """What a rule chooses for ids that may hold -1, which stays -1."""
+    """Applies a rule to ids that may hold -1, which stays -1."""
     if (ids >= 0).all():
         return rule(ids, rank, layout)
     # Rules other than the one that serves know experts only: a missing one is taken for expert 0 and dropped.

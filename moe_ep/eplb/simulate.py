@@ -1,4 +1,4 @@
-"""What policies and replica rules would make of a routing trace, at any EP size, without a GPU.
+"""Simulates policies and replica rules on a routing trace, at any EP size, without a GPU.
 
 A plan is made on the first steps of a trace and used on the rest, as it happens while serving: a plan that only fits
 what it has seen shows it here.
@@ -27,7 +27,7 @@ PER_BATCH = "per-batch"
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What a trace is tried on.
+    """The setting of a simulation.
 
     Attributes:
         ep_size: ranks; the tokens of a step are dealt to them anew, in order, as many each.
@@ -136,7 +136,7 @@ class Outcome:
 
     @property
     def active_experts(self) -> float:
-        """Of the rank with most, on average over steps and layers."""
+        """Active experts of the rank with most, on average over steps and layers."""
         return float(self.active.max(axis=2).mean())
 
 

@@ -177,7 +177,7 @@ def is_trace(path: Path | str) -> bool:
 
 
 def model_name(family: str, checksum: str) -> str:
-    """What a model is called in its traces: its family, and the beginning of `placement_file.model_checksum`."""
+    """A model's name in its traces: its family, and the beginning of `placement_file.model_checksum`."""
     return f"{family} {checksum[:12]}"
 
 

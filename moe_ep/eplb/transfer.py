@@ -201,7 +201,7 @@ def digest(*values: object) -> int:
 
 
 def layer_stamp(number: int, layer: int) -> int:
-    """What the messages of one layer in one rearrangement carry; `fetch` adds the expert."""
+    """The stamp of one layer's messages in one rearrangement; `fetch` adds the expert."""
     return ((number << _EXPERT_BITS) + layer) & ((1 << 42) - 1)
 
 

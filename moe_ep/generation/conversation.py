@@ -48,7 +48,7 @@ _MOST_ENDED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What a chat template is given.
+    """The input of a chat template.
 
     Attributes:
         messages: each an object with a role, and with content as text, as a list of parts, or absent.

@@ -76,7 +76,7 @@ class PromptQueue:
         self._num_slots, self._max_tokens, self._num_rows = num_slots, max_tokens, num_rows
 
     def take(self, free: Sequence[int]) -> list[list[Request]]:
-        """What each rank reads in the next step, given its free slots; nothing, while few slots are free.
+        """Assigns prompts to ranks for the next step, given their free slots; none while few slots are free.
 
         A prompt goes to the rank with the most free slots among those whose pass has room for it.
 
@@ -156,7 +156,7 @@ class TokenLogprobs:
 
 @dataclass
 class Completion:
-    """What follows a prompt.
+    """The continuation of one prompt.
 
     Attributes:
         token_ids: without the token that ended it.
@@ -245,7 +245,7 @@ class TokenLog:
             self._append("".join(self._written))
 
     def read(self) -> tuple[dict[int, list[int]], dict[int, list[int]], set[int]]:
-        """What all ranks, present or gone, have written: continuations and skipped tokens by index, and which ended."""
+        """The entries of all ranks, present or gone: continuations and skipped tokens by index, and which ended."""
         tokens: dict[int, dict[int, int]] = {}
         skipped: dict[int, set[int]] = {}
         ended: set[int] = set()
@@ -534,7 +534,7 @@ class Generation:
         return torch.cat([next_tokens(row, self._sampling, [draw]) for row, draw in rows])
 
     def _logprobs(self, tokens: torch.Tensor, logits: torch.Tensor) -> list[TokenLogprobs] | None:
-        """Those of each row, if they are asked for."""
+        """The log-probabilities of each row, if they are asked for."""
         if self._num_logprobs is None:
             return None
         if self._decoder.batch_invariant and len(logits) > 1:

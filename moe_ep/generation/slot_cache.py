@@ -341,8 +341,8 @@ class SlotCache(Cache):
             layer.clear(slot)
 
     def attention_mask(self, dtype: torch.dtype) -> Any:
-        """What each slot's next token sees, added to scores: `[num_slots, 1, 1, max_length]`, by kind of layer where
-        there are several kinds."""
+        """Attention masks of each slot's next token, added to scores: `[num_slots, 1, 1, max_length]`, by kind of layer
+        if there are several kinds."""
         if self._table is not None:
             table = self._table.at(self.positions)
             return as_models_take({kind: table if has else None for kind, (has, _) in self._kinds.items()})

@@ -111,7 +111,7 @@ class CapturedCall:
 
 @dataclass
 class StreamGraphs:
-    """What graphs that are replayed on one stream share.
+    """State shared by graphs that are replayed on one stream.
 
     Attributes:
         stream: the handle of that stream.

@@ -49,7 +49,7 @@ class SteppedLayer(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """What the ranks agreed on for one pass.
+    """The ranks' agreement on one pass.
 
     Attributes:
         num_tokens: of each rank, by rank.
@@ -130,7 +130,7 @@ class StepCoordinator:
 
     @property
     def num_tokens(self) -> int:
-        """Of this rank in the step under way; 0 without one."""
+        """Tokens of this rank in the current step; 0 outside of steps."""
         return 0 if self.current is None else self.current.num_tokens[self.rank]
 
     def begin(self, num_tokens: int | None, *, can_replay: bool = False) -> Step | None:

@@ -1,4 +1,4 @@
-"""What the configs of a checkpoint may tell transformers: nothing that names code, a repository or a file elsewhere.
+"""Filters a checkpoint's configs for transformers: nothing may name code, a repository or a file elsewhere.
 
 A checkpoint is data. Some keys of its JSON files make transformers import code, ask a hub for something, or open files
 outside of the folder. `CLOSED_KEYS` lists them by file; transformers sees none of them.
@@ -73,7 +73,7 @@ _NOT_FOR_TOKENIZERS = {".py", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".
 
 
 def open_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers is given of a config.json."""
+    """The part of a config.json that transformers is given."""
     return _without(config, CLOSED_KEYS["config.json"] or ())
 
 
@@ -123,7 +123,7 @@ def attention_without_hub(kind: Any, config: Any) -> None:
 
 
 def open_generation_config(folder: Path) -> dict[str, Any] | None:
-    """What transformers is given of a generation_config.json; None where there is none."""
+    """The part of a generation_config.json that transformers is given; None if there is no such file."""
     file = folder / "generation_config.json"
     return _without(read_json(file), CLOSED_KEYS[file.name] or ()) if file.is_file() else None
 

@@ -58,7 +58,7 @@ CHOICES = ("auto", "off")
 
 @dataclass(frozen=True)
 class _Rates:
-    """What says whether a copy pays: bytes a second out of a rank, operations a second of its experts."""
+    """Rates that decide whether a copy pays: bytes a second out of a rank, operations a second of its experts."""
 
     link_bytes_per_s: float
     flops_per_s: float
@@ -100,7 +100,7 @@ class BatchBalance:
 
     @classmethod
     def of(cls, choice: str | BatchBalance) -> BatchBalance | None:
-        """What a layer's `batch_balance` says; None for "off". ValueError for what is neither a choice nor this."""
+        """Parses a layer's `batch_balance`; None for "off". Raises ValueError for any other value."""
         if isinstance(choice, cls):
             return choice
         if choice not in CHOICES:
@@ -155,7 +155,7 @@ class BatchBalancer:
     def run(
         self, layer: MoELayer, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-        """What the layer's experts make of a batch, as `quant_method.apply`; None where nothing is to be balanced.
+        """Computes a batch like `quant_method.apply`, balanced; returns None if there is nothing to balance.
 
         Args:
             topk_ids: logical `[T, top_k]`, -1 for none.
@@ -215,7 +215,7 @@ class BatchBalancer:
 
 
 class _Parts:
-    """What a balanced pass runs with.
+    """The parts that a balanced pass runs with.
 
     Attributes:
         made_for: the layer's own kernel.

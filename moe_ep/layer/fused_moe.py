@@ -753,7 +753,7 @@ class FusedMoE(MoELayer):
 
     @property
     def rounds_rows_to(self) -> torch.dtype | None:
-        """What the experts that the layer's backend needs may round rows to; None if they do not."""
+        """The dtype to which the experts of the layer's backend may round rows; None if they do not round."""
         experts = self.modular_kernel.fused_experts
         return experts.quant_config.input_dtype if experts.may_round_rows() else None
 

@@ -29,7 +29,7 @@ _PREPARED = "(rows, scales or None, metadata or None, ids or None, weights or No
 
 
 def as_dispatcher(backend: FusedMoEPrepareAndFinalize) -> Any:
-    """What has `dispatch` and `combine` for this backend.
+    """Returns an object with `dispatch` and `combine` for this backend.
 
     Raises:
         TypeError, ValueError: as `check_backend`.
@@ -41,7 +41,7 @@ def as_dispatcher(backend: FusedMoEPrepareAndFinalize) -> Any:
 
 
 def as_experts(experts: FusedMoEPermuteExpertsUnpermute) -> Any:
-    """What has `run`, and the questions about sizes and scratch, for these experts.
+    """Returns an object with `run` and the methods about sizes and scratch for these experts.
 
     Raises:
         TypeError: as `check_experts`.

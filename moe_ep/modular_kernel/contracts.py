@@ -170,7 +170,7 @@ class ExpertCopies(Protocol):
 
 
 class BatchExchange(Protocol):
-    """What balancing a batch needs of a backend's ranks beside dispatch and combine; every call is a collective step.
+    """A backend's exchanges for balancing a batch, beside dispatch and combine; every call is a collective step.
 
     Attributes:
         rank, size: of this process among the EP ranks.
@@ -253,7 +253,7 @@ class FusedMoEPrepareAndFinalize(ABC):
     def compilations(
         cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
     ) -> Sequence[Compilation]:
-        """What a layer like this compiles on its first pass on this device, the slowest first; nothing by default.
+        """The kernels that such a layer compiles on its first pass on this device, the slowest first; none by default.
 
         Whoever warms a process up calls `compile_ahead` of each, in any process that shares MOE_EP_CACHE_DIR.
         """
@@ -285,10 +285,11 @@ class FusedMoEPrepareAndFinalize(ABC):
         return False
 
     def around_replay(self) -> AbstractContextManager[None] | None:
-        """What a replay on the current stream runs in, of a CUDA graph of one whole call that was captured when this
-        returned a block too; other ranks may run theirs eagerly. Entered, it raises what `check` raises.
+        """Returns a context manager that must wrap a CUDA-graph replay of one whole call; entering it raises what
+        `check` raises. Peers may run the same call eagerly.
 
-        None where such a replay cannot stand for a call: never, or while another batch is between prepare and finalize.
+        None if such a replay cannot stand in for an eager call, or not while another batch is between prepare and
+        finalize. The graph must have been captured while this returned a context manager.
         """
         return None
 
@@ -500,7 +501,7 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
         return rows, scales, meta, dispatched.topk_ids, dispatched.topk_weights
 
     def _forget_batches(self) -> None:
-        """What `prepare` has dispatched and `finalize` has not combined was given up."""
+        """Drops the batches between `prepare` and `finalize`, which were given up."""
         self._remembered_batches = ()
 
     @contextmanager
@@ -599,7 +600,7 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
     def compilations(
         cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
     ) -> Sequence[Compilation]:
-        """What a layer like this compiles on its first pass on this device, the slowest first; nothing by default.
+        """The kernels that such a layer compiles on its first pass on this device, the slowest first; none by default.
 
         Whoever warms a process up calls `compile_ahead` of each, in any process that shares MOE_EP_CACHE_DIR.
         """
@@ -742,7 +743,7 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
 
 
 class ExpertsCall(NamedTuple):
-    """What experts are given to compute.
+    """The input of experts and the output that they write.
 
     Attributes:
         output: written, of the activations' dtype or f32. Standard: `[M, K]`, the weighted sums of the experts on this

@@ -58,7 +58,7 @@ def input_dtype_of(name: str) -> torch.dtype | str:
 
 
 def resolve_input_dtype(asked: torch.dtype | str | None, act_dtype: torch.dtype) -> torch.dtype | str:
-    """What a layer's `input_dtype` asks for: torch.int8, torch.float8_e4m3fn, "checkpoint" or "none".
+    """Resolves a layer's `input_dtype`: torch.int8, torch.float8_e4m3fn, "checkpoint" or "none".
 
     Args:
         asked: None for MOE_EP_INPUT_DTYPE; act_dtype for "none".

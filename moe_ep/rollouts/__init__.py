@@ -1,1 +1,1 @@
-"""What reinforcement learning asks of a runtime: routing recorded and replayed, and weights updated in place."""
+"""Support for reinforcement learning: recording and replaying routing, and updating weights in place."""

@@ -27,7 +27,7 @@ MAX_TOKENS = 65536
 
 
 class Choices(NamedTuple):
-    """What tokens chose, on the CPU.
+    """The experts that tokens chose, on the CPU.
 
     Attributes:
         ids: int16 `[tokens, layers, top_k]`, -1 for none; identity experts have ids from E on.

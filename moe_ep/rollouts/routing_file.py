@@ -36,7 +36,7 @@ _WEIGHTS = ".weights"
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingFile:
-    """What a file of recorded routing holds.
+    """The content of a file of recorded routing.
 
     Attributes:
         ids: int16 `[tokens, layers, top_k]` by prompt, -1 for no expert.

@@ -22,7 +22,7 @@ from moe_ep.routing.topk import SCORING_FUNCS, topk_reference, weights_of
 
 
 class Routed(NamedTuple):
-    """What a router chose.
+    """The choices of a router.
 
     Attributes:
         topk_weights: f32 `[T, top_k]`, 0 where there is no expert.

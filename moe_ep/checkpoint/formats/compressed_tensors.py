@@ -84,7 +84,7 @@ def _of_group(name: str, group: Mapping[str, Any], form: Any) -> QuantizationCon
 
 
 def _input_dtype(activations: Any) -> torch.dtype | None:
-    """What input_activations quantize activations to, of 8 bits."""
+    """The 8-bit dtype that input_activations quantize activations to; None for any other."""
     if not isinstance(activations, Mapping) or activations.get("num_bits") != 8:
         return None
     return _INPUT_DTYPES.get(str(activations.get("type", "int")).lower())

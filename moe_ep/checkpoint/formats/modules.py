@@ -118,7 +118,7 @@ Scheme = QuantizationConfig | Unreadable | None
 
 
 def if_readable(make: Callable[[], QuantizationConfig | None]) -> Scheme:
-    """What `make` returns, or `Unreadable` if it raises CheckpointError: perhaps no such module is ever requested."""
+    """Returns make(), or `Unreadable` if it raises CheckpointError, since such a module may never be requested."""
     try:
         return make()
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What exchanges of experts between ranks win, in sums over steps of squared rank loads, and their making."""
+"""Exchanges of experts between ranks: their gain in the sum over steps of squared rank loads, and making them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Layers:
         return result
 
     def _doubt(self, moved: Array, apart: Array, differ: Array, mean_apart: Array, mean_differ: Array) -> Array:
-        """What exchanges must win for the experts that they move from where they are now.
+        """The gain that exchanges must have, given the experts that they move from their present ranks.
 
         Args:
             moved: how many; below zero where they go back.

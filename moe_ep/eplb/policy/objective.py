@@ -1,4 +1,4 @@
-"""What a rank's load is: tokens, experts that were active at all, or the time that both take."""
+"""Measures of a rank's load: tokens, active experts, or the time that both take."""
 
 from __future__ import annotations
 

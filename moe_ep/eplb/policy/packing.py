@@ -100,7 +100,7 @@ def lightest_first(loads: Array) -> Array:
 
 
 def smallest_companions(loads: Array, num_ranks: int) -> Array:
-    """What must at least lie beside the i-th heaviest item if it and those before it get the lightest: `[X, R]`.
+    """The least load beside the i-th heaviest item if it and those before it get the lightest ones: `[X, R]`.
 
     Items come heaviest first, `[X, P]`. The last S - 1 items go with item 0, those before them with item 1, and so on.
     """

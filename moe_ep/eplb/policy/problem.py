@@ -1,4 +1,4 @@
-"""What a policy is asked: loads, slots, the shape of the machine, and where the experts are now."""
+"""The input of a policy: loads, slots, the shape of the machine, and the present placement."""
 
 from __future__ import annotations
 

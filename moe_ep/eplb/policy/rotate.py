@@ -71,7 +71,7 @@ def _ranks(rising: Array, *places: Array) -> list[Array]:
 
 
 def _pass_round(place: Placement, groups: Sequence[Array], target: Array) -> Array:
-    """Of each row's groups of ranks lets the best pass experts round, where all of it end within `target` `[X]`.
+    """Lets the best group of ranks of each row pass experts round, if all its ranks end within `target` `[X]`.
 
     groups lists the first ranks `[X, G]` of the groups, then the second ones, and so on; groups that hold a rank twice
     do not count. Each rank gets an expert of the next one, the last of the first.

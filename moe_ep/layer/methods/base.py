@@ -115,7 +115,7 @@ class FusedMoEMethodBase(ABC):
         """The configuration with the processed scales, zero points and biases."""
 
     def expert_kwargs(self, layer: MoELayer) -> dict[str, Any]:
-        """What the experts' constructor needs in addition to the two configurations."""
+        """Arguments of the experts' constructor in addition to the two configurations."""
         return {}
 
     @abstractmethod
