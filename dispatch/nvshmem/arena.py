@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 # Physical memory is taken from the driver in pieces of this size; NVSHMEM's own default of 512 MB would be most of it.
 _GRANULARITY = 16 << 20
 _ALIGNMENT = 512
+# The driver makes several allocations of one block of this size, which other processes can only map as a whole.
+_IPC_ALIGNMENT = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -307,14 +309,12 @@ class EpochRuntime(Runtime):
         return self._peers[pointer].addresses[pe][0]
 
     def _malloc(self, nbytes: int) -> int:
-        try:
-            return int(driver_call("cuMemAlloc", nbytes))
-        except RuntimeError:
-            torch.cuda.empty_cache()
-        try:
-            return int(driver_call("cuMemAlloc", nbytes))
-        except RuntimeError:
-            return 0
+        for _ in range(2):
+            try:
+                return int(driver_call("cuMemAlloc", kernels.align(nbytes, _IPC_ALIGNMENT)))
+            except RuntimeError:
+                torch.cuda.empty_cache()
+        return 0
 
     def _share(self, local: torch.Tensor, name: str) -> None:
         def gather(what: str, numbers: list[int]) -> list[list[int]]:
