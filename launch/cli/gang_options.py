@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -145,6 +146,9 @@ def _started_as(config: GangConfig) -> RankEnv | None:
 
 def make_gang(config: GangConfig) -> Gang:
     """Starts the workers of the launcher that the options name."""
+    if getattr(config, "elastic", False):
+        # Of each call to a lost store torch would show a C++ stack.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     num_local, device = _here(config)
     if config.launcher == "local":
         from moe_ep.launch.gangs.local_gang import LocalGang
