@@ -19,12 +19,15 @@ import moe_ep
 from moe_ep.distributed.membership import Membership
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.hf.parallelized import steps_of
-from moe_ep.launch.gangs.local_gang import LocalGang
+from moe_ep.launch.gangs.local_gang import LocalGang, preload
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.layer.elastic import ElasticConfig
 from tests.hf.hf_models import SIZES, make_model
 from tests.launch.jobs import workers_of
 
+# Seven ranks would import it by themselves otherwise, for seconds each.
+preload("transformers.models.qwen3_moe.modeling_qwen3_moe")
+preload("moe_ep.hf.parallelize")
 NUM_PASSES = 14
 # Four slots for six experts.
 ELASTIC = ElasticConfig(min_ranks=2, spare_slots=3)
