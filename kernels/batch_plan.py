@@ -12,7 +12,7 @@ from moe_ep.eplb.batch_rounds import RankPlan, place_rows_reference, rank_plan_r
 from moe_ep.kernels import jit
 
 CUDA = Path(__file__).parent / "cuda"
-PLAN_THREADS, ROWS_THREADS = 512, 1024
+PLAN_THREADS = ROWS_THREADS = 1024
 _TRIES = 9
 # Of cuda/batch_plan.cu: ranks are lanes of a warp, and shared memory is that of any GPU.
 _MOST_RANKS, _MOST_SLOTS, _MOST_SHARED = 32, 1024, 48 * 1024
@@ -53,7 +53,7 @@ def plan_fits(num_experts: int, num_slots: int, num_ranks: int, spare_slots: int
     """Whether the kernel of plans takes such a layer."""
     copies = num_ranks * spare_slots
     of_try = 4 * num_slots + 6 * copies + 4 * num_ranks + 12
-    shared = 9 * num_slots + 2 * num_experts + 4 * num_ranks + _TRIES * of_try
+    shared = 9 * num_slots + 7 * num_experts + 4 * num_ranks + 32 + _TRIES * of_try
     return num_ranks <= _MOST_RANKS and num_slots <= _MOST_SLOTS and copies <= PLAN_THREADS and shared < _MOST_SHARED
 
 

@@ -6,10 +6,10 @@
 // Layout out:  shares [EXPERTS, RANKS], this rank's rows of each expert that each rank computes; places [EXPERTS,
 //              RANKS], ids of the slots they go to, -1 for none; sources [RANKS, SPARE], the resident slot that is
 //              copied into each scratch slot, -1 for none.
-// Warp roles:  each warp has some experts: it adds up their rows, a lane having a rank, and lists their places, a lane
-//              having some slots. Then each of the first kTries warps makes a try with a target of its own: a lane has a
-//              rank, and a round takes two or three reductions of the warp. All warps write the best
-//              try, one expert after the other, lanes being ranks.
+// Warp roles:  a thread has an expert: it adds up its rows and lists its places. Then each of the first kTries warps makes
+//              a try with a target of its own: a lane has a rank, and a round takes two or three reductions of the warp.
+//              All threads write the best try, each one expert's place on one rank; of an expert with several places a
+//              warp divides this rank's rows, a lane having a rank.
 // Example:     two ranks with one expert each, counts [[90, 10], [0, 0]], SPARE 1, rank 0: expert 0 is copied to rank 1,
 //              sources [[-1], [0]], shares [[51, 39], [0, 10]], places [[0, 3], [-1, 2]].
 #include "ptx.cuh"
@@ -21,8 +21,7 @@ constexpr int kTries = kTargets + 1;  // the last one without copies
 constexpr int kTolerance = 26;        // 1024ths of the mean
 constexpr int kCopies = RANKS * SPARE;
 constexpr int kMostSlots = 1024;
-constexpr int kSlotsOfLane = (SLOTS + 31) / 32;
-constexpr int kAtOnce = 4;  // experts of a warp whose rows are loaded together
+constexpr int kAtOnce = 4;  // slots whose experts are read together
 constexpr u32 kAll = 0xFFFFFFFFu;
 static_assert(RANKS <= 32 && SLOTS <= kMostSlots && kTries <= kWarps, "a lane is a rank, a warp a try");
 
@@ -45,11 +44,13 @@ struct Try {
 };
 
 struct Shared {
-  int rows[SLOTS];  // evenly divided
-  short expert[SLOTS];
+  alignas(8) short expert[(SLOTS + kAtOnce - 1) / kAtOnce * kAtOnce];
+  int rows[SLOTS];    // evenly divided
   short next[SLOTS];  // of the same expert, on another rank; the first follows the last
   unsigned char rank[SLOTS];
   short first_place[EXPERTS];
+  int own[EXPERTS];           // this rank's rows
+  bool has_several[EXPERTS];  // places
   int loads[RANKS];
   Try tries[kTries];
 };
@@ -76,28 +77,31 @@ DEVICE Best best_of_warp(Best own) {
   return Best{most, __reduce_min_sync(kAll, own.number == most ? own.index : kAll)};
 }
 
-// By a warp: the rows of some of its experts, a lane having a rank.
-DEVICE void rows_here(const Params& p, int first, int (&have)[kAtOnce]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+// Adds up an expert's rows.
+DEVICE int rows_of(const Params& p, int expert) {
+  int have[RANKS], total = 0;
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    const int expert = first + i * kWarps;
-    have[i] = lane < RANKS && expert < EXPERTS ? p.counts[lane * EXPERTS + expert] : 0;
+  for (int rank = 0; rank < RANKS; ++rank) {
+    have[rank] = p.counts[rank * EXPERTS + expert];
   }
+#pragma unroll
+  for (int rank = 0; rank < RANKS; ++rank) {
+    total += have[rank];
+  }
+  return total;
 }
 
-// By a warp: lists the places of an expert, and divides its rows evenly over them, the first ones taking the remainder.
-// A lane has every 32nd slot's expert.
-DEVICE void divide(Shared& shared, int expert, int total, const short (&experts)[kSlotsOfLane]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+// Lists the places of an expert, and divides its rows evenly over them, the first ones taking the remainder.
+DEVICE void divide(Shared& shared, int expert, int total) {
   int num = 0, first = -1, last = -1;
+  for (int begin = 0; begin < SLOTS; begin += kAtOnce) {
+    const u64 experts = *reinterpret_cast<const u64*>(shared.expert + begin);
 #pragma unroll
-  for (int i = 0; i < kSlotsOfLane; ++i) {
-    for (u32 left = __ballot_sync(kAll, experts[i] == expert); left; left &= left - 1) {
-      const int slot = 32 * i + __ffs(left) - 1;
-      if (last < 0 || shared.rank[last] != shared.rank[slot]) {
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int slot = begin + i;
+      if (static_cast<short>(experts >> 16 * i) == expert && (last < 0 || shared.rank[last] != shared.rank[slot])) {
         first = last < 0 ? slot : first;
-        if (last >= 0 && lane == 0) {
+        if (last >= 0) {
           shared.next[last] = static_cast<short>(slot);
         }
         last = slot;
@@ -105,13 +109,14 @@ DEVICE void divide(Shared& shared, int expert, int total, const short (&experts)
       }
     }
   }
-  if (lane == 0) {
-    shared.first_place[expert] = static_cast<short>(first);
-    if (last >= 0) {
-      shared.next[last] = static_cast<short>(first);
-      for (int i = 0, slot = first; i < num; ++i, slot = shared.next[slot]) {
-        shared.rows[slot] = total / num + (i < total % num);
-      }
+  shared.first_place[expert] = static_cast<short>(first);
+  shared.has_several[expert] = num > 1;
+  if (num == 1) {
+    shared.rows[first] = total;
+  } else if (num > 1) {
+    shared.next[last] = static_cast<short>(first);
+    for (int i = 0, slot = first; i < num; ++i, slot = shared.next[slot]) {
+      shared.rows[slot] = total / num + (i < total % num);
     }
   }
 }
@@ -151,18 +156,24 @@ DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int co
   Best fullest;
   for (;;) {
     fullest = none();
+    Best best = none(), emptiest = none(), hottest = none();
     if (lane < RANKS) {
       fullest.take(load, lane);
     }
+    if (lane < RANKS && used < spare) {
+      emptiest.take(target - load, lane);
+    }
+    // Reductions that do not depend on each other take as long as one of them.
     fullest = best_of_warp(fullest);
+    emptiest = best_of_warp(emptiest);
     const int from = static_cast<int>(fullest.index), surplus = fullest.number - target;
     if (surplus <= 0) {
       break;
     }
-    // To another place of one of its experts.
-    Best best = none();
+    // To another place of one of its experts, or else by a copy of the one with most rows.
     for (int slot = first_slot(from) + lane; slot < first_slot(from + 1); slot += 32) {
       const int rows = t.rows[slot];
+      hottest.take(rows, slot);
       if (rows > 0) {
         for (int other = shared.next[slot]; other != slot; other = shared.next[other]) {
           const int passed = min(min(rows, surplus), target - t.loads[shared.rank[other]]);
@@ -178,6 +189,7 @@ DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int co
       }
     }
     best = best_of_warp(best);
+    hottest = best_of_warp(hottest);
     int passed = best.number, slot, other = -1, copy = -1, to;
     if (passed > 0) {
       const int index = static_cast<int>(best.index);
@@ -191,19 +203,10 @@ DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int co
         to = copy / SPARE;
       }
     } else {
-      Best emptiest = none(), hottest = none();
-      if (lane < RANKS && used < spare) {
-        emptiest.take(target - load, lane);
-      }
-      emptiest = best_of_warp(emptiest);
       if (emptiest.number == 0) {
         break;
       }
       to = static_cast<int>(emptiest.index);
-      for (int own = first_slot(from) + lane; own < first_slot(from + 1); own += 32) {
-        hottest.take(t.rows[own], own);
-      }
-      hottest = best_of_warp(hottest);
       slot = static_cast<int>(hottest.index);
       passed = min(min(hottest.number, surplus), emptiest.number);
       copy = to * SPARE + __shfl_sync(kAll, used, to);
@@ -235,75 +238,64 @@ DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int co
   }
 }
 
-// By a warp: what this rank needs to know of an expert; a lane has a rank, its rows and its copies.
-DEVICE void write_expert(const Params& p, const Shared& shared, const Try& t, int expert, int have,
-                         const int (&copied)[SPARE]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, first = shared.first_place[expert];
-  int wanted = 0, place = -1;
-  if (first >= 0 && lane < RANKS) {
-    const int slot = slot_on(shared, first, lane);
-    if (slot >= 0) {
-      wanted = t.rows[slot];
-      place = slot + lane * SPARE;
-    }
+// Where an expert is on a rank, and the rows that this rank computes of it.
+struct Place {
+  int id, wanted;
+};
+
+DEVICE Place place_of(const Shared& shared, const Try& t, int expert, int rank) {
+  Place place = {-1, 0};
+  const int first = shared.first_place[expert], slot = first < 0 ? -1 : slot_on(shared, first, rank);
+  if (slot >= 0) {
+    place = {slot + rank * SPARE, t.rows[slot]};
+  }
 #pragma unroll
-    for (int i = 0; i < SPARE; ++i) {
-      if (copied[i] == expert) {
-        wanted += t.copy_rows[lane * SPARE + i];
-        place = first_slot(lane + 1) + lane * SPARE + i;
-      }
+  for (int i = 0; i < SPARE; ++i) {
+    const int source = t.source[rank * SPARE + i];
+    if (source >= 0 && shared.expert[source] == expert) {
+      place = {first_slot(rank + 1) + rank * SPARE + i, place.wanted + t.copy_rows[rank * SPARE + i]};
     }
   }
-  int share;
-  if (__popc(__ballot_sync(kAll, place >= 0)) <= 1) {
-    share = __shfl_sync(kAll, have, p.rank);
-    share = place >= 0 ? share : 0;
-  } else {
-    // Rows stay on their rank as far as its share goes; the others go to what is left, both in the order of the ranks.
-    const int stays = min(have, wanted), supply = have - stays, demand = wanted - stays;
-    int supplied = supply, demanded = demand;
+  return place;
+}
+
+// By a warp: this rank's rows of an expert, of which a lane's rank computes `wanted` and has some. Rows stay on their rank
+// as far as its share goes; the others go to what is left, both in the order of the ranks.
+DEVICE int share_of(const Params& p, int expert, int wanted) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int have = lane < RANKS ? p.counts[lane * EXPERTS + expert] : 0;
+  const int stays = min(have, wanted), supply = have - stays, demand = wanted - stays;
+  int supplied = supply, demanded = demand;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int before = __shfl_up_sync(kAll, supplied, step), asked = __shfl_up_sync(kAll, demanded, step);
-      supplied += lane >= step ? before : 0;
-      demanded += lane >= step ? asked : 0;
-    }
-    const int end = __shfl_sync(kAll, supplied, p.rank), begin = end - __shfl_sync(kAll, supply, p.rank);
-    share = max(min(end, demanded) - max(begin, demanded - demand), 0) + (lane == p.rank ? stays : 0);
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(kAll, supplied, step), asked = __shfl_up_sync(kAll, demanded, step);
+    supplied += lane >= step ? before : 0;
+    demanded += lane >= step ? asked : 0;
   }
-  if (lane < RANKS) {
-    p.shares[expert * RANKS + lane] = share;
-    p.places[expert * RANKS + lane] = place;
-  }
+  const int end = __shfl_sync(kAll, supplied, p.rank), begin = end - __shfl_sync(kAll, supply, p.rank);
+  return max(min(end, demanded) - max(begin, demanded - demand), 0) + (lane == p.rank ? stays : 0);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_plan(const __grid_constant__ Params p) {
   __shared__ Shared shared;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  for (int slot = thread; slot < sizeof(shared.expert) / sizeof(short); slot += kThreads) {
+    shared.expert[slot] = slot < SLOTS ? static_cast<short>(p.slots[slot]) : -1;
+  }
   for (int slot = thread; slot < SLOTS; slot += kThreads) {
     constexpr int kEach = SLOTS / RANKS, kLarger = SLOTS % RANKS * (kEach + 1);
     shared.rank[slot] = slot < kLarger ? slot / (kEach + 1) : SLOTS % RANKS + (slot - kLarger) / max(kEach, 1);
-    shared.expert[slot] = static_cast<short>(p.slots[slot]);
     shared.next[slot] = static_cast<short>(slot);
     shared.rows[slot] = 0;
   }
   if (thread < RANKS) {
     shared.loads[thread] = 0;
   }
+  const int first_total = thread < EXPERTS ? rows_of(p, thread) : 0;  // loaded before the barrier
   __syncthreads();
-  short experts[kSlotsOfLane];
-#pragma unroll
-  for (int i = 0; i < kSlotsOfLane; ++i) {
-    const int slot = 32 * i + lane;
-    experts[i] = slot < SLOTS ? shared.expert[slot] : -1;
-  }
-  for (int first = warp; first < EXPERTS; first += kWarps * kAtOnce) {
-    int have[kAtOnce];
-    rows_here(p, first, have);
-#pragma unroll
-    for (int i = 0; i < kAtOnce && first + i * kWarps < EXPERTS; ++i) {
-      divide(shared, first + i * kWarps, __reduce_add_sync(kAll, have[i]), experts);
-    }
+  for (int expert = thread; expert < EXPERTS; expert += kThreads) {
+    divide(shared, expert, expert == thread ? first_total : rows_of(p, expert));
+    shared.own[expert] = p.counts[p.rank * EXPERTS + expert];
   }
   __syncthreads();
   for (int slot = thread; slot < SLOTS; slot += kThreads) {
@@ -326,21 +318,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_plan(const __gri
     best = one.cost < other.cost || (one.cost == other.cost && one.copies < other.copies) ? i : best;
   }
   const Try& t = shared.tries[best];
-  int copied[SPARE];
-#pragma unroll
-  for (int i = 0; i < SPARE; ++i) {
-    const int source = lane < RANKS ? t.source[lane * SPARE + i] : -1;
-    copied[i] = source < 0 ? -1 : shared.expert[source];
-  }
-  for (int first = warp; first < EXPERTS; first += kWarps * kAtOnce) {
-    int have[kAtOnce];
-    rows_here(p, first, have);
-#pragma unroll
-    for (int i = 0; i < kAtOnce && first + i * kWarps < EXPERTS; ++i) {
-      write_expert(p, shared, t, first + i * kWarps, have[i], copied);
+  for (int copy = thread; copy < kCopies; copy += kThreads) {
+    const int source = t.source[copy];
+    p.sources[copy] = source;
+    if (source >= 0) {
+      shared.has_several[shared.expert[source]] = true;
     }
   }
-  if (thread < kCopies) {
-    p.sources[thread] = t.source[thread];
+  __syncthreads();
+  for (int i = thread; i < EXPERTS * RANKS; i += kThreads) {
+    const int expert = i / RANKS, id = place_of(shared, t, expert, i % RANKS).id;
+    p.places[i] = id;
+    if (!shared.has_several[expert]) {
+      p.shares[i] = id >= 0 ? shared.own[expert] : 0;
+    }
+  }
+  for (int expert = warp; expert < EXPERTS; expert += kWarps) {
+    if (shared.has_several[expert]) {
+      const int share = share_of(p, expert, lane < RANKS ? place_of(shared, t, expert, lane).wanted : 0);
+      if (lane < RANKS) {
+        p.shares[expert * RANKS + lane] = share;
+      }
+    }
   }
 }
