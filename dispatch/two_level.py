@@ -102,7 +102,7 @@ class _Groups(NamedTuple):
     within: dist.ProcessGroup
 
 
-# By the group that they divide, and its hosts: layers share them.
+# Groups by the group that they divide and by its hosts; layers share them.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _Groups]] = WeakKeyDictionary()
 
 
@@ -213,7 +213,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
 
     def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
         with self.across.ranks.detector:
-            # Where the level across hosts takes any number, what arrives of more would not fit the one within.
+            # The level across hosts may take more, but the level within a host could not take what arrives.
             check_arguments(
                 hidden_states, routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input,
                 routing.num_experts, self._capacity,

@@ -248,7 +248,7 @@ _ROUNDS = 2
 _MANY_SLOTS, _CLUSTER = 2048, 8
 # Shared memory that a block has on smaller GPUs too.
 _MAX_SHARED = 96 * 1024
-# What a warp of a cluster's blocks keeps in registers, align.cu's kRounds.
+# Slots that a warp of a cluster's blocks keeps in registers (kRounds in align.cu).
 _KEPT_SLOTS = 4 * _WARP
 # With fewer warps the kernel would be slower than the plain form.
 MAX_EXPERTS = (_MAX_SHARED // 4 - _WARP - _MIN_WARPS * _KEPT_SLOTS) // (_MIN_WARPS + 3)

@@ -14,7 +14,7 @@ from moe_ep.kernels import jit
 CUDA = Path(__file__).parent / "cuda"
 PLAN_THREADS = ROWS_THREADS = 1024
 _TRIES = 9
-# Of cuda/batch_plan.cu: ranks are lanes of a warp, and shared memory is that of any GPU.
+# Limits of cuda/batch_plan.cu: ranks are lanes of a warp, and any GPU has this much shared memory.
 _MOST_RANKS, _MOST_SLOTS, _MOST_SHARED = 32, 1024, 48 * 1024
 
 

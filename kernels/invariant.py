@@ -11,7 +11,7 @@ import torch
 
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2, tl
 
-# Of a tile of products: rows, columns of the output, columns of the input in a step, and for f32 of those fewer.
+# The tile of a product: rows and columns of the output, input columns of a step, and the fewer ones for f32.
 _ROWS, _COLUMNS, _INNER, _INNER_F32 = 64, 64, 64, 32
 # Queries of a head that one program computes, and keys in a step.
 _QUERIES, _KEYS = 16, 64

@@ -10,7 +10,7 @@ from moe_ep.routing.topk import topk_reference
 # A row's experts stay in registers of one program.
 MAX_EXPERTS = 4096
 
-# What a row holds.
+# The kind of rows that hold scores, not logits.
 _SCORES = "scores"
 
 

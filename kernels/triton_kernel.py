@@ -25,7 +25,7 @@ from moe_ep.kernels.kernel import Kernel, param_places
 _MOST_INT32 = (1 << 31) - 1
 # How a parameter of each of Triton's types lies in memory, as in the module struct; pointers begin with "*".
 _FORMATS = {"i32": "i", "i64": "q", "u64": "Q", "fp32": "f"}
-# Behind a function's own parameters, pointers to scratch, which no kernel of ours asks for.
+# Triton adds two pointers to scratch behind a function's own parameters; our kernels use none.
 _SCRATCH = "PP"
 
 

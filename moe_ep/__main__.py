@@ -3,5 +3,5 @@
 import runpy
 
 if __name__ == "__main__":
-    # By name: the core does not import what is built on it.
+    # Run by name, since the core does not import the launchers.
     runpy.run_module("moe_ep.launch", run_name="__main__", alter_sys=True)

@@ -19,7 +19,7 @@ from moe_ep.errors import one_of
 if TYPE_CHECKING:
     import torch  # not at run time: help and wrong options do not wait for it
 
-# In place of a name, where the caller may choose; no registry has it.
+# Stands for a choice by the caller; no entry may have this name.
 _AUTO = "auto"
 
 

@@ -26,7 +26,7 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Limits
 from moe_ep.modular_kernel.contracts import Copied, Pending
 
-# Of cuda/batch_balance.cuh.
+# Constants of cuda/batch_balance.cuh.
 _LINE_BYTES, _MOST_LINES = 16, 512
 MOST_EXPERTS = 2 * _MOST_LINES
 THREADS = {"batch_counts": 1024, "batch_copies": 512, "batch_release": 32}

@@ -300,7 +300,7 @@ class BatchParts:
         return word & 0xFFFFFFFF if (word >> 32) - number & 0xFFFFFFFF == 0 else None
 
 
-# Of parts that all kernels know, in the order in which `Common` has them.
+# Buffers whose offsets are members of `Common`, in its order.
 _OFFSETS = (
     *("counts", "done", "row_flags", "result_flags", "ids", "weights", "rows", "results"),
     *("staged_rows", "staged_results"),

@@ -82,7 +82,7 @@ _NUM_EPOCHS = 1 << 32
 SEND, RECEIVE = 1, 2
 KERNELS = ("low_latency_dispatch", "low_latency_combine")
 _THREADS = 512
-# Of a block, that receive.
+# Warps of a block that receive.
 WARPS = _THREADS // 64
 
 
@@ -579,7 +579,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             out = new((El, max_rows, layout.hidden_size), dtype=config.in_dtype)
         elif layout.is_quantized:
             out = new((max_rows, layout.hidden_size), dtype=config.in_dtype)
-        # Behind what may fail for want of memory.
+        # After all allocations, which may fail.
         index = self.channel.take()
         rows = self.channel.rows(index, config.in_dtype) if out is None else out
         num_tokens = batch.topk_ids.size(0)

@@ -43,7 +43,7 @@ class Order:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # By the number of the capture, 0 for none; of captures the last one alone.
+        # Launches by the number of the capture, 0 for none; only the last capture is kept.
         self._launches = {0: _Launches()}
         self._now = self._launches[0]
 
@@ -60,7 +60,7 @@ class Order:
         if handle != launches.handle:
             stream = torch.cuda.current_stream(self.device)
             if launches.stream is not None:
-                # Where no event was made in time, what else was queued behind that launch is waited for too.
+                # Without an event of that launch, later work of its stream is waited for too.
                 stream.wait_event(launches.event or launches.stream.record_event())
                 launches.left = _MEMORY
             launches.handle, launches.stream = handle, stream

@@ -110,7 +110,7 @@ def _product(rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | Non
 _ITEM_BYTES = 2
 # With fewer stages a tile waits for memory at every step.
 _LEAST_STAGES = 2
-# What Triton wants besides the stages.
+# Shared memory that Triton needs besides the stages.
 _OTHER_BYTES = 1024
 
 
@@ -214,7 +214,7 @@ def product_kernel(
         is_row = place < num_places
         source, target = position, place
         if INTO_ORDER:
-            # Of no place, any row: what is computed of it is not written.
+            # Positions without a place read any row; its products are not written.
             place = tl.where(is_row, place, 0)
             source, target = place // places_per_row, position
             if HAS_ROW_IDS:

@@ -64,7 +64,7 @@ def _activate_rows(
 
 
 _ALPHA, _BETA, _LINEAR_BETA = map(constant, (SWIGLUOAI_ALPHA, SITU_BETA, SITU_LINEAR_BETA))
-# Of NaN and a limit, NaN, as torch has it.
+# The clamp of NaN is NaN, as in torch.
 _KEEP_NAN = constant(lambda: tl.PropagateNan.ALL)
 
 

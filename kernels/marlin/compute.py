@@ -411,7 +411,7 @@ def sort_by_expert(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.T
     slots, counts = sort_slots_by_expert(topk_ids, num_experts, expert_map)
     num_ids = num_experts if expert_map is None else expert_map.numel()
     num_slots = topk_ids.numel()
-    # Of tokens that were sent here for some of their experts, at least one is local.
+    # At least one expert of every token is local, since it was sent here for one.
     expected_m = max(num_slots / max(num_ids, 1), topk_ids.size(0) / max(num_experts, 1))
     return Rows(counts, num_slots, slots, topk_ids.size(1), True, expected_m, most_rows=num_slots)
 

@@ -49,7 +49,7 @@ from moe_ep.scalar_type import ScalarType, scalar_types
 STRIP = 64
 BLOCK_COLUMNS = 32
 
-# Of 4-bit floats: bits of an int32 with codes side by side, and how many places to the left they go.
+# For 4-bit floats: bits of an int32 with codes side by side, and by how many places they move to the left.
 SPREAD = (
     (0x00070007, 6),
     (0x00080008, 12),

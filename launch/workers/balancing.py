@@ -68,7 +68,7 @@ class Balancing:
             placement=None if file is None else file.physical_to_logical,
             listener=listener,
         )
-        # What brought the layers to the placement that they begin with is none of the run's doing.
+        # Moves to the first placement do not count as the run's.
         self._first, self.manager.totals = self.manager.placement.host, EplbTotals()
 
     def end_step(self) -> torch.Tensor:

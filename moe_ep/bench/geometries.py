@@ -108,7 +108,7 @@ PRESETS: dict[str, Geometry] = {
             name="kimi-k2", hidden_size=7168, intermediate_size=2048, num_experts=384, top_k=8, num_layers=60,
             routing=RoutingSpec(routed_scaling_factor=2.827, **_DEEPSEEK_ROUTING),  # type: ignore[arg-type]
         ),
-        # Of the rows that its experts read, half as wide as the model.
+        # The hidden size is that of the latent rows that its experts read, half the model's.
         Geometry(
             name="kimi-k3", hidden_size=3584, intermediate_size=3072, num_experts=896, top_k=16, num_layers=92,
             routing=RoutingSpec(**_DEEPSEEK_ROUTING),  # type: ignore[arg-type]

@@ -30,11 +30,10 @@ _ALIKE = ("geometry", "scaling", "phase", "asked_tokens", "routing")
 # No measurement comes near it, and sums and products of smaller ones stay finite.
 _LARGEST = 1e100
 
-# What tells rows of one run apart.
+# The keys that tell rows of one run apart.
 _ROW = ("geometry", "ep_size", "scaling", "phase", "asked_tokens", *KIND)
 _RUN = ("commit", "gpu", "workers", "hosts")
-# What tables, pictures and predictions are made from: texts, numbers, numbers that one rank alone lacks, and numbers
-# above 0.
+# Keys that tables, plots and predictions need: texts, numbers, numbers that a single rank lacks, and numbers above 0.
 _TEXTS = ("geometry", "scaling", "phase", "backend", "mode", *KIND)
 _NUMBERS = (
     "bytes_sent", "floor_over_time", "balancedness", "memory_tb_per_s", "tflop_per_s", "exposed_communication",

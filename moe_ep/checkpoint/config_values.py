@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 # Keys of the language model's part in configs of multimodal models.
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
-# What errors about quantization settings begin with.
+# The beginning of errors about quantization settings.
 QUANT_CONFIG = "config.json: quantization_config: "
 # Above any size or count of a model: memory for a damaged number would be allocated before files are compared with it.
 _MOST = 1 << 20

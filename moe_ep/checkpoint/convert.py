@@ -94,7 +94,7 @@ def convert_checkpoint(
         raise ConfigError(f"{target}: it exists already and is not written over; name a new folder, or remove it")
     if target.is_mount():
         raise ConfigError(f"{target}: a file system is mounted there, which no folder replaces; name a new one in it")
-    # What is copied may hold anything; the weights to quantize are looked at one by one.
+    # Copied tensors may hold any value; the weights to quantize are checked one by one.
     with CheckpointReader(source, allow_nonfinite=True) as reader:
         spec = model_spec(reader.config, reader)
         if reader.quantization is not None:

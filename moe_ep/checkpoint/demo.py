@@ -27,7 +27,7 @@ from moe_ep.files import building, parse_json, write_text
 from moe_ep.quantization.quantize_weights import quantize_int
 
 DEMO_VERSION = 1
-# What the files of a checkpoint hash to, so that damage in the cache is noticed.
+# The file of the other files' hashes, by which damage in the cache is noticed.
 _DIGESTS = ".digests.json"
 
 _LAYERS = 4

@@ -24,8 +24,8 @@ from moe_ep.files import replacing
 
 logger = logging.getLogger(__name__)
 
-# By dtype: its width in bits, and the smallest positive bit pattern that is no number. Patterns from there to the sign
-# bit, and from there with the sign bit set to the end, are infinity or NaN: those in which its bits are all set.
+# By dtype: its width in bits, and the smallest positive bit pattern of infinity or NaN. A pattern stands for either if
+# all bits of this one are set in it.
 MAY_BE_NONFINITE = {
     torch.bfloat16: (16, 0x7F80),
     torch.float16: (16, 0x7C00),

@@ -16,7 +16,7 @@ from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.errors import CheckpointError
 
 GEMM_OF_ROLE = {"gate": "w13", "up": "w13", "down": "w2"}
-# What a linear layer's tensor is called behind the fused name.
+# The endings of a plain linear layer's tensors behind the fused name.
 _PLAIN_ENDINGS = {"weight": ("",), "bias": ("_bias",)}
 
 

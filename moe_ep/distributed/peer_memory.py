@@ -12,7 +12,7 @@ _HANDLE_BYTES = 64
 # A handle as int64 words, and the offset in its allocation.
 _WORDS = _HANDLE_BYTES // 8 + 1
 
-# What is open in this process, and how many use it: the driver opens a handle once.
+# Open handles of this process with their address and number of users: the driver opens a handle once.
 _opened: dict[bytes, list[int]] = {}
 
 

@@ -10,8 +10,8 @@ from moe_ep.errors import ConfigError, check_at_least, check_not_negative, check
 from moe_ep.registry import EPLB_POLICIES
 
 PLANNERS = ("process", "thread")
-# What each token's replica is chosen by: this rank's tokens are levelled over all replicas; each expert has one replica
-# for all tokens, so that fewer experts are read; or the second for small batches and the first for others.
+# How the replica of a token is chosen. levelled: a rank's tokens are spread over all replicas. one: an expert has one
+# replica for all tokens, so that fewer experts are read. auto: one for small batches, levelled for others.
 REPLICA_RULES = ("auto", "levelled", "one")
 TRANSPORTS = ("auto", "peer_copies", "messages")
 # Nanoseconds, and bytes a second, that 64 bits hold.

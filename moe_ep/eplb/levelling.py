@@ -28,7 +28,7 @@ import torch
 TILE_SLOTS = 1024
 MAX_CANDIDATES = 4
 NUM_TURNS, NUM_GROUPS = 12, 3
-# By how many candidates an expert has: the two between which tokens pass in its first turn, its second, and so on.
+# By an expert's number of candidates: the two between which tokens pass in its first turn, its second, and so on.
 PAIRS = {
     2: ((0, 1), (0, 1), (0, 1), (0, 1)),
     3: ((0, 1), (1, 2), (0, 2), (0, 1)),
@@ -123,7 +123,7 @@ def _candidates(
     candidates = torch.take_along_dim(table[None], column, dim=2)
     valid = (place < replicas[:, None]).expand_as(candidates)
     own = valid & (candidates // slots_per_rank == rank[..., None])
-    # Where none is here, the first changes places with itself.
+    # If no candidate is on this rank, the first one changes places with itself.
     source = own.int().argmax(dim=2, keepdim=True)
     order = torch.where(place == 0, source, torch.where(place == source, 0, place))
     return torch.take_along_dim(candidates, order, dim=2), valid

@@ -54,7 +54,7 @@ class LayerMover:
             "the model or its EPLB settings",
             layers=digest(placement.num_experts, placement.num_slots, *(part.signature for part in self._experts)),
             settings=digest(astuple(config)),
-            # What a commit that failed on some ranks leaves behind is no placement to go on from.
+            # They differ after a commit that failed on some ranks, and then there is no placement to go on from.
             placement=digest(placement.host),
         )
         self.doubt(range(len(layers)), False)
@@ -64,9 +64,9 @@ class LayerMover:
         self._staging = torch.zeros(staging_bytes, dtype=torch.uint8, device=self.device)
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None
-        # Those that read and write the staging buffer; who closes this need not be the thread that serves.
+        # The streams that use the staging buffer; `close` may run in another thread than the one that serves.
         self._streams = set() if self._stream is None else {self._stream}
-        # What the staging buffer and the weights must wait for: the commit before.
+        # The last commit, which later uses of the staging buffer and the weights wait for.
         self._committed = torch.cuda.Event() if on_gpu else None
         self._waiting: tuple[int, Array, LayerMoves] | None = None
 

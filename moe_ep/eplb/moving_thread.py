@@ -33,7 +33,7 @@ class MovingThread:
     ) -> None:
         self.is_open = False
         self._device, self._channel, self._carry_out, self._stop = device, channel, carry_out, stop
-        # Of the kind that takes a job while this thread waits in it: what is collected there may close this object.
+        # A SimpleQueue, since its put is reentrant: garbage collected inside it may close this object.
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._last: Callable[[], None] | None = None
         self._has_ended, self._once = False, threading.Lock()

@@ -46,7 +46,7 @@ def make_plan(
     load = measure_load(counts, num_ranks, 0)
     if load.mean_tokens == 0:
         return None, "no tokens in the window"
-    # Of other objectives the planner knows how even the layers are.
+    # For other objectives only the planner can tell whether the layers are even.
     if config.objective == "tokens" and load.balancedness >= config.rebalance_below:
         return None, f"balancedness {load.balancedness:.3f} is not below {config.rebalance_below:g}"
     window = logical_counts(counts, placement, num_experts)

@@ -35,7 +35,7 @@ from moe_ep.observability.stages import stage
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-# What the message of rank 0 begins with: a plan follows, or it failed; 0 where nothing is to be done.
+# The first number of rank 0's message: a plan follows, or planning failed; 0 if there is nothing to do.
 _PLAN, _FAILED = 1, -1
 
 

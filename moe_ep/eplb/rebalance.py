@@ -28,9 +28,9 @@ from moe_ep.errors import check_not_negative
 from moe_ep.registry import EPLB_POLICIES
 
 ArrayLike = torch.Tensor | Array
-# Of numpy: booleans, integers, floats.
+# Kinds of numpy dtypes: booleans, integers, floats.
 _REAL = "biuf"
-# Of sums in f32, as a share.
+# The relative rounding error of sums in f32.
 _ROUNDING = 1e-5
 # Times that one call plans; the second seldom finds anything, and hardly ever the third.
 _MAX_PLANS = 6

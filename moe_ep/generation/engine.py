@@ -205,7 +205,7 @@ class TokenLog:
         self._members, self._may_move = membership.log, membership.may_move
         self._key = self._key_of(membership.rank)
         self._new: list[str] = []
-        # What was written, for a store that may replace this one.
+        # The entries written so far, for a store that may replace this one.
         self._written: list[str] = []
         self._writing = threading.Lock()
         membership.on_move(self._write_again)
@@ -518,7 +518,7 @@ class Generation:
 
     def _decode(self) -> None:
         logits = self._decoder.decode()
-        # Behind the pass: one that fails is made again, with the same draws.
+        # Drawn after the pass: one that fails is repeated with the same draws.
         draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
         tokens = self._next_tokens(logits, draws)
         self._decoder.append(slice(None), tokens)
@@ -582,7 +582,7 @@ class Generation:
                 f"the model's logits are not finite behind {len(sequence.token_ids)} new tokens; its weights, or its "
                 f"activations in this dtype, have NaN or infinity"
             )
-            # What a later sequence does not overwrite, it multiplies by 0, which NaN stays NaN under.
+            # A later sequence multiplies what it does not overwrite by 0, and NaN times 0 is NaN.
             self._decoder.clear(slot)
         sequence.routing = self._decoder.routing(slot, num_fed)
         self._on_completion(sequence)

@@ -18,7 +18,7 @@ from torch.nn.functional import linear, rms_norm
 from moe_ep.registry import choose_form
 from moe_ep.routing import select_experts
 
-# Of numbers around 1 in f32, in whatever order they are added up.
+# The error of f32 numbers around 1, in whatever order they are added up.
 _TOLERANCE = 1e-5
 _EXAMPLES = 16
 Forward = Callable[[torch.Tensor], Any]

@@ -46,7 +46,7 @@ _WRAPPED = {
     "base_layer": "merge the adapters first (merge_and_unload of peft)",
     "_orig_mod": "call torch.compile behind parallelize",
 }
-# Where the gate is defined that experts have unless they have their own.
+# The module that defines the gate of experts without a gate of their own.
 _DEFAULT_GATE_MODULE = "transformers.integrations.moe"
 # An own gate is tried on so many numbers of so large magnitude, for each of gate and up.
 _EXAMPLES, _EXAMPLES_UP_TO = 41, 20.0

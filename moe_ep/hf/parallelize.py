@@ -55,7 +55,7 @@ except ModuleNotFoundError as error:
 
 hf_registration.register()
 
-# What configurations call the number of experts that a token goes to.
+# Names of top_k in configurations.
 TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 # (layers loaded, layers)
 OnLayer = Callable[[int, int], None]

@@ -27,7 +27,7 @@ EAGER_CALLS = 4
 # Kinds that a layer captures at most; calls of further kinds run eagerly.
 MOST_KINDS = 16
 
-# What a graph is for: the caller's own distinction, the stream, and shapes, dtypes and devices of the inputs.
+# The key of a graph: the caller's own part, the stream, and shapes, dtypes and devices of the inputs.
 Kind = tuple[object, ...]
 Function = Callable[..., torch.Tensor]
 

@@ -119,7 +119,7 @@ class RoutedExperts(FusedMoE):
 
     load: torch.Tensor
     dispatcher: StepDispatcher
-    # Of all layers of the model, dense ones included.
+    # Counted over all layers of the model, dense ones included.
     layer_index: int = 0
 
     @torch.inference_mode(False)
@@ -185,7 +185,7 @@ class RoutedExperts(FusedMoE):
         """The body of the graph node."""
         inputs = hidden_states, topk_weights, topk_ids
         with self._called():
-            # Of a compiled model, which runs the node between its CUDA graphs if there are other ranks.
+            # A compiled model runs this node between its CUDA graphs if there are other ranks.
             if self.parallel_config.spans_ranks and self._may_replay(hidden_states):
                 return self._replayed(*inputs)
             return self._eagerly(*inputs)

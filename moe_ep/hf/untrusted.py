@@ -62,9 +62,9 @@ CLOSED_KEYS: dict[str, frozenset[str] | None] = {
     "video_preprocessor_config.json": None,
     "chat_template.json": None,
 }
-# Of config.json: taken where transformers ships what they name, and else left to its choice.
+# Keys of config.json that are kept if transformers ships the implementation they name, and dropped otherwise.
 ATTENTION_KEYS = frozenset({"attn_implementation", "_attn_implementation"})
-# Of config.json and tokenizer_config.json: refused unless it names a tokenizer of transformers.
+# A key of config.json and tokenizer_config.json that must name a tokenizer of transformers.
 TOKENIZER_CLASS = "tokenizer_class"
 # Files of a folder that tokenizers have no use for.
 _MAX_TOKENIZER_BYTES = 256 << 20

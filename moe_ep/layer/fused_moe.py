@@ -70,7 +70,7 @@ class ModularKernels:
     """
 
     def __init__(self) -> None:
-        # By the identity of the backend, which the kernel keeps.
+        # By id of the backend, which its kernel keeps alive.
         self._by_backend: dict[int, FusedMoEModularKernel] = {}
         # The addresses of the tensors that they were made for.
         self._made_for: tuple[int, ...] = ()

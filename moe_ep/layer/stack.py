@@ -189,7 +189,7 @@ class MoEBlock(FixedTensors):
             shared_experts = _shared_experts(reader, spec, layer_index, dtype)
             latent = load_latent(reader, spec, layer_index)
             self.latent = None if latent is None else LatentProjections(latent, spec.rms_norm_eps, dtype)
-            # Beside experts of another width they read what those do not.
+            # Experts of another width read latent rows, and the shared experts the block's input.
             self.shared_experts = None if latent is None else shared_experts
             options = layer_options(reader, spec, layer_index, dtype)
             self.moe = FusedMoE(

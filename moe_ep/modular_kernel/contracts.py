@@ -486,7 +486,7 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
             pending = self.combine_async(call.output, call.fused_expert_output, dispatched, call.weight_and_reduce_impl)
         return pending.wait, pending.receive
 
-    # What `prepare` has dispatched and `finalize` has not combined, by the topk_ids that finalize will be given.
+    # Batches between `prepare` and `finalize`, each with the topk_ids that finalize will be given.
     _remembered_batches: tuple[tuple[torch.Tensor, Dispatched], ...] = ()
 
     def _remember(self, routing: Routing, dispatched: Dispatched) -> PrepareResult:

@@ -84,14 +84,14 @@ class FusedMoEModularKernel(nn.Module):
         self._standard = rows_as is FusedMoEActivationFormat.Standard
         reduce_impl = fused_experts.finalize_weight_and_reduce_impl()
         self._finished_rows = prepare_finalize.finalize_only_copies() and reduce_impl == TopKWeightAndReduceNoOP()
-        # Of f16 layers: an expert's own output may exceed f16 although the weighted sum does not.
+        # In f16 layers an expert's own output may exceed the range although the weighted sum does not.
         self._f32_output = fused_experts.supports_f32_output() and prepare_finalize.accepts_f32_output()
         self._f32_partial_sums = False
         # Rows computed at a time; None for all at once.
         is_chunked = self._standard and fused_experts.supports_chunking() and not overlaps
         self._chunk_size = env.CHUNK_SIZE.get() if is_chunked else None
         self._most_rows = prepare_finalize.most_rows()
-        # What the backend is told: rows stay in their 8 bits only for experts that read them so.
+        # The backend hands 8-bit rows over as codes only to experts that read them so.
         quant_config = fused_experts.quant_config
         keeps_codes = fused_experts.takes_quantized_rows()
         self._quant_config = quant_config if keeps_codes else quant_config.with_input_dtype(None)

@@ -20,7 +20,7 @@ from moe_ep.scalar_type import ScalarType, scalar_types
 logger = logging.getLogger(__name__)
 
 CHECKPOINT, NONE = "checkpoint", "none"
-# By the names that commands and MOE_EP_INPUT_DTYPE have for them.
+# The dtypes by their names in commands and MOE_EP_INPUT_DTYPE.
 _NAMED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Weights whose values (less their zero points) the tensor cores multiply with 8-bit rows, by the rows' dtype.
 INPUT_DTYPES = {
@@ -92,7 +92,7 @@ def pair_refusal(input_dtype: torch.dtype, scalar_type: ScalarType, scale_dtype:
     return f"weights are {scalar_type} with {scale_dtype} scales; {dtype_name(input_dtype)} rows go with {others}{but}"
 
 
-# What was logged, by text and by the object that the layers of a model share.
+# Messages that were logged, by text and by the object that the layers of a model share.
 _logged: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
 
 

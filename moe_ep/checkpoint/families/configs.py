@@ -153,8 +153,8 @@ def _class_defaults() -> dict[str, Config]:
     return {model_type: values for types, values in by_types.items() for model_type in types.split()}
 
 
-# What transformers' configuration classes mean by a key that a config leaves out, where other families mean nothing by
-# it. A key that is there with null keeps that. Of keys that every model of a family has, the class itself is asked.
+# Defaults of transformers' configuration classes for keys that a config leaves out and that other families do not know.
+# A key that is null stays null. Keys that every model of a family has are read from the class itself.
 CLASS_DEFAULTS = _class_defaults()
 
 

@@ -35,7 +35,7 @@ _ALGORITHMS: dict[str, QuantizationConfig] = {
     "MXFP4": MXFP4Config(),
     "W4A8_MXFP4_FP8": MXFP4Config(input_dtype=torch.float8_e4m3fn),
     "W8A16": IntQuantizedConfig(scale=ScaleShape(Kind.CHANNEL)),
-    # Of weights alone.
+    # Weights only; activations are not quantized.
     "FP8_PB_WO": Float8Config(scale=ScaleShape(Kind.BLOCK, rows=128, columns=128)),
 }
 _MIXED = "MIXED_PRECISION"

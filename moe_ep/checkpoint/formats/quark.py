@@ -32,7 +32,7 @@ from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 METHOD = "quark"
 _PLAIN = ("bfloat16", "float16", "float32")
 _SHAPES = {"per_tensor": ScaleShape(Kind.TENSOR), "per_channel": ScaleShape(Kind.CHANNEL)}
-# By the description that `_said` makes.
+# Schemes by the description that `_said` makes.
 _SCHEMES: dict[str, QuantizationConfig] = {
     f"fp4 per_group of {MXFP4_GROUP} with scales e8m0": MXFP4Config(),
     f"fp4 per_group of {NVFP4_GROUP} with scales fp8_e4m3 per_tensor": MODELOPT_NVFP4,

@@ -250,10 +250,8 @@ def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int,
 # A search over replica counts, for rows that the counts with the lightest replicas leave unbalanced.
 #
 # With few slots a rank, splitting the heaviest experts further can be worse than splitting the next ones, because
-# pieces
-# must pair up. The first round tries other exponents of the greedy rule, each later one takes a replica from some
-# experts
-# and gives it to others; all candidates are packed as rows of one problem, and the best is kept.
+# pieces must pair up. The first round tries other exponents of the greedy rule, each later one takes a replica from
+# some experts and gives it to others; all candidates are packed as rows of one problem, and the best is kept.
 #
 # Example: loads [600, 560, 120, 120, 20, 10, 10, 10] on 8 ranks of 2 slots. The greedy counts [5, 5, 1, 1, ..] pack to
 # 232, [4, 4, 2, 2, ..] to 200.

@@ -32,7 +32,7 @@ from moe_ep.eplb.policy.problem import Problem
 _LAYERS = 16
 # Times that every two ranks meet, at most.
 _TOURNAMENTS = 3
-# What an exchange must win, as a share of a mean rank's sum of squares.
+# The least gain of an exchange, as a share of a mean rank's sum of squares.
 _LEAST_GAIN = 3e-5
 
 
@@ -94,19 +94,15 @@ def meetings(num_ranks: int) -> Iterator[tuple[Array, Array]]:
 # Where copies of experts lie so that batches can be levelled: every rank joined to others, and no two ranks twice.
 #
 # Tokens are steered only between the copies of their expert. A rank without copies keeps whatever a batch brings it,
-# and
-# two experts with copies on the same two ranks join them twice and others not at all. With v the ranks' loads about
-# their
-# mean in a step, L the Laplacian of the graph in which an expert of load w with c copies joins each two of its ranks by
-# w / c**2, and t how far batches can be steered, levelling leaves about (I + t L)**-1 v. Where the ranks vary alike,
-# the
-# expected square of that is, to second order and but for what no exchange changes,
+# and two experts with copies on the same two ranks join them twice and others not at all. With v the ranks' loads about
+# their mean in a step, L the Laplacian of the graph in which an expert of load w with c copies joins each two of its
+# ranks by w / c**2, and t how far batches can be steered, levelling leaves about (I + t L)**-1 v. Where the ranks vary
+# alike, the expected square of that is, to second order and but for what no exchange changes,
 #
 #     sum of |v|**2 + 3 t**2 (mean of |v|**2 over ranks) |L|**2,
 #
 # and |L|**2 is the sum of squares of the ranks' degrees and of what joins each two. Copies are exchanged for experts
-# with
-# one copy while that falls.
+# with one copy while that falls.
 
 # t in mean degrees of a rank; these are taken for at least so much of a mean rank's load.
 _REACH = 1.0
