@@ -37,6 +37,7 @@ SHARD_BYTES = 2 << 30
 _OUTSIDE = r"re:(?!.*\.experts(\.|$))"
 # Weights in any form, and code: what is copied is data.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pkl", ".pickle")
+_ADAPTER = "adapter_model.safetensors"
 _CODE = (".py", ".pyc", ".so", ".sh", ".ipynb")
 
 
@@ -226,14 +227,19 @@ def _settings(reader: CheckpointReader, experts: _ExpertParts, quantize: str, gr
 
 
 def _copy_the_rest(source: Path, target: Path) -> None:
-    """All that is neither weights nor code, in subfolders too."""
+    """All that is neither the model's weights nor code, in subfolders too.
+
+    An adapter, and a subfolder with a config of its own, are other models, whose weights stay.
+    """
     written = {"config.json", INDEX_NAME, *SETTINGS_BESIDE}
     for folder, subfolders, names in os.walk(source):
         subfolders[:] = [name for name in subfolders if not name.startswith((".", "__"))]
         inside = Path(folder).relative_to(source)
+        is_model = inside != Path() and "config.json" in names
         for name in names:
             file = Path(folder, name)
-            is_data = not name.startswith(".") and file.suffix not in (*_WEIGHTS, *_CODE)
+            is_other = name == _ADAPTER or (is_model and file.suffix == ".safetensors")
+            is_data = not name.startswith(".") and (is_other or file.suffix not in (*_WEIGHTS, *_CODE))
             if not is_data or not file.is_file() or str(inside / name) in written:
                 continue
             (target / inside).mkdir(parents=True, exist_ok=True)

@@ -83,8 +83,14 @@ def test_everything_but_weights_and_code_is_there_afterwards(tmp_path: Path, kin
         "speaker_embeddings/voice.npy",
         "assets/a picture.png",
         "processor/preprocessor_config.json",
+        "adapter_model.safetensors",
+        "audio_tokenizer/config.json",
+        "audio_tokenizer/model.safetensors",
     )
-    left = ("modeling.py", "sub/run.sh", "sub/x.pt", ".cache/huggingface/a.json", "consolidated.safetensors", "a.gguf")
+    left = (
+        *("modeling.py", "sub/run.sh", "sub/x.pt", "sub/model.safetensors", "audio_tokenizer/x.bin"),
+        *(".cache/huggingface/a.json", "consolidated.safetensors", "a.gguf"),
+    )
     for name in (*kept, *left):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(name)
