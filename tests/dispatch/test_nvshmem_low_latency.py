@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from moe_ep.dispatch.nvshmem.low_latency import (
     local_indices,
 )
 from moe_ep.distributed.exchange import check_agreement
-from moe_ep.errors import DispatchTimeoutError
+from moe_ep.errors import BackendUnavailableError, DispatchTimeoutError
 from moe_ep.kernels import jit
 from tests.dispatch.backend_cases import Case, make_setting
 from tests.ranks import ranks
@@ -179,6 +181,34 @@ def test_symmetric_memory_is_given_back_where_all_ranks_come(monkeypatch: pytest
     monkeypatch.setattr(arena.kernels, "stop_device_library", lambda: done.append("stop"))
     runtime.close()
     assert done == ([1, 2, "stop", "finalize"] if all_come else [])
+
+
+@pytest.mark.parametrize("ranks_per_host", ["0", "1"])
+def test_memory_of_changed_ranks_is_kept_until_they_change_again(ranks_per_host: str) -> None:
+    assert ranks(2).run(change_twice, ranks_per_host) == [[[], [1]] if ranks_per_host == "0" else []] * 2
+
+
+def change_twice(rank: int, world_size: int, ranks_per_host: str) -> list[list[int]]:
+    """What is free after each change; nothing where the ranks are on several hosts, which is refused."""
+    freed: list[int] = []
+    found = []
+    with (
+        patch.dict(os.environ, MOE_EP_RANKS_PER_HOST=ranks_per_host),
+        patch.object(arena, "joins_peers", lambda device: True),
+        patch.object(arena, "driver_call", lambda name, pointer: freed.append(pointer)),
+        patch.object(torch.cuda, "synchronize"),
+    ):
+        before = None
+        for number in range(1, 4):
+            runtime = arena.EpochRuntime(torch.device("cpu"), before)
+            try:
+                runtime.start()
+            except BackendUnavailableError:
+                return []
+            found.append(list(freed))
+            runtime.blocks.append(arena.SymmetricBlock(number, 16, lambda: None))
+            before = runtime
+    return found[1:]
 
 
 @pytest.mark.parametrize(
