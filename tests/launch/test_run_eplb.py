@@ -153,6 +153,7 @@ def test_a_trace_of_another_model_ends_in_one_message(
             "--eplb --load-placement /none",
             "--load-placement is '/none'; it must name a file, and there is no such file",
         ),
+        ("--elastic --record-routing taken", "--record-routing is given with --elastic, "),
     ],
 )
 def test_options_that_cannot_be(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
