@@ -10,7 +10,6 @@
 
 constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
-constexpr int kAtOnce = 4;  // rows of a thread that are loaded together
 
 struct Params {
   const Id* ids;
@@ -30,24 +29,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) batch_rows(const __grid_c
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   for (int expert = thread; expert < EXPERTS; expert += kThreads) {
     shared.before[expert] = 0;
-    for (int other = 0; other < kWarps; ++other) {
-      shared.of_warp[other][expert] = 0;
-    }
+  }
+  for (int i = thread; i < kWarps * EXPERTS; i += kThreads) {
+    shared.of_warp[i / EXPERTS][i % EXPERTS] = 0;
   }
   __syncthreads();
   const int begin = static_cast<int>(blockIdx.x) * kThreads;
-  for (int first = thread; first < begin; first += kThreads * kAtOnce) {
-    int experts[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      experts[i] = expert_of(p.ids, first + kThreads * i, begin);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      count_row(experts[i], shared.before);
-    }
-  }
-  const int row = begin + thread, expert = expert_of(p.ids, row, p.num_rows);
+  count_rows<kThreads>(p.ids, begin, shared.before);
+  const int row = begin + thread, expert = row < p.num_rows ? expert_of(p.ids[row]) : -1;
   const u32 same = __match_any_sync(kAllOfWarp, expert), before = same & ((1u << lane) - 1);
   if (expert >= 0 && before == 0) {
     shared.of_warp[warp][expert] = static_cast<unsigned char>(__popc(same));

@@ -46,6 +46,8 @@ def draw(seed: int) -> tuple[list[torch.Tensor], torch.Tensor, int]:
         of_rank[torch.rand(of_rank.shape) < 0.1] = -1
         if seed % 5 == 2:
             of_rank[:, 0], of_rank[:, 1] = seed % E, E + 1
+    if seed % 3 == 1:  # not where wide loads may begin
+        ids = [torch.cat([of_rank.new_zeros(1, 2), of_rank])[1:] for of_rank in ids]
     slots = torch.cat([torch.arange(E), torch.randint(-1, E, (P - E,))])
     return ids, slots if seed % 2 else slots[torch.randperm(P)], [0, 0, 3][seed % 3]
 

@@ -10,7 +10,6 @@
 constexpr int kThreads = THREADS;
 constexpr int kLines = (EXPERTS + 1) / 2;
 constexpr int kCounters = 2 * kLines;
-constexpr int kAtOnce = 4;  // rows of a thread that are loaded together
 static_assert(kLines <= kMostLines, "the block has lines for all experts");
 
 struct Params {
@@ -28,17 +27,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_counts(const __g
     counts[expert] = 0;
   }
   __syncthreads();
-  for (int first = thread; first < p.num_rows; first += kThreads * kAtOnce) {
-    int experts[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      experts[i] = expert_of(p.ids, first + kThreads * i, p.num_rows);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      count_row(experts[i], counts);
-    }
-  }
+  count_rows<kThreads>(p.ids, p.num_rows, counts);
   __syncthreads();
   for (int i = thread; i < RANKS * kLines; i += kThreads) {
     const int peer = i / kLines, line = i % kLines;
