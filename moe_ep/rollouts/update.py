@@ -245,6 +245,7 @@ class GivenTensors(CheckpointReader):
         tensors: of this process, by name, or by `name[i]` for an index of the leading dimension.
         infos: of the tensors that some process has, whole.
         device: where tensors of other processes arrive.
+        names: what follows from the names and forms of this process's.
     """
 
     in_memory = True
@@ -255,8 +256,10 @@ class GivenTensors(CheckpointReader):
         tensors: dict[str, torch.Tensor],
         infos: dict[str, TensorInfo],
         device: torch.device,
+        names: _Names,
     ) -> None:
         self.directory, self.config, self.allow_nonfinite = _PLACE, config, True
+        self.given_names = names
         self._given, self._device = tensors, device
         self._tensors, self._names = infos, sorted(infos)
 
@@ -359,7 +362,7 @@ def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None) -> Gi
         name: pairs[number][1].detach() if row is None else pairs[number][1].detach()[row]
         for name, number, row in names.held
     }
-    return GivenTensors(target.config, held, infos, target.layers[0][1].expert_weights()[0].device)
+    return GivenTensors(target.config, held, infos, target.layers[0][1].expert_weights()[0].device, names)
 
 
 def _pairs(tensors: Any) -> list[Any]:
@@ -449,13 +452,14 @@ class _Plan:
 
     Attributes:
         place: where the experts are that it was made for.
-        infos: of the tensors that it was made of.
+        names, infos: of the tensors that it was made of.
         copies: for each layer that has nothing to do but to copy tensors, what is copied; made by the first update.
     """
 
     experts: list[list[Source]]
     beside: list[str]
     place: list[Any] = field(default_factory=list)
+    names: _Names | None = None
     infos: dict[str, TensorInfo] | None = None
     copies: dict[int, list[_Copy]] = field(default_factory=dict)
 
@@ -474,16 +478,16 @@ _PLANS: WeakKeyDictionary[Any, _Plan] = WeakKeyDictionary()
 
 def _plan(target: _Target, reader: CheckpointReader, known: _Plan | None) -> _Plan:
     """CheckpointError, which names a tensor, where one is missing or does not fit."""
-    infos = reader.infos if isinstance(reader, GivenTensors) else None
     place = [(layer.slots.local_experts, *layer.tensor_addresses()) for _, layer in target.layers]
-    if known is not None and infos is not None and known.place == place and known.infos == infos:
+    given, infos = (reader.given_names, reader.infos) if isinstance(reader, GivenTensors) else (None, None)
+    if known is not None and known.names is given and known.infos == infos and known.place == place:
         return known
     experts = []
     for index, layer in target.layers:
         quantization = layer_quantization(reader.quantization, target.spec, index, reader)
         names = layer.loader.param_names
         experts.append(plan_layer(reader, target.spec, index, layer, quantization, param_names=names))
-    return _Plan(experts, target.check_beside(reader), place, infos)
+    return _Plan(experts, target.check_beside(reader), place, given, infos)
 
 
 def _copies(reader: CheckpointReader, sources: list[Source], layer: FusedMoE) -> list[_Copy] | None:

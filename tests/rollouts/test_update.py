@@ -141,8 +141,11 @@ def updated(rank: int, world_size: int, folders: dict[str, tuple[Path, Path]], s
         names = sorted(tensors, key=lambda name: hash(name[::-1]))
         given = after if source == "folder" else [(name, tensors[name]) for name in names]
         if form.startswith("bf16") and quantize == "none" and source != "folder":
-            for values in ([(name, tensor * 2) for name, tensor in given], given[::-1]):  # names that were given before
+            strided = [(name, torch.stack([tensor, tensor], dim=-1)[..., 0]) for name, tensor in given]
+            for values in (given[::-1], [(name, tensor * 2) for name, tensor in given], strided):  # names come again
                 moe_ep.update_weights(stack, values)
+            check_slots(stack, expected, rank)
+            moe_ep.update_weights(stack, [(name, tensor * 2) for name, tensor in given])
         moe_ep.update_weights(stack, given)
         assert [tensor.data_ptr() for tensor in held(stack)] == addresses
         check_slots(stack, expected, rank)
