@@ -260,6 +260,7 @@ PARTS = (
     _every(
         "overlap", "scaling.md", 120,
         "{torchrun} scripts/bench_overlap.py {commit} --json {rows}",
+        "{torchrun} scripts/bench_prefill.py {commit} --json {rows}",
         headline=r"^\|",
     ),
     _every(
