@@ -8,10 +8,9 @@ import torch
 
 from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.payload import make_send_plan, make_slot_plan
-from moe_ep.dispatch.torch_distributed import SlotsSent, TorchDistributedPrepareFinalize
+from moe_ep.dispatch.torch_distributed import CombineCall, SlotsSent, TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows
 from moe_ep.modular_kernel.contracts import Dispatched, FusedMoEActivationFormat, Pending
-from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 
 class _Sent(NamedTuple):
@@ -85,17 +84,8 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
 
         return steps.then(arrived)
 
-    def _return(
-        self,
-        sent: _Sent | SlotsSent,
-        output: torch.Tensor,
-        expert_output: torch.Tensor,
-        dispatched: Dispatched,
-        reduce_impl: TopKWeightAndReduce,
-    ) -> Pending[None]:
-        if isinstance(sent, SlotsSent):
-            return self._return_slots(sent, output, expert_output, dispatched)
-        rows = self._reduced(expert_output, dispatched, reduce_impl, sum(sent.received), output)
+    def _return(self, sent: _Sent, call: CombineCall) -> Pending[None]:
+        rows, output = self._reduced(call, sum(sent.received)), call.output
         returned = rows.new_empty((sum(sent.sent), rows.size(1)))
         steps = self.ranks.steps("combine", output.device)
         steps.all_to_all(returned, rows, sent.sent, sent.received)

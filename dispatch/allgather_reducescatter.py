@@ -8,10 +8,9 @@ import torch
 
 from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.payload import ids_for_rank, make_send_plan, make_slot_plan
-from moe_ep.dispatch.torch_distributed import SlotsSent, TorchDistributedPrepareFinalize
+from moe_ep.dispatch.torch_distributed import CombineCall, SlotsSent, TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import sum_rows
 from moe_ep.modular_kernel.contracts import Dispatched, FusedMoEActivationFormat, Pending
-from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 
 class _Sent(NamedTuple):
@@ -70,17 +69,8 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
 
         return steps.then(arrived)
 
-    def _return(
-        self,
-        sent: _Sent | SlotsSent,
-        output: torch.Tensor,
-        expert_output: torch.Tensor,
-        dispatched: Dispatched,
-        reduce_impl: TopKWeightAndReduce,
-    ) -> Pending[None]:
-        if isinstance(sent, SlotsSent):
-            return self._return_slots(sent, output, expert_output, dispatched)
-        rows = self._reduced(expert_output, dispatched, reduce_impl, sent.num_rows, output)
+    def _return(self, sent: _Sent, call: CombineCall) -> Pending[None]:
+        rows, output = self._reduced(call, sent.num_rows), call.output
         returned = torch.empty_like(rows)
         steps = self.ranks.steps("combine", output.device)
         if rows.size(0):

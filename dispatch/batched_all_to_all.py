@@ -9,10 +9,9 @@ import torch
 from moe_ep.dispatch.batch import Batch, check_results, wire_dtype
 from moe_ep.dispatch.messages import MessageLayout, OpenedMessages, open_messages, pack_messages
 from moe_ep.dispatch.payload import owner_of
-from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize, check_delegated
+from moe_ep.dispatch.torch_distributed import CombineCall, TorchDistributedPrepareFinalize, check_delegated
 from moe_ep.kernels.dispatch_rows import sum_rows, weighted_rows
 from moe_ep.modular_kernel.contracts import Dispatched, ExpertTokensMetadata, FusedMoEActivationFormat, Pending
-from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 
 class _Sent(NamedTuple):
@@ -72,14 +71,8 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=
 
         return steps.then(arrived)
 
-    def _return(
-        self,
-        sent: _Sent,
-        output: torch.Tensor,
-        expert_output: torch.Tensor,
-        dispatched: Dispatched,
-        reduce_impl: TopKWeightAndReduce,
-    ) -> Pending[None]:
+    def _return(self, sent: _Sent, call: CombineCall) -> Pending[None]:
+        output, expert_output, dispatched, reduce_impl = call
         check_delegated("batched_all_to_all", reduce_impl)
         capacity, hidden_size = self.ranks.size * self.moe_config.max_num_tokens, output.size(1)
         shape = (self.moe_config.num_local_experts, capacity, hidden_size)

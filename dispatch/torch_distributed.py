@@ -69,6 +69,15 @@ class Handle:
     is_combined: bool = False
 
 
+class CombineCall(NamedTuple):
+    """The arguments of `Dispatcher.combine`."""
+
+    output: torch.Tensor
+    expert_output: torch.Tensor
+    dispatched: Dispatched
+    reduce_impl: TopKWeightAndReduce
+
+
 class SlotsSent(NamedTuple):
     """The state of a dispatch that the combine of single slots needs.
 
@@ -175,7 +184,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         dispatched: Dispatched,
         reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        self._begin_combine(output, expert_output, dispatched, reduce_impl).receive()
+        self._begin_combine(CombineCall(output, expert_output, dispatched, reduce_impl)).receive()
 
     def combine_async(
         self,
@@ -184,11 +193,8 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         dispatched: Dispatched,
         reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
-        return self._in_flight(
-            output.device,
-            lambda: self._begin_combine(output, expert_output, dispatched, reduce_impl),
-            (output, expert_output, dispatched),
-        )
+        call = CombineCall(output, expert_output, dispatched, reduce_impl)
+        return self._in_flight(output.device, lambda: self._begin_combine(call), call[:3])
 
     def combine_slots(self, output: torch.Tensor, expert_output: torch.Tensor, dispatched: Dispatched) -> None:
         """The combine of a batch-invariant layer without its sum: `output` `[T, topk, K]` gets the result of each slot,
@@ -214,15 +220,8 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         """Sends a batch; the handle of what it receives is the backend's own."""
 
     @abstractmethod
-    def _return(
-        self,
-        sent: Any,
-        output: torch.Tensor,
-        expert_output: torch.Tensor,
-        dispatched: Dispatched,
-        reduce_impl: TopKWeightAndReduce,
-    ) -> Pending[None]:
-        """Sends results back to the tokens' ranks; receiving them writes `output`.
+    def _return(self, sent: Any, call: CombineCall) -> Pending[None]:
+        """Sends results back to the tokens' ranks; receiving them writes the output.
 
         Args:
             sent: the backend's handle.
@@ -319,14 +318,8 @@ class TorchDistributedPrepareFinalize(Dispatcher):
 
         return Pending(pending.wait, receive, pending.start)
 
-    def _begin_combine(
-        self,
-        output: torch.Tensor,
-        expert_output: torch.Tensor,
-        dispatched: Dispatched,
-        reduce_impl: TopKWeightAndReduce,
-    ) -> Pending[None]:
-        handle: Handle = dispatched.handle
+    def _begin_combine(self, call: CombineCall) -> Pending[None]:
+        output, handle = call.output, call.dispatched.handle
         with self.ranks.detector:
             if handle.is_combined:
                 raise RuntimeError("this batch was combined already; dispatch it again to combine it again")
@@ -336,24 +329,18 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             check_tensor("output", output, handle.shape, dtype, handle.device)
             if _stream_of(output) != handle.stream:
                 keep_for(torch.cuda.current_stream(handle.device), handle.sent)
-            pending = self._return(handle.sent, output, expert_output, dispatched, reduce_impl)
+            send = self._return_slots if isinstance(handle.sent, SlotsSent) else self._return
+            pending = send(handle.sent, call)
             handle.is_combined = True
             return pending
 
-    def _reduced(
-        self,
-        expert_output: torch.Tensor,
-        dispatched: Dispatched,
-        reduce_impl: TopKWeightAndReduce,
-        num_rows: int,
-        output: torch.Tensor,
-        contiguous: bool = False,
-    ) -> torch.Tensor:
+    def _reduced(self, call: CombineCall, num_rows: int, contiguous: bool = False) -> torch.Tensor:
         """The sum of this rank's experts for every received row, `[num_rows, K]`, contiguous; Standard format.
 
         Experts that reduced already (NoOP) are not copied if the dtype is right; experts that delegate left one row for
         each slot.
         """
+        output, expert_output, dispatched, reduce_impl = call
         check_tensors(fused_expert_output=expert_output)
         reduce_impl, dtype, rows = undelegated(reduce_impl), self._results_dtype(output.dtype), None
         ids: Any = dispatched.topk_ids  # which every backend of this format returns
@@ -367,15 +354,10 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         check_tensor("fused_expert_output (reduced)", rows, shape, dtype, output.device, contiguous)
         return rows
 
-    def _return_slots(
-        self,
-        sent: SlotsSent,
-        output: torch.Tensor,
-        expert_output: torch.Tensor,
-        dispatched: Dispatched,
-    ) -> Pending[None]:
+    def _return_slots(self, sent: SlotsSent, call: CombineCall) -> Pending[None]:
         """The combine of a batch-invariant layer, Standard format: every slot's row returns to the token's rank, which
         weights and adds them in slot order. So no sum depends on the placement of experts."""
+        output, expert_output, dispatched, _ = call
         ids: Any = dispatched.topk_ids
         dtype, hidden_size = self._results_dtype(output.dtype), output.size(1)
         check_tensor("fused_expert_output", expert_output, (*ids.shape, hidden_size), dtype, output.device)

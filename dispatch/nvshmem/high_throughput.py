@@ -33,11 +33,11 @@ from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuf
 from moe_ep.dispatch.nvshmem.batch_exchange import MOST_EXPERTS, DeviceExchange
 from moe_ep.dispatch.nvshmem.kernels import align, offsets_of
 from moe_ep.dispatch.rank_group import RankGroup
+from moe_ep.dispatch.torch_distributed import CombineCall
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Arrival, ArrivalParams, Limits
 from moe_ep.kernels.quantize import GROUP_SIZE
 from moe_ep.modular_kernel.contracts import BatchExchange, Compilation, Dispatched, FusedMoEActivationFormat, Pending
-from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 NAME = "nvshmem_high_throughput"
 KERNELS = ("plan", "dispatch", "combine")
@@ -549,14 +549,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
         return Arrival(params=parts.arrival(self.num_sms), start=start, most_blocks=self.overlap_sms)
 
-    def _return(
-        self,
-        sent: _Sent,
-        output: torch.Tensor,
-        expert_output: torch.Tensor,
-        dispatched: Dispatched,
-        reduce_impl: TopKWeightAndReduce,
-    ) -> Pending[None]:
+    def _return(self, sent: _Sent, call: CombineCall) -> Pending[None]:
+        output, expert_output, dispatched, _ = call
         self.check()
         sent.check()
         if sent.number != sent.parts.number:
@@ -569,7 +563,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         shape = (num_tokens, self.layout.hidden_size)
         check_tensor("output", output, shape, self.moe_config.in_dtype, output.device, contiguous=True)
         if sent.arrival is None:
-            rows = self._reduced(expert_output, dispatched, reduce_impl, sent.rows, output, contiguous=True)
+            rows = self._reduced(call, sent.rows, contiguous=True)
             tensors: list[torch.Tensor | int | None] = [rows, sent.parts.slots, output]
             numbers = [num_tokens]
         else:

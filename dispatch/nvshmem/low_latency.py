@@ -48,7 +48,7 @@ from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuf
 from moe_ep.dispatch.nvshmem.kernels import align, kernel_source, offsets_of
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
-from moe_ep.dispatch.torch_distributed import Result, check_delegated
+from moe_ep.dispatch.torch_distributed import CombineCall, Result, check_delegated
 from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Limits
@@ -60,7 +60,6 @@ from moe_ep.modular_kernel.contracts import (
     FusedMoEActivationFormat,
     Pending,
 )
-from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 from moe_ep.modular_kernel.workspace import current_stream
 
 _LINE_BYTES = 16
@@ -617,14 +616,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
         return Pending(launch.receive, receive, launch.send)
 
-    def _return(
-        self,
-        sent: _Sent,
-        output: torch.Tensor,
-        expert_output: torch.Tensor,
-        dispatched: Dispatched,
-        reduce_impl: TopKWeightAndReduce,
-    ) -> Pending[None]:
+    def _return(self, sent: _Sent, call: CombineCall) -> Pending[None]:
+        output, expert_output, dispatched, reduce_impl = call
         self.check()
         sent.check()
         check_delegated(self.NAME, reduce_impl)
