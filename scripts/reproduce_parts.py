@@ -264,6 +264,12 @@ PARTS = (
         headline=r"^\|",
     ),
     _every(
+        "prefill", "scaling.md", 150,
+        "{torchrun} scripts/bench_prefill.py --parts overlap,balance --tokens 4096,1024 --layers deepseek-v3:int4,"
+        "deepseek-v3:int4:int8,deepseek-v3:fp8:fp8,deepseek-v4-flash,qwen3-30b,qwen3-235b {commit} --json {rows}",
+        headline=r"^part=",
+    ),
+    _every(
         "dispatch-sizes", "dispatch.md", 60,
         f"{_DISPATCH} --repeats 8 --backends {_NVSHMEM},all_to_all --routing zipf:0.5,one_rank "
         f"--graph-tokens 32,128 --eager-tokens 4096 --then --ranks {{gpus}} --repeats 8 {_SIZES} "
