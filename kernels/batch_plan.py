@@ -66,7 +66,7 @@ def rank_plan(
     if not plan_fits(*sizes):
         return rank_plan_reference(counts, physical_to_logical, rank, spare_slots, copy_cost_rows)
     plan, params, held = prepare_plan(counts, physical_to_logical, rank, spare_slots, copy_cost_rows)
-    _load(plan_source(*sizes), counts.device).launch(params, (1,), PLAN_THREADS)
+    _load(plan_source(*sizes), counts.device).launch(params, (1,), PLAN_THREADS, early=True)
     del held  # in stream order
     return plan
 
@@ -83,7 +83,10 @@ def prepare_plan(
 
 
 def place_rows(ids: torch.Tensor, plan: RankPlan) -> torch.Tensor:
-    """As `place_rows_reference`, which takes what does not fit, and for which the host waits."""
+    """As `place_rows_reference`, which takes what does not fit, and for which the host waits.
+
+    The ids must have been there before the plan's kernel was launched.
+    """
     num_experts, num_ranks = plan.shares.shape
     if (ROWS_THREADS // 32 + 4) * num_experts >= _MOST_SHARED:
         return place_rows_reference(ids, plan)

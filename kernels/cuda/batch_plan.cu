@@ -279,6 +279,8 @@ DEVICE int share_of(const Params& p, int expert, int wanted) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_plan(const __grid_constant__ Params p) {
   __shared__ Shared shared;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  grid_dependency_launch();
+  grid_dependency_wait();
   for (int slot = thread; slot < sizeof(shared.expert) / sizeof(short); slot += kThreads) {
     shared.expert[slot] = slot < SLOTS ? static_cast<short>(p.slots[slot]) : -1;
   }

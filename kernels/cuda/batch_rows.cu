@@ -4,7 +4,7 @@
 // Layout in:   ids [num_rows], logical experts, others for none; shares and places [EXPERTS, RANKS] of batch_plan.cu.
 // Layout out:  out [num_rows], the id of a slot, -1 for none.
 // Warp roles:  a thread has one row. Each block counts the rows of all blocks before it by expert, then its own warps'.
-//              So blocks wait for nothing, and the order is that of the rows.
+//              So blocks wait for no other, and the order is that of the rows. They count while the plan is made.
 // Example:     ids [0, 1, 0], shares [[1, 1], [0, 1]], places [[0, 3], [-1, 2]]: out [0, 2, 3].
 #include "batch_rows.cuh"
 
@@ -42,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) batch_rows(const __grid_c
     shared.of_warp[warp][expert] = static_cast<unsigned char>(__popc(same));
   }
   __syncthreads();
+  grid_dependency_wait();
   if (row >= p.num_rows) {
     return;
   }

@@ -179,8 +179,8 @@ class BatchBalancer:
                 if not whole.copies and slots.numel() == layer.num_experts:
                     return None
                 plan = whole.of_rank(exchange.rank, slots, spare_slots)
-            parts.experts.expect(parts.copies.start(plan.sources))
             extended = place_rows(topk_ids, RankPlan(*(tensor.to(topk_ids.device) for tensor in plan)))
+            parts.experts.expect(parts.copies.start(plan.sources))
         w1, w2 = self._method.gemm_weights(layer)
         result = parts.kernel(
             hidden_states,

@@ -139,12 +139,13 @@ class Balancing(Session):
                 ids = of_ranks[rank]
                 counts = exchange.gather(ids, E)
                 plan, params, held = batch_plan.prepare_plan(counts, slots, rank, SPARE, cost)
-                self.queue_kernel(rank, "batch_plan", params, 1)
-                pending = copies.start(plan.sources)
+                self.queue_kernel(rank, "batch_plan", params, 1, early=True)
                 out, params, of_rows = batch_plan.prepare_rows(ids, plan)
                 self._held += [counts, plan, held, out, of_rows]
                 if ids.numel():
-                    self.queue_kernel(rank, "batch_rows", params, -(-ids.numel() // THREADS["batch_rows"]))
+                    blocks = -(-ids.numel() // THREADS["batch_rows"])
+                    self.queue_kernel(rank, "batch_rows", params, blocks, early=True)
+                pending = copies.start(plan.sources)
                 while copies.copies_of(exchange.epoch) is None and not self.has_failed(rank):
                     yield
                 copied = pending.receive()

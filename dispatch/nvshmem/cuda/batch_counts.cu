@@ -22,6 +22,7 @@ struct Params {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_counts(const __grid_constant__ Params p) {
   const Common& c = p.common;
   __shared__ int counts[kCounters];
+  grid_dependency_launch();
   const int thread = static_cast<int>(threadIdx.x);
   for (int expert = thread; expert < kCounters; expert += kThreads) {
     counts[expert] = 0;
