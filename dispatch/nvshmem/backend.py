@@ -19,7 +19,7 @@ from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.nvshmem import arena
-from moe_ep.dispatch.nvshmem.kernels import Shape
+from moe_ep.dispatch.nvshmem.kernels import BufferLayout
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.distributed.exchange import check_agreement, gather_texts
@@ -123,8 +123,9 @@ class SymmetricBuffers(ABC):
     INSTEAD: ClassVar[str]
 
     @torch.inference_mode(False)
-    def __init__(self, symmetric: arena.SymmetricArena, layout: Shape, ranks: RankGroup) -> None:
+    def __init__(self, symmetric: arena.SymmetricArena, layout: BufferLayout, ranks: RankGroup) -> None:
         self.ranks, self.device, self.order = ranks, symmetric.device, symmetric.order
+        self._layout = layout
         self.region = symmetric.reserve(layout.symmetric_bytes, self.NAME)
         self.peers: list[int] = self.region.peer_pointers.tolist()
         unreachable = [str(rank) for rank, pointer in enumerate(self.peers) if not pointer]
@@ -139,7 +140,7 @@ class SymmetricBuffers(ABC):
         self.status = torch.zeros(2, dtype=torch.int32, device=self.device)
 
     @classmethod
-    def of(cls, layout: Shape, ranks: RankGroup, settings: dict[str, object], *more: torch.dtype) -> Self:
+    def of(cls, layout: BufferLayout, ranks: RankGroup, settings: dict[str, object], *more: torch.dtype) -> Self:
         """The buffers of this shape, made where any rank has none; a collective step of the ranks.
 
         Args:
@@ -159,6 +160,11 @@ class SymmetricBuffers(ABC):
         if not isinstance(found, cls) or "lacks" in everywhere:
             found = known[key] = cls(symmetric, layout, ranks, *more)
         return found
+
+    def part(self, batch: int, name: str) -> torch.Tensor:
+        """A view: the bytes of a buffer of a batch."""
+        start = batch * self._layout.batch_bytes + self._layout.offsets[name]
+        return self.region.local[start : start + self._layout.sizes[name]]
 
     def recover(self, dead: Sequence[int]) -> None:
         """Goes on without the EP ranks in `dead`; collective over the others, which must give up open batches too."""
@@ -221,7 +227,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     keeps_codes = False
     _recoveries = 0
     memory: SymmetricBuffers
-    layout: Shape
+    layout: BufferLayout
     kernels: dict[str, Kernel]
 
     @classmethod

@@ -20,6 +20,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from moe_ep.dispatch.batch import Batch, check_tensor, wire_dtype
 from moe_ep.dispatch.nvshmem import arena, kernels
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers, shared_settings
 from moe_ep.dispatch.nvshmem.batch_exchange import MOST_EXPERTS, DeviceExchange
-from moe_ep.dispatch.nvshmem.kernels import align, offsets_of
+from moe_ep.dispatch.nvshmem.kernels import BufferLayout, align
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import CombineCall
 from moe_ep.kernels import jit
@@ -61,27 +62,13 @@ _CODES = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The symmetric block, the same on every rank; cuda/high_throughput.cuh says what its parts hold.
+class Layout(BufferLayout):
+    """The symmetric block; cuda/high_throughput.cuh says what its parts hold.
 
     Attributes:
-        num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
-        code_dtype: rows are sent as int8 or e4m3 codes with the largest magnitude of each 128 columns, and converted on
-            arrival; None for rows of 16 bits.
-        f32_results: results are sent in f32, as beside f16 rows, and not in 16 bits.
-        device_api: rows are sent by NVSHMEM's device library, with their ids and weights.
-        batches_in_flight: how many batches between prepare and finalize have parts of their own.
         overlaps: rows and results are sent while the experts run.
     """
 
-    num_ranks: int
-    capacity: int
-    hidden_size: int
-    topk: int
-    code_dtype: torch.dtype | None
-    f32_results: bool = False
-    device_api: bool = False
-    batches_in_flight: int = 1
     overlaps: bool = False
 
     @property
@@ -99,14 +86,6 @@ class Layout:
         return self.capacity * min(self.num_ranks, self.topk)
 
     @property
-    def is_quantized(self) -> bool:
-        return self.code_dtype is not None
-
-    @property
-    def result_bytes(self) -> int:
-        return (4 if self.f32_results else 2) * self.hidden_size
-
-    @property
     def takes_rows(self) -> bool:
         """Whether received rows are copied out of symmetric memory."""
         return self.is_quantized or self.device_api
@@ -119,9 +98,8 @@ class Layout:
             columns = self.hidden_size + align(2 * -(-self.hidden_size // GROUP_SIZE), 4)
         return align(columns + 8 * self.topk, _LINK_LINE_BYTES) if self.takes_rows else columns
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each part of a batch, in the order in which they lie."""
         return {
             "counts": 2 * _LINE_BYTES * _LINES_OF_COUNTS * self.num_ranks,
             "done": _LINE_BYTES * self.num_ranks,
@@ -135,20 +113,6 @@ class Layout:
             "staged_results": self.result_bytes * self.max_rows if self.device_api else 0,
             **({"source_flags": _FLAG_BYTES * self.num_ranks} if self.overlaps else {}),
         }
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """Where each part begins."""
-        return offsets_of(self.sizes)
-
-    @property
-    def batch_bytes(self) -> int:
-        return sum(align(size) for size in self.sizes.values())
-
-    @property
-    def symmetric_bytes(self) -> int:
-        """Bytes of all batches in flight."""
-        return self.batches_in_flight * self.batch_bytes
 
     @property
     def plain_bytes(self) -> int:
@@ -189,11 +153,6 @@ class Block(SymmetricBuffers):
         parts.number = 1 + max(each.number for each in self.batches)
         parts.is_open = True
         return parts
-
-    def part(self, batch: int, name: str) -> torch.Tensor:
-        """A view: the bytes of a part of a batch."""
-        start = batch * self.layout.batch_bytes + self.layout.offsets[name]
-        return self.region.local[start : start + self.layout.sizes[name]]
 
     def common(self, batch: int, numbers: torch.Tensor) -> Any:
         """`Common` of cuda/high_throughput.cuh; `numbers` are those of BatchParts."""

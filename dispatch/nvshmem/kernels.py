@@ -8,8 +8,11 @@ it.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,30 +40,63 @@ def offsets_of(sizes: dict[str, int]) -> dict[str, int]:
     return found
 
 
-class Shape(Protocol):
-    """The part of a layout that is compiled into kernels."""
+@dataclass(frozen=True, kw_only=True)
+class BufferLayout(ABC):
+    """The buffers of one shape's batches in symmetric memory, the same on every rank.
+
+    Attributes:
+        num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
+        code_dtype: rows are sent as int8 or e4m3 codes with scales; None for rows of 16 bits.
+        f32_results: results are sent in f32, as beside f16 rows, and not in 16 bits.
+        device_api: some ranks are out of each other's reach or not joined by NVLink, and NVSHMEM's device library is
+            used.
+        batches_in_flight: how many batches between prepare and finalize have buffers of their own.
+    """
+
+    num_ranks: int
+    capacity: int
+    hidden_size: int
+    topk: int
+    code_dtype: torch.dtype | None
+    f32_results: bool = False
+    device_api: bool = False
+    batches_in_flight: int = 1
 
     @property
-    def num_ranks(self) -> int: ...
+    def is_quantized(self) -> bool:
+        return self.code_dtype is not None
+
     @property
-    def hidden_size(self) -> int: ...
+    def result_bytes(self) -> int:
+        return (4 if self.f32_results else 2) * self.hidden_size
+
     @property
-    def topk(self) -> int: ...
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each buffer of a batch, in the order in which they lie."""
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each buffer begins."""
+        return offsets_of(self.sizes)
+
+    @cached_property
+    def batch_bytes(self) -> int:
+        return sum(align(size) for size in self.sizes.values())
+
     @property
-    def code_dtype(self) -> torch.dtype | None: ...
-    @property
-    def device_api(self) -> bool: ...
-    @property
-    def symmetric_bytes(self) -> int: ...
+    def symmetric_bytes(self) -> int:
+        """Bytes of all batches in flight."""
+        return self.batches_in_flight * self.batch_bytes
 
 
-def kernel_source(name: str, layout: Shape, dtype: torch.dtype) -> jit.KernelSource:
+def kernel_source(name: str, layout: BufferLayout, dtype: torch.dtype) -> jit.KernelSource:
     """The kernel of cuda/{name}.cu for batches of that layout and dtype."""
     defines = {
         "HIDDEN": layout.hidden_size,
         "TOPK": layout.topk,
         "RANKS": layout.num_ranks,
-        "EIGHT_BIT": int(layout.code_dtype is not None),
+        "EIGHT_BIT": int(layout.is_quantized),
         "INT8": int(layout.code_dtype == torch.int8),
         "ACT_BF16": int(dtype == torch.bfloat16),
         "DEVICE_API": int(layout.device_api),

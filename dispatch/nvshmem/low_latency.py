@@ -45,7 +45,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch, check_tensor, keep_for, wire_dtype
 from moe_ep.dispatch.nvshmem.arena import SymmetricArena
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers, shared_settings
-from moe_ep.dispatch.nvshmem.kernels import align, kernel_source, offsets_of
+from moe_ep.dispatch.nvshmem.kernels import BufferLayout, align, kernel_source
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import CombineCall, Result, check_delegated
@@ -90,36 +90,17 @@ def _packet_bytes(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchLayout:
-    """Buffers of one batch, the same on every rank.
+class BatchLayout(BufferLayout):
+    """The buffers of decoding. With device_api nothing is sent as packets, elsewhere all results and 8-bit rows are.
 
     Example: 8 ranks, 128 tokens, K=7168, top-8, bf16 on the wire: 35.9 MB a batch.
 
     Attributes:
-        num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
-        code_dtype: rows are sent as int8 or e4m3 codes with scales; None for rows of 16 bits.
-        f32_results: results are sent in f32, as beside f16 rows, and not in 16 bits.
-        device_api: some ranks are out of each other's reach or not joined by NVLink. NVSHMEM's device library puts what
-            goes to the former, and nothing is sent as packets; elsewhere all results and all 8-bit rows are.
         slot_results: a result is that of one slot, as batch-invariant layers need it, and not a rank's sum.
     """
 
-    num_ranks: int
-    capacity: int
-    hidden_size: int
-    topk: int
-    code_dtype: torch.dtype | None
-    f32_results: bool = False
-    device_api: bool = False
+    batches_in_flight: int = BATCHES_IN_FLIGHT
     slot_results: bool = False
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.code_dtype is not None
-
-    @property
-    def result_bytes(self) -> int:
-        return (4 if self.f32_results else 2) * self.hidden_size
 
     @property
     def row_packet_tokens(self) -> int:
@@ -143,7 +124,6 @@ class BatchLayout:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each buffer, in the order in which they lie."""
         rows = self.num_ranks * self.capacity
         results = (self.topk if self.slot_results else self.num_ranks) * self.capacity
         meta, puts = 2 * _LINE_BYTES * self.meta_lines * rows, int(self.device_api)
@@ -160,20 +140,6 @@ class BatchLayout:
             self.result_bytes * rows * puts,
         )
         return dict(zip(BUFFERS, sizes, strict=True))
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """Where each buffer begins."""
-        return offsets_of(self.sizes)
-
-    @cached_property
-    def batch_bytes(self) -> int:
-        return sum(align(size) for size in self.sizes.values())
-
-    @property
-    def symmetric_bytes(self) -> int:
-        """Bytes of all batches in flight."""
-        return BATCHES_IN_FLIGHT * self.batch_bytes
 
 
 def latest(epochs: Sequence[int]) -> int:
@@ -199,7 +165,7 @@ class Channel(SymmetricBuffers):
         self._free = [True] * BATCHES_IN_FLIGHT
         self.start([1] * BATCHES_IN_FLIGHT)
         self._buffers = [self._buffers_of(batch) for batch in range(BATCHES_IN_FLIGHT)]
-        self._rows = [self._bytes_of("rows", batch).view(-1, layout.row_bytes) for batch in range(BATCHES_IN_FLIGHT)]
+        self._rows = [self.part(batch, "rows").view(-1, layout.row_bytes) for batch in range(BATCHES_IN_FLIGHT)]
         self._timeout_ns = int(self.record.timeout_s * 1e9)
 
     def take(self) -> int:
@@ -240,11 +206,6 @@ class Channel(SymmetricBuffers):
     def _go_on(self, told: Sequence[Sequence[int]]) -> None:
         self._free = [True] * BATCHES_IN_FLIGHT
         self.start([latest(epochs) + 1 for epochs in zip(*told, strict=True)])
-
-    def _bytes_of(self, name: str, batch: int) -> torch.Tensor:
-        """A view: a buffer of a batch."""
-        start = batch * self.layout.batch_bytes + self.layout.offsets[name]
-        return self.region.local[start : start + self.layout.sizes[name]]
 
     def start(self, epochs: Sequence[int]) -> None:
         """Lets each set of buffers go on with the batch of its number; all ranks call it before the next."""
