@@ -38,11 +38,12 @@ _TRANSCENDENTAL = frozenset(
 )
 _lock = threading.RLock()
 _is_active: ContextVar[bool] = ContextVar("_is_active", default=False)
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def invariant_ops(enabled: bool = True) -> AbstractContextManager[None]:
     """A block in which a row's results do not depend on the other rows; does nothing unless enabled."""
-    return _block() if enabled and not _is_active.get() else nullcontext()
+    return _block() if enabled and not _is_active.get() else _NOTHING
 
 
 @contextlib.contextmanager

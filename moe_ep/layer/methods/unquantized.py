@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.layer.interface import MoELayer
@@ -31,7 +30,9 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         self.add_biases(layer, num_experts, rows, K, params_dtype)
 
     def gemm_weights(self, layer: MoELayer) -> tuple[torch.Tensor, torch.Tensor]:
-        return cast(nn.Parameter, layer.w13_weight).data, cast(nn.Parameter, layer.w2_weight).data
+        w13: Any = layer.w13_weight
+        w2: Any = layer.w2_weight
+        return w13.data, w2.data
 
     def get_fused_moe_quant_config(self, layer: MoELayer) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig(w1_bias=self.bias(layer, "w13"), w2_bias=self.bias(layer, "w2"))
