@@ -164,6 +164,16 @@ class FusedMoEParallelConfig:
         return not self.use_ep and self.tp_size > 1
 
 
+def check_keeps_batch_invariant(backend: str) -> None:
+    """Raises ConfigError for a backend of which results may depend on the batch."""
+    varies = {name: ALL2ALL_BACKENDS.load(name).depends_on_batch() for name in ALL2ALL_BACKENDS}
+    if varies[backend] is not None:
+        raise ConfigError(
+            f"all2all_backend is {backend!r} and batch_invariant is set, which it cannot keep: {varies[backend]}; "
+            f"choose one of {', '.join(name for name, reason in varies.items() if reason is None)}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
     """How a layer's router chooses experts; `moe_ep.routing.select_experts` says what each setting means.
@@ -381,6 +391,8 @@ class FusedMoEConfig:
                 f"different experts (ep_size {parallel.ep_size}), so sums would follow the experts' placement; divide "
                 f"the tokens (dp_size, or is_sequence_parallel), or leave it out"
             )
+        if self.batch_invariant and parallel.use_all2all and parallel.all2all_backend != "auto":
+            check_keeps_batch_invariant(parallel.all2all_backend)
         if self.num_local_experts > self.global_num_experts:
             raise ValueError(
                 f"num_local_experts is {self.num_local_experts}; it must not exceed num_experts ({self.num_experts}) + "

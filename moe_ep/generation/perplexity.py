@@ -22,7 +22,7 @@ from moe_ep.rollouts.replay import replaying
 
 @torch.inference_mode()
 def perplexity(
-    model: Any, texts: Mapping[str, Sequence[torch.Tensor]], routing: Sequence[tuple[Any, Any]] | None = None
+    model: Any, texts: Mapping[str, Sequence[torch.Tensor]], routing: Sequence[Any] | None = None
 ) -> dict[str, float]:
     """exp of the mean negative log-likelihood of each token but a text's first, by kind of text.
 
@@ -32,8 +32,8 @@ def perplexity(
         model: as `parallelize` returns it.
         texts: token ids `[length]` of each text, by kind.
         routing: of each text, in their order over all kinds, the experts that its tokens take in place of the router's:
-            (ids `[tokens, layers, top_k]`, weights or None), as `moe_ep.replaying` takes them, of all tokens or all but
-            the last. None for the routers' own.
+            ids `[tokens, layers, top_k]`, or (ids, weights or None), as `moe_ep.replaying` takes them, of all tokens or
+            all but the last. None for the routers' own.
 
     Raises:
         ValueError: a text that the model cannot read, routing of other texts, a kind without a text of two tokens, or a
@@ -47,6 +47,7 @@ def perplexity(
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device="cpu")
     tasks = [(kind, ids) for kind, several in enumerate(texts.values()) for ids in several]
     if routing is not None:
+        routing = [each if isinstance(each, tuple) else (each, None) for each in routing]
         _check_routing(routing, [ids.numel() for _, ids in tasks])
     is_invariant = any(layer.batch_invariant for layer in steps_of(model).layers)
     with serving(model), batch_invariant_passes(model) if is_invariant else contextlib.nullcontext():

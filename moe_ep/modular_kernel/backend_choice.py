@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
-from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, check_keeps_batch_invariant
 from moe_ep.distributed.exchange import answers_of_ranks, num_hosts
 from moe_ep.errors import BackendUnavailableError, ConfigError
 from moe_ep.registry import ALL2ALL_BACKENDS
@@ -43,13 +43,8 @@ def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist
         name, reason = backend, "it was asked for"
     else:
         name, reason = _best(moe_config, process_group)
-    varies = ALL2ALL_BACKENDS.load(name).depends_on_batch() if moe_config.batch_invariant else None
-    if varies is not None:
-        fitting = [other for other in ALL2ALL_BACKENDS if ALL2ALL_BACKENDS.load(other).depends_on_batch() is None]
-        raise ConfigError(
-            f"all2all_backend is {name!r} and batch_invariant is set, which it cannot keep: {varies}; choose one of "
-            f"{', '.join(fitting)}"
-        )
+    if moe_config.batch_invariant:
+        check_keeps_batch_invariant(name)
     if name == "no_ep" and moe_config.moe_parallel_config.use_all2all:
         raise ConfigError(
             f"all2all_backend is 'no_ep', which moves nothing, and ep_size is {moe_config.ep_size}, each rank with "

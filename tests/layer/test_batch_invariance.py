@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ep.errors import ConfigError
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import OnlineIntConfig
 from moe_ep.layer.stack import SharedExperts
@@ -104,6 +105,9 @@ def test_ranks_have_the_bits_of_one(name: str, world_size: int) -> None:
 def test_every_backend_keeps_it_or_says_why_not() -> None:
     refusing = {name for name in ALL2ALL_BACKENDS if ALL2ALL_BACKENDS.load(name).depends_on_batch() is not None}
     assert refusing.isdisjoint({*BACKENDS, "no_ep"})
+    for name in refusing:
+        with pytest.raises(ConfigError, match=name):
+            layer_of("f32", ep_size=2, all2all_backend=name)
 
 
 def with_moved_replicas(rank: int, world_size: int, backend: str) -> torch.Tensor:
