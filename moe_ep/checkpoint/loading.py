@@ -412,8 +412,9 @@ def _check_values(reader: CheckpointReader, source: Source, slot: Slot, tensor: 
         raise CheckpointError(
             f"{where}: expected a parameter of the layer for it, found none, and it cannot be left out"
         )
-    # Exponents that are stored as bytes are numbers only now.
-    if slot.layout.role is Role.GROUPS and not reader.allow_nonfinite:
+    # Exponents that are stored as bytes are numbers only now, and a scale may be too large for another dtype.
+    is_checked = source.info is not None and source.info.dtype == tensor.dtype
+    if slot.layout.role is Role.GROUPS and not (is_checked or reader.allow_nonfinite):
         check_finite(reader.index_file if source.info is None else source.info.file, source.name, tensor)
 
 
