@@ -173,6 +173,19 @@ def all_end(pids: list[int], limit_s: float = 60) -> bool:
     return not any(map(alive, pids))
 
 
+def shared_files() -> set[str]:
+    """What workers of this machine share memory through."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("moe_ep")}
+
+
+def all_vanish(files: set[str], limit_s: float = 60) -> bool:
+    """Whether none of the files is left when the limit is over, or before: those of other jobs come and go."""
+    deadline = time.monotonic() + limit_s
+    while (files := files & shared_files()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not files
+
+
 # Shells start background jobs deaf to ctrl-C, and what those start is deaf too. A SIGTERM comes (prctl's PDEATHSIG)
 # when the tests' process ends before it, so that a test which fails or is killed leaves no gang at work.
 _BEGIN = """import ctypes, signal

@@ -23,7 +23,7 @@ from moe_ep.launch.gangs.local_gang import LocalGang, preload
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.layer.elastic import ElasticConfig
 from tests.hf.hf_models import SIZES, make_model
-from tests.launch.jobs import workers_of
+from tests.launch.jobs import all_vanish, shared_files, workers_of
 
 # Seven ranks would import it by themselves otherwise, for seconds each.
 preload("transformers.models.qwen3_moe.modeling_qwen3_moe")
@@ -85,7 +85,7 @@ def pass_until_killed(rank_env: RankEnv, folder: str, membership: Membership) ->
 
 
 def test_ranks_die_at_chosen_moments(tmp_path: Path) -> None:
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_files()
     make_model("Qwen3Moe", num_experts=6).save_pretrained(tmp_path / "model")
     results, recoveries = LocalGang(7, timeout_s=60).run_elastic(
         pass_until_killed, str(tmp_path / "model"), config=ELASTIC
@@ -96,5 +96,5 @@ def test_ranks_die_at_chosen_moments(tmp_path: Path) -> None:
     lost = [loss["rank"] for loss in recoveries]
     assert sorted(lost) == [0, 2, 3, 4, 5] and lost[0] == 5 and lost.index(4) < lost.index(3)
     assert all(loss["serving_s"] >= loss["detected_s"] for loss in recoveries)
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert all_vanish(shared_files() - shared)
     assert workers_of(os.getpid()) == []

@@ -26,7 +26,7 @@ from moe_ep.errors import ConfigError, GangError
 from moe_ep.launch.gangs import control
 from moe_ep.launch.gangs.control import ControlServer
 from tests.generation.alone import continue_alone, load_alone
-from tests.launch.jobs import all_end, session_pids, start_moe_ep
+from tests.launch.jobs import all_end, all_vanish, session_pids, shared_files, start_moe_ep
 from tests.ports import free_ports
 
 PROMPTS = ["def read(self, size):", "The list of", "import", "return None", "class", "for value in"]
@@ -101,7 +101,7 @@ def generate(model: Path, folder: Path, *options: str, deadline_s: float = 60) -
 
 def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_path: Path) -> None:
     """Tokens go without the experts of a rank that is lost, while those are read again."""
-    shared, routing = set(os.listdir("/dev/shm")), tmp_path / "routing.safetensors"
+    shared, routing = shared_files(), tmp_path / "routing.safetensors"
     job = generate(
         demo, tmp_path, "--launcher", "local", "--ep-size", "3", "--when-uncovered", "skip",
         "--return-routed-experts", str(routing), deadline_s=10,
@@ -130,12 +130,12 @@ def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_pat
     found = moe_ep.read_routed_experts(routing)
     assert [len(found[index]) for index in range(len(texts))] == fed
     assert all(int(ids.min()) >= 0 for ids in found.values())
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert all_vanish(shared_files() - shared)
 
 
 def test_actors_are_killed_and_replaced_and_leave(demo: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_files()
     job = Job(
         tmp_path / "none", "run", "--model", str(demo), "--launcher", "ray", "--ep-size", "2", "--tokens-per-rank", "8",
         "--steps", "1000000",
@@ -150,7 +150,7 @@ def test_actors_are_killed_and_replaced_and_leave(demo: Path, tmp_path: Path) ->
     list(job.lines())
     assert job.process.wait(60) == 130 and all_end(session_pids(job.process.pid))
     assert set(job.pids) == {0, 1, 2}
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert all_vanish(shared_files() - shared)
 
 
 def test_nodes_are_lost(demo: Path, texts: list[str], tmp_path: Path) -> None:
