@@ -415,7 +415,8 @@ def one_generation(bench: Bench, options: Any, common: Sequence[str], launcher: 
     found = {
         "ep_size": options.ep_size, "launcher": launcher, "agents": options.agents, "exit_code": code,
         "left": job.left(), "prompts": options.prompts, "answered": len(lines), "texts_equal": sum(equal),
-        "elapsed_s": summary.get("elapsed_s"), "step_ms": summary.get("step_ms"),
+        "elapsed_s": summary.get("elapsed_s"), "step_ms": summary.get("step_ms"), "backend": summary.get("backend"),
+        "passes": summary.get("passes"),
     }  # fmt: skip
     if options.events:
         rows[0]["recoveries"] = recoveries
