@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from moe_ep.checkpoint.formats.layout import (
     Role,
     TensorLayout,
     bias_layout,
+    groups_in_order,
     require_multiple,
 )
 from moe_ep.checkpoint.formats.packing import pack_words, unpack_words
@@ -117,12 +119,7 @@ class GPTQConfig(QuantizationConfig):
         for name, size in (("out_features", out_features), ("in_features", in_features)):
             require_multiple(name, size, self.pack_factor, f"GPTQ with {self.bits} bits")
         groups, pack = self.num_groups(in_features), self.pack_factor
-        columns = in_features if self.group_size == -1 else self.group_size
-        int32 = (torch.int32,)
-
-        def in_order() -> torch.Tensor:
-            return torch.arange(in_features, dtype=torch.int32, device="cpu") // columns
-
+        int32, in_order = (torch.int32,), partial(groups_in_order, in_features, self.group_size)
         return {
             "qweight": TensorLayout(int32, (in_features // pack, out_features), out_dim=1, in_dim=0),
             "qzeros": TensorLayout(int32, (groups, out_features // pack), role=Role.GROUPS, out_dim=1, in_dim=0),
@@ -206,7 +203,7 @@ def pack_gptq(weights: CanonicalWeights, config: GPTQConfig) -> GPTQTensors:
         raise ValueError("zero_points hold a 0; checkpoint_format gptq stores them less one, use gptq_v2")
     g_idx = weights.g_idx
     if g_idx is None:
-        g_idx = _trivial_g_idx(num_columns, config.group_size, weights.codes.device)
+        g_idx = groups_in_order(num_columns, config.group_size, weights.codes.device)
         g_idx = g_idx.expand(*weights.codes.shape[:-2], num_columns).contiguous()
     return GPTQTensors(
         qweight=pack_words(weights.codes, config.bits).transpose(-1, -2).contiguous(),
@@ -232,14 +229,9 @@ def _zero_points(qzeros: torch.Tensor, config: GPTQConfig) -> torch.Tensor | Non
     return stored + stored_less
 
 
-def _trivial_g_idx(num_columns: int, group_size: int, device: torch.device) -> torch.Tensor:
-    columns = torch.arange(num_columns, dtype=torch.int32, device=device)
-    return columns // (num_columns if group_size == -1 else group_size)
-
-
 def _needed_g_idx(g_idx: torch.Tensor, config: GPTQConfig, groups: int) -> torch.Tensor | None:
     """The g_idx, or None if it is trivial."""
-    if bool((g_idx == _trivial_g_idx(g_idx.shape[-1], config.group_size, g_idx.device)).all()):
+    if bool((g_idx == groups_in_order(g_idx.shape[-1], config.group_size, g_idx.device)).all()):
         return None
     low, high = int(g_idx.min()), int(g_idx.max())
     if low < 0 or high >= groups:

@@ -204,6 +204,12 @@ def plain_tensors(out_features: int, in_features: int) -> dict[str, TensorLayout
     }
 
 
+def groups_in_order(num_columns: int, group_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The group of each column, int32 `[K]`, of groups of adjacent columns; group_size -1 is one group of all."""
+    columns = torch.arange(num_columns, dtype=torch.int32, device=device)
+    return columns // (num_columns if group_size == -1 else group_size)
+
+
 def bias_layout(out_features: int) -> TensorLayout:
     """An optional bias; AutoGPTQ wrote zeros for linear layers without one."""
     return TensorLayout(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -33,6 +34,7 @@ from moe_ep.checkpoint.formats.layout import (
     TensorLayout,
     activation_scales,
     bias_layout,
+    groups_in_order,
     require_multiple,
 )
 from moe_ep.checkpoint.formats.packing import pack_words, unpack_words
@@ -78,11 +80,8 @@ class PackQuantizedConfig(QuantizationConfig):
         pack = 32 // self.bits
         require_multiple("in_features", in_features, pack, f"pack-quantized with {self.bits} bits")
         groups = self.scale.shape(out_features, in_features)[-1]
-        int32, group_size = (torch.int32,), self.scale.columns if self.scale.columns > 1 else in_features
-
-        def in_order() -> torch.Tensor:
-            return torch.arange(in_features, dtype=torch.int32, device="cpu") // group_size
-
+        group_size = self.scale.columns if self.scale.columns > 1 else -1
+        int32, in_order = (torch.int32,), partial(groups_in_order, in_features, group_size)
         layouts = {
             "weight_packed": TensorLayout(int32, (out_features, in_features // pack), out_dim=0, in_dim=1),
             "weight_scale": self.scale.layout(FLOATS, out_features, in_features),

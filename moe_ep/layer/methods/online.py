@@ -97,16 +97,8 @@ class OnlineFusedMoEMethod(CanonicalFusedMoEMethod):
         self._plain = UnquantizedFusedMoEMethod(moe_config)
         self.group_size = quant_config.group_size_for(moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
 
-    def create_weights(
-        self,
-        layer: MoELayer,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        self._plain.create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype)
+    def create_weights(self, layer: MoELayer, *args: Any, **kwargs: Any) -> None:
+        self._plain.create_weights(layer, *args, **kwargs)
 
     def unpack(self, layer: MoELayer, gemm: str) -> CanonicalWeights:
         return self.quant_config.quantize(layer.get_parameter(f"{gemm}_weight").data, self.group_size)
