@@ -183,6 +183,7 @@ class SymmetricBuffers(ABC):
         """Clears the status for the ranks that are alive."""
         self.status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
         torch.cuda.synchronize(self.device)
+        self.record.covers(self.status)
 
     @abstractmethod
     def _epochs(self) -> Sequence[int]:

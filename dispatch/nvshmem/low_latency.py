@@ -160,7 +160,6 @@ class Channel(SymmetricBuffers):
     def __init__(self, symmetric: SymmetricArena, layout: BatchLayout, ranks: RankGroup) -> None:
         super().__init__(symmetric, layout, ranks)
         self.layout = layout
-        self.record.covers(self.status)
         self.counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=self.device)
         self._free = [True] * BATCHES_IN_FLIGHT
         self.start([1] * BATCHES_IN_FLIGHT)

@@ -18,7 +18,7 @@ from moe_ep.dispatch.nvshmem.backend import check_of_batch
 from moe_ep.dispatch.nvshmem.high_throughput import Block, Layout
 from moe_ep.dispatch.nvshmem.low_latency import BATCHES_IN_FLIGHT, BatchLayout, Channel
 from moe_ep.distributed.failure_detection import FailureDetector
-from moe_ep.errors import BackendUnavailableError
+from moe_ep.errors import BackendUnavailableError, RanksChangedError
 from moe_ep.kernels import jit
 
 NUM_RANKS, RANK = 3, 1
@@ -234,3 +234,19 @@ def test_recovery_ends_the_batches_that_are_open(kind: str) -> None:
     with pytest.raises(RuntimeError, match=r"given up by recover\(\), of this layer or of one that shares its memory"):
         before()
     check_of_batch(memory)()
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_kernels_do_not_wait_for_ranks_that_have_changed(kind: str, ends_first: bool) -> None:
+    arena: Any = Arena()
+    detector = FailureDetector(kind, 0, 1)
+    group: Any = SimpleNamespace(rank=RANK, size=NUM_RANKS, group=None, detector=detector)
+    if ends_first:
+        detector.end_waits("other ranks")
+    memory = Channel(arena, DECODE, group) if kind == "decode" else Block(arena, PREFILL, group, torch.bfloat16)
+    assert ends_first or memory.status.tolist() == [0, 0b111]
+    detector.end_waits("other ranks")
+    assert memory.status.tolist() == [2, 0b111]
+    with pytest.raises(RanksChangedError, match="other ranks"):
+        memory.record.check()
