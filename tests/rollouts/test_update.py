@@ -150,13 +150,13 @@ def updated(rank: int, world_size: int, folders: dict[str, tuple[Path, Path]], s
         assert [tensor.data_ptr() for tensor in held(stack)] == addresses
         check_slots(stack, expected, rank)
         assert torch.equal(stack(x), load(after, world_size, rank, quantize=quantize)(x))
-        dropped = weakref.ref(stack)
-        del stack
-        gc.collect()
-        assert dropped() is None
+    dropped = weakref.ref(stack)
+    del stack
+    gc.collect()
+    assert dropped() is None
 
 
-@pytest.mark.parametrize(("num_ranks", "source"), [(1, "all"), (1, "folder"), (2, "shard"), (4, "all"), (4, "shard")])
+@pytest.mark.parametrize(("num_ranks", "source"), [(1, "all"), (1, "folder"), (2, "all"), (4, "shard")])
 def test_updated_weights_are_those_of_a_checkpoint_bit_for_bit(
     num_ranks: int, source: str, folders: dict[str, tuple[Path, Path]]
 ) -> None:
