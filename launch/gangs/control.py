@@ -1,4 +1,5 @@
-"""Requests to a running gang to add or remove a worker: one line of JSON each way over a loopback socket.
+"""Requests to a running gang to add or remove a worker: lines of JSON over a loopback socket. The gang says at once
+that it has taken a request, and answers when it is done.
 
 The gang's launcher listens, and writes the token that a request needs to a file that only this user can read.
 """
@@ -19,12 +20,14 @@ from typing import Any
 
 from moe_ep import env
 from moe_ep.errors import ConfigError, GangError
+from moe_ep.launch.gangs import waiting
 from moe_ep.launch.gangs.rank_env import LOOPBACK
 
 # Limits of a request, which is a short line.
 _MOST_BYTES, _REQUEST_S = 4096, 5.0
 # Limit of the wait for the answer: a worker that joins loads the model first.
 ANSWER_S = 600.0
+_TAKEN = {"taken": True}
 
 
 def _token_file(port: int) -> Path:
@@ -108,6 +111,7 @@ class ControlServer:
                 answer = {"error": f"the gang did not take the request: {error}"}
             else:
                 self._requests.put(request)
+                connection.sendall(f"{json.dumps(_TAKEN)}\n".encode())
                 answer = request.wait()
             connection.sendall(f"{json.dumps(answer)}\n".encode())
 
@@ -129,18 +133,36 @@ def ask(address: str, token: str | None, kind: str, rank: int = -1) -> str:
             token = file.read_text()
         except OSError:
             raise ConfigError(f"--address is {address} and {file} has no token for it; give --token") from None
+    no_gang = f"--address is {address}, where no gang answers"
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REQUEST_S) as connection:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_REQUEST_S) as connection,
+            connection.makefile("rb") as lines,
+        ):
             connection.sendall(f"{json.dumps({'token': token, 'kind': kind, 'rank': rank})}\n".encode())
-            connection.settimeout(ANSWER_S + _REQUEST_S)
-            answer: dict[str, Any] = json.loads(_line_of(connection))
+            answer = _object_of(lines.readline(_MOST_BYTES))
+            if answer is None or not answer.keys() & {"error", *_TAKEN}:
+                raise ConfigError(f"{no_gang} (something else listens there); see its line `control:`")
+            if answer == _TAKEN:
+                connection.settimeout(ANSWER_S + _REQUEST_S)
+                with waiting.said(f"the gang at {address} to do it, for at most {ANSWER_S:g} s"):
+                    answer = _object_of(lines.readline(_MOST_BYTES))
     except OSError as error:
-        raise ConfigError(f"--address is {address}, where no gang answers ({error}); see its line `control:`") from None
-    except ValueError:
-        raise GangError(f"the gang at {address} ended before it was done") from None
+        raise ConfigError(f"{no_gang} ({error}); see its line `control:`") from None
+    if answer is None:
+        raise GangError(f"the gang at {address} ended before it was done")
     if answer.get("error"):
         raise GangError(str(answer["error"]))
     return str(answer.get("done", ""))
+
+
+def _object_of(line: bytes) -> dict[str, Any] | None:
+    """The object of a line of JSON; None for anything else, such as the end of the stream."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _line_of(connection: socket.socket) -> bytes:

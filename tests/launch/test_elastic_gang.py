@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import urllib.request
@@ -249,3 +250,18 @@ def test_a_request_needs_the_token() -> None:
             assert asked.result() == "done"
     with pytest.raises(ConfigError, match=server.address):
         control.ask(server.address, "any", "join")
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.0 400 Bad\r\n\r\n", b"{}\n", b"3\n", b"", None])
+def test_what_listens_and_is_no_gang_is_not_waited_for(said: bytes | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        asked = threads.submit(control.ask, address, "any", "join")
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            if said is not None:
+                connection.sendall(said)
+                connection.close()
+            with pytest.raises(ConfigError, match=address):
+                asked.result(timeout=60)
