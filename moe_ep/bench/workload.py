@@ -60,7 +60,7 @@ def draw_logits(
     Gumbel noise over log popularity: the top-k of it is a draw without replacement in proportion to popularity.
 
     Raises:
-        ValueError: recorded choices of another number of experts or another top_k.
+        ValueError: recorded choices of more experts or another top_k.
     """
     generator = torch.Generator(device).manual_seed(seed)
     uniform = torch.rand(num_tokens, num_experts, generator=generator, device=device).clamp_(1e-7, 1 - 1e-7)
@@ -78,7 +78,7 @@ def recorded_ids(path: Path, num_experts: int, top_k: int) -> torch.Tensor:
     """int64 `[tokens, top_k]`: the first layer's choices, all arrays one after the other.
 
     Raises:
-        ValueError: a file without choices, or with those of some tokens only, of another number of experts or top_k.
+        ValueError: a file without choices, or with those of some tokens only, of more experts or another top_k.
     """
     ids = plain_choices(read_arrays(path), path)[0]
     if ids.min() < 0:
