@@ -166,11 +166,13 @@ def test_nodes_are_lost(demo: Path, texts: list[str], tmp_path: Path) -> None:
     first, second, third = sorted(jobs, key=lambda job: min(job.pids))
     first.until("serving: 3 ranks")
     node = (first.pids[0], first.process.pid)
-    for pid in node:
-        os.kill(pid, signal.SIGSTOP)
-    second.until("serving: [23] ranks")  # with a rank in place of the lost one, or without it yet
-    for pid in node:
-        os.kill(pid, signal.SIGCONT)
+    try:
+        for pid in node:
+            os.kill(pid, signal.SIGSTOP)
+        second.until("serving: [23] ranks")  # with a rank in place of the lost one, or without it yet
+    finally:  # what is stopped would outlive a test that fails
+        for pid in node:
+            os.kill(pid, signal.SIGCONT)
     second.process.kill()
     code, lines, summary = third.end()
     assert code == 0 and [line["text"] for line in lines] == texts, "".join(third.said)
