@@ -96,7 +96,7 @@ _TESTS = (
         f"tests/gpu/test_batch_exchange_gpu.py "
         f"tests/gpu/test_nvshmem_numbers_gpu.py {_NVSHMEM_TESTS} "
         f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS} tests/gpu/test_marlin_large_gpu.py "
-        "tests/gpu/test_f16_range_gpu.py",
+        "tests/gpu/test_f16_range_gpu.py tests/gpu/test_elastic_gpu.py",
     ),
     # Of several ranks. Those of more ranks than the part has GPUs are skipped by the tests themselves.
     _tests(
@@ -107,7 +107,8 @@ _TESTS = (
     _tests("tests-2-dispatch", 2, 85, _OF_TWO, _DISPATCH_TESTS),
     _tests(
         "tests-2-runs", 2, 95, _OF_TWO,
-        f"{_RUN_TESTS} tests/gpu/test_replay_ranks_gpu.py tests/gpu/test_batch_invariance_gpu.py",
+        f"{_RUN_TESTS} tests/gpu/test_replay_ranks_gpu.py tests/gpu/test_batch_invariance_gpu.py "
+        "tests/gpu/test_elastic_gpu.py",
     ),
     _tests(
         "tests-4-nvshmem", 4, 135, f'{_OF_TWO} -k "[3 or [4 or two_level"',

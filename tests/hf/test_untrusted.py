@@ -21,6 +21,7 @@ from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.demo import make_demo_checkpoint
+from moe_ep.checkpoint.finite import CheckedCopy
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.generation.tokenizer import ModelTokenizer
 from moe_ep.hf.untrusted import ATTENTION_KEYS, CLOSED_KEYS, open_config
@@ -95,6 +96,7 @@ def loaded(tmp_path: Path, *folders: Path) -> list[Any]:
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
     path = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))])
+    CheckedCopy(1 << 30)  # compiled here, so that no compiler runs there
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, folders)],
         env=os.environ | {"TRACE": str(trace), "PYTHONPATH": path, "HF_HOME": str(tmp_path / "hub")},

@@ -156,7 +156,7 @@ def test_a_wait_ends_at_ctrl_c(long_waits: dict[str, Waiting], name: str, what: 
     started = time.monotonic()
     os.killpg(command.pid, signal.SIGINT)
     command.communicate(timeout=60)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20  # 2 s where nothing else runs; the wait itself would last 120 s
     assert command.returncode == 130
 
 
