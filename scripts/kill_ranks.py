@@ -53,6 +53,7 @@ from moe_ep.launch.cli.report import percentile
 from moe_ep.launch.gangs import control
 
 PROMPTS = ("def read(self, size):", "The list of", "import", "return None", "class", "for value in", "if not", "self.")
+LAUNCHERS = ("local", "ray", "torchrun")
 _LIMIT_S, _LEAVING_S, _POLL_S = 300.0, 10.0, 0.02
 # The longest pause between two events of --events.
 _PAUSE_S = 1.5
@@ -333,7 +334,7 @@ def plain_read_s(folder: Path, num_bytes: int) -> float:
 def main() -> int:
     bench = Bench(__doc__)
     add = bench.parser.add_argument
-    add("--launcher", nargs="+", default=["local", "ray", "torchrun"])
+    add("--launcher", nargs="+", default=[*LAUNCHERS], choices=LAUNCHERS)
     add("--times", type=int, default=20, help="kills in the generation of each launcher")
     add("--at-once", type=int, default=1, help="ranks of each kill")
     add("--within", type=float, default=2.0, help="seconds after the gang is whole, at most")
