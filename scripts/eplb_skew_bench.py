@@ -14,9 +14,9 @@ from eplb_moving_model import NEVER, NUM_DRAWS, Model, run_steps
 from moe_ep.bench.timing import timing_of
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
-from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.planner import make_plan
 from moe_ep.eplb.policy.maps import experts_moved
+from moe_ep.eplb.recorder import balancedness
 
 # Rows that an expert's weights are multiplied with at a time in a small batch.
 _TILE = 16

@@ -16,7 +16,7 @@ from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.moves import plan_moves
 from moe_ep.eplb.packing import ExpertRows
-from moe_ep.eplb.transports import choose_transport
+from moe_ep.eplb.transfer import choose_transport
 
 
 def stall_row(model: Model, transport: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from moe_ep.distributed.exchange import gather_tensors, gather_values
 from moe_ep.distributed.passes import one_pass
-from moe_ep.eplb.metrics import balancedness
+from moe_ep.eplb.recorder import balancedness
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch.cli.report import STAGES, RankReport, StepReport

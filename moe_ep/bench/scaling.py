@@ -14,7 +14,7 @@ from moe_ep.bench.results import peak_memory
 from moe_ep.bench.timing import Timing, capture, slowest_rank, time_calls, timing_of
 from moe_ep.bench.workload import Routing
 from moe_ep.distributed.passes import one_pass
-from moe_ep.eplb.metrics import balancedness
+from moe_ep.eplb.recorder import balancedness
 from moe_ep.errors import MoeEpError
 from moe_ep.layer.methods.base import tolerance
 from moe_ep.observability import stages

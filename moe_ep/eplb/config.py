@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_ep import env
-from moe_ep.eplb.policy.objective import OBJECTIVES
+from moe_ep.eplb.policy.problem import OBJECTIVES
 from moe_ep.errors import ConfigError, check_at_least, check_not_negative, check_number, one_of
 from moe_ep.registry import EPLB_POLICIES
 

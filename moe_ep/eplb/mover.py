@@ -17,8 +17,7 @@ from moe_ep.eplb.moves import LayerMoves, plan_moves
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.placement_state import PlacementState
 from moe_ep.eplb.policy.maps import Array, experts_moved
-from moe_ep.eplb.transfer import digest, wait_for_event
-from moe_ep.eplb.transports import choose_transport
+from moe_ep.eplb.transfer import choose_transport, digest, wait_for_event
 from moe_ep.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.policy.maps import Array
+from moe_ep.eplb.recorder import balancedness
 from moe_ep.errors import missing_extra
 from moe_ep.files import replacing
 

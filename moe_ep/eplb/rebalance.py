@@ -20,8 +20,7 @@ from moe_ep.eplb.policy.maps import (
     replica_counts,
     slot_loads,
 )
-from moe_ep.eplb.policy.objective import check_objective, objective_window
-from moe_ep.eplb.policy.problem import Problem
+from moe_ep.eplb.policy.problem import Problem, check_objective, objective_window
 from moe_ep.eplb.policy.refine import refine_plan
 from moe_ep.eplb.policy.relabel import renumber_like
 from moe_ep.errors import check_not_negative

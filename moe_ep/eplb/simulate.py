@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from moe_ep.eplb.batch_plan import plan_batch
-from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement
 from moe_ep.eplb.rebalance import rebalance_experts
+from moe_ep.eplb.recorder import balancedness
 from moe_ep.eplb.rules import RULES, Layout, choose
 from moe_ep.eplb.trace import RoutingTrace
 from moe_ep.errors import check_at_least, check_not_negative

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from moe_ep.eplb.events import CommitReport, LoadReport, PlanReport
-from moe_ep.eplb.metrics import balancedness
+from moe_ep.eplb.recorder import balancedness
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.observability import metrics
 from moe_ep.observability.metrics import Metric, MetricsSink

@@ -24,9 +24,8 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.mover import LayerMover
-from moe_ep.eplb.step_gate import StepGate
-from moe_ep.eplb.transfer import MessageTransport
-from moe_ep.eplb.transports import nccl_group
+from moe_ep.eplb.rearrangement import StepGate
+from moe_ep.eplb.transfer import MessageTransport, nccl_group
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.launch.gangs.processes import children
 from moe_ep.layer import FusedMoE

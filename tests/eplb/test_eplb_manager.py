@@ -16,7 +16,7 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import CommitReport
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.planner import make_plan
-from moe_ep.eplb.step_gate import StepGate
+from moe_ep.eplb.rearrangement import StepGate
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.errors import EplbError
 from moe_ep.registry import ALL2ALL_BACKENDS

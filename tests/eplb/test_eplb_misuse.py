@@ -20,8 +20,8 @@ from moe_ep.eplb.events import Event, PlanReport
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.placement_state import PlacementState
-from moe_ep.eplb.planner_process import PlannerProcess
-from moe_ep.eplb.step_gate import StepGate
+from moe_ep.eplb.planner import PlannerProcess
+from moe_ep.eplb.rearrangement import StepGate
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.layer import FusedMoE
 from tests.eplb.models import (

@@ -16,8 +16,7 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import LoadReport, PlanReport
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.packing import ExpertRows
-from moe_ep.eplb.planner import make_plan, measure_load
-from moe_ep.eplb.planner_process import PlannerProcess
+from moe_ep.eplb.planner import PlannerProcess, make_plan, measure_load
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from tests.eplb.models import CONFIG, E, make_model, on_one_rank, random_placement, redundancy
 from tests.ranks import ranks

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from moe_ep.eplb.policy.balance import Placement as BalancedRows
+from moe_ep.eplb.policy.balance import relieve_heavy
 from moe_ep.eplb.policy.maps import experts_moved, initial_placement, keep_slots, logical_maps
 from moe_ep.eplb.policy.packing import greedy_counts, pack, sorted_items
 from moe_ep.eplb.policy.relabel import match, renumber
-from moe_ep.eplb.policy.rotate import relieve_heavy
 
 
 def test_maps_by_hand():

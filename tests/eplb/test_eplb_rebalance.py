@@ -8,7 +8,7 @@ import torch
 
 from moe_ep.eplb import rebalance_experts
 from moe_ep.eplb.policy.maps import initial_placement, rank_loads
-from moe_ep.eplb.policy.objective import objective_window
+from moe_ep.eplb.policy.problem import objective_window
 from moe_ep.registry import EPLB_POLICIES
 from tests.eplb.plans import plan, zipf
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ep.distributed.process_groups import subgroup
-from moe_ep.eplb import transports
+from moe_ep.eplb import transfer
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.transfer import MessageTransport, rearrange_expert_weights
@@ -95,7 +95,7 @@ def close_and_make(rank: int, world_size: int) -> list[int]:
     num_slots = E + layers[0].num_redundant_experts
     settings = EplbConfig(transport="messages", timeout_s=30, first_plan=10**6, planner="thread")
     groups, made, fetch = [], [], MessageTransport.fetch
-    transports.subgroup = lambda *args, **of: (made.append(args), subgroup(*args, **of))[1]  # type: ignore[assignment]
+    transfer.subgroup = lambda *args, **of: (made.append(args), subgroup(*args, **of))[1]  # type: ignore[assignment]
     for seed in range(4):
         manager = EPLBManager(layers, settings)
         groups.append(len(made))

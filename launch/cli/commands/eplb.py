@@ -362,9 +362,9 @@ def main_plan(args: argparse.Namespace) -> int:
     import torch
 
     from moe_ep.checkpoint import CheckpointReader, model_spec
-    from moe_ep.eplb.metrics import balancedness
     from moe_ep.eplb.placement_file import PlacementFile, model_checksum
     from moe_ep.eplb.policy.maps import rank_loads
+    from moe_ep.eplb.recorder import balancedness
     from moe_ep.eplb.simulate import LINEAR, place
     from moe_ep.eplb.trace import RoutingTrace, model_name
     from moe_ep.registry import EPLB_POLICIES
