@@ -1,4 +1,4 @@
-"""Writes messages of fixed size in one Triton kernel; `moe_ep.dispatch.messages` calls it and describes the messages.
+"""Writes messages of fixed size in one Triton kernel, for `moe_ep.dispatch.batched_all_to_all`.
 
 A message has two views: words of the rows, for copying, and int32, for header, ids, positions and weights.
 """

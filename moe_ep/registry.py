@@ -237,7 +237,7 @@ QUANT_METHODS = Registry(
     "quant_method",
     contract="moe_ep.layer.methods.base:FusedMoEMethodBase",
     entries={
-        "none": Entry("moe_ep.layer.methods.unquantized:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
+        "none": Entry("moe_ep.layer.methods.base:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
         **{
             name: Entry("moe_ep.layer.methods.checkpoint:CheckpointFusedMoEMethod", summary)
             for name, summary in (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moe_ep.bench.workload import Routing, draw_logits, parse_routing
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.messages import MessageLayout
+from moe_ep.dispatch.batched_all_to_all import MessageLayout
 from moe_ep.dispatch.payload import destinations, owner_of
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.kernels.quantize import dequantize_rows, quantize_rows, quantized_row_bytes

@@ -37,7 +37,7 @@ from moe_ep.launch.cli.generate_report import RankGeneration
 from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions
-from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.modular_kernel.choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.rollouts.recording import num_columns
 from moe_ep.rollouts.routing_file import RoutingFile
 

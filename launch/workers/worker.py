@@ -31,14 +31,13 @@ from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.gang import ignore
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers import verify
-from moe_ep.launch.workers.balancing import Balancing
 from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions
 from moe_ep.launch.workers.inputs import RoutingSource, TokenSource
-from moe_ep.launch.workers.steps import MeasuredSteps
+from moe_ep.launch.workers.steps import Balancing, MeasuredSteps
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.elastic import ElasticExperts, ElasticSlots
 from moe_ep.layer.stack import MoEBlock, MoEStack
-from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.modular_kernel.choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.observability.metrics import MetricsSink, PrometheusSink, RaySink, Sinks
 from moe_ep.observability.monitor import LayerMonitor
 from moe_ep.observability.trace import trace_to

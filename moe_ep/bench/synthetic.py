@@ -14,7 +14,7 @@ from moe_ep.config import FusedMoEConfig
 from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.methods.base import w13_rows
 from moe_ep.layer.methods.canonical import CanonicalFusedMoEMethod
-from moe_ep.modular_kernel.experts_choice import ExpertsNames
+from moe_ep.modular_kernel.choice import ExpertsNames
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ep.checkpoint.formats import SETTINGS_BESIDE
-from moe_ep.checkpoint.formats.pack_quantized import pack_quantized
+from moe_ep.checkpoint.formats.compressed_tensors import pack_quantized
 from moe_ep.checkpoint.model_spec import model_spec
 from moe_ep.checkpoint.plan import ExpertTensors, StoredTensor
 from moe_ep.checkpoint.reader import INDEX_NAME, SINGLE_NAME, CheckpointReader, TensorInfo, names_in_index

@@ -24,7 +24,7 @@ from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint, write_json
 from moe_ep.errors import ConfigError
 from moe_ep.files import building, parse_json, write_text
-from moe_ep.quantization.quantize_weights import quantize_int
+from moe_ep.quantization.canonical_weights import quantize_int
 
 DEMO_VERSION = 1
 # The file of the other files' hashes, by which damage in the cache is noticed.

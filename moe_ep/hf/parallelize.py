@@ -42,7 +42,7 @@ from moe_ep.hf.steps import StepCoordinator
 from moe_ep.layer.batch_balance import BatchBalance
 from moe_ep.layer.elastic import ElasticConfig, ElasticExperts, ElasticSlots, Read
 from moe_ep.layer.stack import expert_quantization, layer_quant_config
-from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.modular_kernel.choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 try:

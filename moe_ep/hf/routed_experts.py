@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,16 +19,223 @@ from moe_ep.arguments import check_no_gradients, check_tensors
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import check_at_least
 from moe_ep.hf.experts import ExpertsShape, expert_tensors
-from moe_ep.hf.replay import CallGraphs, may_capture
 from moe_ep.hf.steps import Step, StepCoordinator
 from moe_ep.layer.custom_ops import without_autocast
 from moe_ep.layer.dispatcher import LayerDispatcher
 from moe_ep.layer.elastic import ElasticSlots
 from moe_ep.layer.fused_moe import FusedMoE
 from moe_ep.modular_kernel import FusedMoEPrepareAndFinalize, make_prepare_finalize
+from moe_ep.modular_kernel.workspace import current_stream
 from moe_ep.observability import stages
 from moe_ep.registry import choose_form
 from moe_ep.routing.router import PrecomputedRouter
+
+# ==== Replay ====
+#
+# Captures a layer's calls with few tokens in CUDA graphs, and replays them.
+#
+# Launching the kernels of such a call one by one takes the host several times longer than the GPU needs to run them. So
+# a call that recurs is captured, and replayed from then on.
+
+logger = logging.getLogger(__name__)
+
+# Eager calls of a kind before its capture; they compile and allocate what is needed once. Code that captures the whole
+# model makes fewer calls before, and needs no graphs of its layers.
+EAGER_CALLS = 4
+# Kinds that a layer captures at most; calls of further kinds run eagerly.
+MOST_KINDS = 16
+
+# The key of a graph: the caller's own part, the stream, and shapes, dtypes and devices of the inputs.
+Kind = tuple[object, ...]
+Function = Callable[..., torch.Tensor]
+
+
+class CallGraphs:
+    """The CUDA graphs of one layer's calls, by kind.
+
+    The first calls of a kind run eagerly, the next one is captured, and later ones are replays: inputs are copied to
+    where the graph reads them, and the result is a copy of what it wrote, so callers see no difference. Graphs of one
+    stream run one after the other and share this memory across layers. A copy of the layer begins without graphs.
+    """
+
+    def __init__(self) -> None:
+        self._made_for: tuple[object, ...] = ()
+        self._num_eager: dict[Kind, int] = {}
+        self._captured: dict[Kind, CapturedCall] = {}
+
+    def run(
+        self,
+        function: Function,
+        inputs: tuple[torch.Tensor, ...],
+        which: object,
+        of: tuple[object, ...],
+        around: AbstractContextManager[None] | None = None,
+    ) -> torch.Tensor:
+        """Runs or replays function(*inputs) once, and returns its tensor.
+
+        Args:
+            inputs: on the GPU.
+            which: tells calls apart that do not run the same kernels.
+            of: what graphs depend on besides the inputs, such as the addresses of weights; if it differs from that of
+                the previous call, all graphs are dropped.
+            around: a context manager for replays of a function that is collective; None for any other.
+
+        Raises:
+            RuntimeError: a collective function cannot be captured. Any other runs eagerly then.
+        """
+        if of != self._made_for:
+            self.clear()
+            self._made_for = of
+        place = stream_graphs(inputs[0].device)
+        kind = (which, place.stream, *[(tensor.shape, tensor.dtype, tensor.get_device()) for tensor in inputs])
+        captured = self._captured.get(kind)
+        if captured is not None:
+            with around or nullcontext():
+                return place.replay(captured, inputs)
+        if not self._is_due(kind):
+            return function(*inputs)
+        output, made = place.capture(function, inputs)
+        if isinstance(made, CapturedCall):
+            self._captured[kind] = made
+        else:
+            _give_up(made, is_alone=around is None)
+        return output
+
+    def _is_due(self, kind: Kind) -> bool:
+        if not is_possible:
+            return False
+        if kind not in self._num_eager and len(self._num_eager) == MOST_KINDS:
+            return False
+        self._num_eager[kind] = self._num_eager.get(kind, 0) + 1
+        return self._num_eager[kind] > EAGER_CALLS
+
+    def clear(self) -> None:
+        """Drops all graphs."""
+        self._made_for, self._num_eager, self._captured = (), {}, {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallGraphs:
+        return CallGraphs()
+
+    def __reduce__(self) -> Any:
+        return CallGraphs, ()
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[torch.Tensor, ...]
+    output: torch.Tensor
+
+
+@dataclass
+class StreamGraphs:
+    """State shared by graphs that are replayed on one stream.
+
+    Attributes:
+        stream: the handle of that stream.
+        side: the stream that they are captured on, whose scratch they use.
+        pool: the graphs' memory.
+        first: keeps the pool, which ends with its last graph.
+        tensors: inputs and outputs of graphs that exist, by where they stand in a call, shape and dtype.
+    """
+
+    stream: int
+    side: torch.cuda.Stream
+    pool: Any
+    first: torch.cuda.CUDAGraph | None = None
+    tensors: WeakValueDictionary[Kind, torch.Tensor] = field(default_factory=WeakValueDictionary)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def capture(
+        self, function: Function, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, CapturedCall | RuntimeError]:
+        """Runs function(*inputs) once, and captures it; returns the result, and the graph or why there is none."""
+        made: CapturedCall | RuntimeError
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            held = tuple(self._tensor(number, tensor) for number, tensor in enumerate(inputs))
+            for to, tensor in zip(held, inputs, strict=True):
+                to.copy_(tensor)
+            current = torch.cuda.current_stream(inputs[0].device)
+            self.side.wait_stream(current)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self.side):
+                result = function(*held)
+                made = CapturedCall(graph, held, self._tensor(None, result))
+                try:
+                    with self._capturing(graph):
+                        made.output.copy_(function(*held))
+                except RuntimeError as error:
+                    made = error
+                else:
+                    self.first = self.first or graph
+            current.wait_stream(self.side)
+            return result.clone(), made
+
+    def replay(self, captured: CapturedCall, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        with self.lock:
+            for to, tensor in zip(captured.inputs, inputs, strict=True):
+                to.copy_(tensor)
+            captured.graph.replay()
+            return captured.output.clone()
+
+    def _tensor(self, number: int | None, like: torch.Tensor) -> torch.Tensor:
+        key = (number, like.shape, like.dtype)
+        tensor = self.tensors.get(key)
+        if tensor is None:
+            tensor = self.tensors[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return tensor
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Like `torch.cuda.graph`, but without its garbage collection and its release of cached memory.
+
+        Python's garbage collector is off during capture, since freeing tensors may invalidate the capture.
+        """
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+
+
+def _give_up(reason: RuntimeError, *, is_alone: bool) -> None:
+    """Stops capturing for this process: what fails once, as without torch's caching allocator, fails always."""
+    global is_possible
+    is_possible = False
+    story = "as one of them cannot be captured in a CUDA graph"
+    if is_alone:
+        logger.warning("calls of few tokens run eagerly, %s: %s", story, reason)
+    else:  # A collective call may have stopped half way.
+        raise RuntimeError(
+            f"calls of few tokens cannot be replayed, {story}; set MOE_EP_REPLAY_MAX_TOKENS=0: {reason}"
+        ) from reason
+
+
+is_possible = True
+_places: dict[tuple[torch.device, int], StreamGraphs] = {}
+_making = threading.Lock()
+
+
+def may_capture(device: torch.device) -> bool:
+    """Whether work on this device can be captured now: on a GPU, outside of any other capture."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def stream_graphs(device: torch.device) -> StreamGraphs:
+    """The place of the device's current stream."""
+    key = (device, current_stream(device))
+    place = _places.get(key)
+    if place is None:
+        with _making:
+            made = StreamGraphs(key[1], torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+            place = _places.setdefault(key, made)
+    return place
 
 
 def count_choices(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:

@@ -2,8 +2,7 @@
 
 from moe_ep.layer.batch_balance import BatchBalance
 from moe_ep.layer.fused_moe import FusedMoE
-from moe_ep.layer.methods.base import FusedMoEMethodBase
-from moe_ep.layer.methods.unquantized import UnquantizedFusedMoEMethod
+from moe_ep.layer.methods.base import FusedMoEMethodBase, UnquantizedFusedMoEMethod
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported
 
 __all__ = [

@@ -19,7 +19,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.distributed.process_groups import check_member
 from moe_ep.errors import ConfigError, check_router_weight_on_input
 from moe_ep.modular_kernel.adapters import as_dispatcher, as_experts, check_backend
-from moe_ep.modular_kernel.backend_choice import choose_backend
+from moe_ep.modular_kernel.choice import choose_backend
 from moe_ep.modular_kernel.contracts import (
     Dispatched,
     ExpertsCall,

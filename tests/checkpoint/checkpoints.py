@@ -15,7 +15,7 @@ from torch import nn
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
-from moe_ep.quantization.quantize_weights import quantize_int
+from moe_ep.quantization.canonical_weights import quantize_int
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 # What makes a DeepSeek-V3 of `qwen3_config`: grouped routing with a correction bias, and shared experts.

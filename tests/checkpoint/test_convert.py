@@ -13,8 +13,7 @@ from moe_ep.checkpoint import CheckpointReader, check_experts, expert_tensors, m
 from moe_ep.checkpoint.convert import convert_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.launch.cli.main import main
-from moe_ep.quantization.canonical_weights import dequantize
-from moe_ep.quantization.quantize_weights import quantize_fp8, quantize_int
+from moe_ep.quantization.canonical_weights import dequantize, quantize_fp8, quantize_int
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.checkpoint.format_cases import write_case
 from tests.checkpoint.model_cases import block_of, router_of, save_model

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, quantization_config, unpack_gptq
-from moe_ep.checkpoint.formats.packing import pack_words, unpack_words
+from moe_ep.checkpoint.formats.layout import pack_words, unpack_words
 from moe_ep.errors import CheckpointError
-from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
-from moe_ep.quantization.quantize_weights import quantize_int
+from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize, quantize_int
 from moe_ep.scalar_type import ScalarType, scalar_types
 
 TYPES = {

@@ -26,8 +26,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.stack import MoEStack
-from moe_ep.quantization.canonical_weights import dequantize
-from moe_ep.quantization.quantize_weights import quantize_int
+from moe_ep.quantization.canonical_weights import dequantize, quantize_int
 from tests.checkpoint.checkpoints import (
     GPTQ,
     LoadingLayer,

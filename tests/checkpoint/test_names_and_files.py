@@ -20,13 +20,12 @@ from moe_ep.checkpoint import (
     read_expert,
 )
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, quantization_config
+from moe_ep.checkpoint.formats.compressed_tensors import pack_quantized
 from moe_ep.checkpoint.formats.modules import Expression, ModulePatterns
-from moe_ep.checkpoint.formats.pack_quantized import pack_quantized
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
-from moe_ep.quantization.canonical_weights import dequantize
-from moe_ep.quantization.quantize_weights import quantize_int
+from moe_ep.quantization.canonical_weights import dequantize, quantize_int
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.checkpoint.format_cases import write_case
 from tests.checkpoint.model_cases import transformers_config

@@ -10,10 +10,10 @@ import torch
 
 from moe_ep.checkpoint.formats import GPTQConfig, quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
+from moe_ep.checkpoint.formats.compressed_tensors import PackQuantizedConfig
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.layout import QuantizationConfig, ScaleShape
-from moe_ep.checkpoint.formats.pack_quantized import PackQuantizedConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 

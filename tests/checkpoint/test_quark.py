@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from moe_ep.checkpoint.formats import quantization_config
+from moe_ep.checkpoint.formats.compressed_tensors import IntQuantizedConfig
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
-from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import ScaleShape
 from moe_ep.errors import CheckpointError
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind

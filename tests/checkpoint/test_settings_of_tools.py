@@ -12,12 +12,12 @@ import torch
 from moe_ep.checkpoint import CheckpointReader, check_experts, model_spec
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
+from moe_ep.checkpoint.formats.compressed_tensors import IntQuantizedConfig
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, PACKED_MXFP4, PACKED_NVFP4, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
-from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import ScaleShape
-from moe_ep.checkpoint.formats.w4afp8 import W4AFP8Config
+from moe_ep.checkpoint.formats.modelopt import W4AFP8Config
 from moe_ep.checkpoint.plan import StoredTensor, check_tensor
 from moe_ep.checkpoint.reader import TensorInfo
 from moe_ep.errors import CheckpointError

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ep.dispatch import messages as messages_module
-from moe_ep.dispatch import payload
-from moe_ep.dispatch.messages import MessageLayout
+from moe_ep.dispatch import batched_all_to_all, payload
+from moe_ep.dispatch.batched_all_to_all import MessageLayout
 from moe_ep.expert_map import determine_expert_map, expert_owner_table
 from moe_ep.kernels import dispatch_messages, dispatch_rows, quantize
 from moe_ep.kernels.dispatch_messages import triton_open_messages, triton_pack_messages
@@ -163,7 +162,7 @@ def check_messages(case: Case, device: str) -> None:
             rows = quantize.quantize_rows(rows, code_dtype)
         layout = MessageLayout(case.num_experts, case.capacity, case.topk, rows.size(1) * rows.element_size())
         expected, found = (layout.empty(case.num_ranks, ids.device).zero_() for _ in range(2))
-        slots = messages_module.pack_messages.plain(rows, ids, weights, owners, layout, expected)
+        slots = batched_all_to_all.pack_messages.plain(rows, ids, weights, owners, layout, expected)
         views = layout.rows(found), layout.meta(found), layout.header(found)
         assert torch.equal(triton_pack_messages(rows, ids, weights, owners, *views), slots)
         assert torch.equal(found, expected)
@@ -196,7 +195,7 @@ def _check_open(
             num_local, case.num_ranks * case.capacity, case.hidden_size, dtype=dtype, device=sent.device
         )
         if name == "plain":
-            opened = tuple(messages_module.open_messages.plain(received, layout, expert_map, batch, code_dtype))
+            opened = tuple(batched_all_to_all.open_messages.plain(received, layout, expert_map, batch, code_dtype))
         else:
             views = layout.rows(received), layout.meta(received), layout.header(received)
             opened = triton_open_messages(*views, expert_map, batch, code_dtype)

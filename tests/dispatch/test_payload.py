@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep.dispatch.messages import MessageLayout, open_messages, pack_messages
+from moe_ep.dispatch.batched_all_to_all import MessageLayout, open_messages, pack_messages
 from moe_ep.dispatch.payload import expert_positions, ids_for_rank, make_batch_plan, make_send_plan
 from moe_ep.expert_map import determine_expert_map, expert_owner_table
 from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows, weighted_rows

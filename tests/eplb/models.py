@@ -15,7 +15,7 @@ from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.policy.maps import logical_maps
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import OnlineIntConfig
-from moe_ep.quantization.quantize_weights import quantize_int
+from moe_ep.quantization.canonical_weights import quantize_int
 
 E, K, N, TOP_K = 10, 64, 32, 3
 L = 3

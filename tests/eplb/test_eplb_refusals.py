@@ -12,7 +12,7 @@ import moe_ep
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.errors import ConfigError
-from moe_ep.layer.methods.unquantized import UnquantizedFusedMoEMethod
+from moe_ep.layer.methods.base import UnquantizedFusedMoEMethod
 from tests.eplb.models import CONFIG, E, load_layer, make_layer, make_model
 
 

@@ -16,8 +16,7 @@ from moe_ep.generation.engine import Completion, Generation, Request
 from moe_ep.hf.experts import find_experts
 from moe_ep.hf.parallelized import steps_of
 from moe_ep.layer.methods import relative_error, tolerance
-from moe_ep.quantization.canonical_weights import dequantize
-from moe_ep.quantization.quantize_weights import quantize_int
+from moe_ep.quantization.canonical_weights import dequantize, quantize_int
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from tests.generation.test_slot_attention import decoded
 from tests.hf.hf_models import SIZES, make_model

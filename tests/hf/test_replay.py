@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.hf import replay
-from moe_ep.hf.replay import EAGER_CALLS, MOST_KINDS, CallGraphs
+from moe_ep.hf import routed_experts
+from moe_ep.hf.routed_experts import EAGER_CALLS, MOST_KINDS, CallGraphs
 
 
 class Place:
@@ -27,7 +27,7 @@ class Place:
         self.done.append("capture")
         output = function(*inputs)
         graph: Any = function
-        return output, replay.CapturedCall(graph, inputs, output)
+        return output, routed_experts.CapturedCall(graph, inputs, output)
 
     def replay(self, captured: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
         self.done.append("replay")
@@ -37,7 +37,7 @@ class Place:
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     made = Place()
-    monkeypatch.setattr(replay, "stream_graphs", lambda device: made)
+    monkeypatch.setattr(routed_experts, "stream_graphs", lambda device: made)
     return made
 
 
@@ -103,7 +103,7 @@ def test_a_call_that_cannot_be_captured_runs_eagerly(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And no other call is tried, of whatever layer."""
-    monkeypatch.setattr(replay, "is_possible", True)
+    monkeypatch.setattr(routed_experts, "is_possible", True)
     graphs, others = captured(), CallGraphs()
     assert place.done == ["capture"]
     monkeypatch.setattr(Place, "capture", refuse)
@@ -134,7 +134,7 @@ def test_calls_that_other_ranks_take_part_in_run_once_each(place: Place, monkeyp
         yield
         place.done.append("exit")
 
-    monkeypatch.setattr(replay, "is_possible", True)
+    monkeypatch.setattr(routed_experts, "is_possible", True)
     graphs, one_row = CallGraphs(), (torch.rand(1, 3),)
     for _ in range(EAGER_CALLS + 2):
         graphs.run(function, one_row, which=None, of=(), around=around())

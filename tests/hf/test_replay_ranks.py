@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 import moe_ep
 from moe_ep.dispatch.batched_all_to_all import BatchedAllToAllPrepareFinalize
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.hf import replay, routed_experts
+from moe_ep.hf import routed_experts
 from moe_ep.hf.parallelized import steps_of
-from moe_ep.hf.replay import EAGER_CALLS
+from moe_ep.hf.routed_experts import EAGER_CALLS
 from tests.hf.hf_models import SIZES, make_model
 from tests.hf.test_replay import Place
 from tests.ranks import ranks
@@ -29,7 +29,7 @@ def model_with_replays(patch: pytest.MonkeyPatch, most_tokens: int = 256, **opti
     what stands in for the GPU's stream."""
     place = Place()
     patch.setenv("MOE_EP_REPLAY_MAX_TOKENS", str(most_tokens))
-    patch.setattr(replay, "stream_graphs", lambda device: place)
+    patch.setattr(routed_experts, "stream_graphs", lambda device: place)
     patch.setattr(routed_experts, "may_capture", lambda device: True)
     patch.setattr(BatchedAllToAllPrepareFinalize, "around_replay", around_replay)
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def by_other_backends(rank: int, world_size: int) -> list[str]:
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         model, place = model_with_replays(patch)
         patch.undo()
-        patch.setattr(replay, "stream_graphs", lambda device: place)
+        patch.setattr(routed_experts, "stream_graphs", lambda device: place)
         patch.setattr(routed_experts, "may_capture", lambda device: True)
         same_passes(rank, [model], (1, 5), 2 * CALLS)
         return place.done

@@ -27,8 +27,7 @@ from moe_ep.hf.experts import find_experts
 from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.steps import Step, StepCoordinator
 from moe_ep.layer.methods import relative_error, tolerance
-from moe_ep.quantization.canonical_weights import dequantize
-from moe_ep.quantization.quantize_weights import quantize_int
+from moe_ep.quantization.canonical_weights import dequantize, quantize_int
 from tests.generation.alone import load_alone
 from tests.hf.hf_models import FAMILIES, SIZES, make_model
 from tests.ranks import RankPool, ranks

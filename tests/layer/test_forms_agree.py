@@ -14,8 +14,7 @@ from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.modular_kernel import FusedMoEModularKernel, make_prepare_finalize
 from moe_ep.modular_kernel.contracts import ExpertTokensMetadata
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNaiveBatched
-from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
-from moe_ep.quantization.quantize_weights import quantize_int
+from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize, quantize_int
 
 K, N, GROUP = 64, 32, 32
 BF16 = torch.bfloat16

@@ -14,9 +14,8 @@ from moe_ep.kernels.marlin import MarlinExperts
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import OnlineIntConfig, make_method, relative_error, tolerance
 from moe_ep.layer.methods.canonical import CanonicalFusedMoEMethod
-from moe_ep.modular_kernel.experts_choice import PACKED
-from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
-from moe_ep.quantization.quantize_weights import quantize_int
+from moe_ep.modular_kernel.choice import PACKED
+from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize, quantize_int
 from moe_ep.scalar_type import scalar_types
 from tests.layer.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
 

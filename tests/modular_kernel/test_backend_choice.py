@@ -11,8 +11,7 @@ import torch
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.errors import BackendUnavailableError, ConfigError
 from moe_ep.modular_kernel import backend_choice
-from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS, choose_backend
-from moe_ep.modular_kernel.experts_choice import REFERENCE, choose_experts
+from moe_ep.modular_kernel.choice import DECODE_MAX_NUM_TOKENS, REFERENCE, choose_backend, choose_experts
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from tests.ranks import ranks
 
@@ -60,7 +59,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def chosen(caplog: pytest.LogCaptureFixture, made: FusedMoEConfig) -> tuple[str, str]:
     caplog.clear()
-    with caplog.at_level(logging.INFO, "moe_ep.modular_kernel.backend_choice"):
+    with caplog.at_level(logging.INFO, "moe_ep.modular_kernel.choice"):
         name = choose_backend("auto", made)
     return name, caplog.messages[-1]
 

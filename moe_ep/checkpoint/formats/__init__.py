@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, QUANT_CONFIG, unexpected
-from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt, quark, w4afp8
+from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt, quark
 from moe_ep.checkpoint.formats.awq import AWQConfig
+from moe_ep.checkpoint.formats.compressed_tensors import IntQuantizedConfig
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import MXFP8_GROUP, Float8Config, input_dtype_of_scheme
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq, unpack_gptq
-from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig, ScaleShape
 from moe_ep.checkpoint.formats.modules import (
     EVERY_LINEAR,
@@ -122,7 +122,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization | None]] = {
     **dict.fromkeys(modelopt.METHODS, modelopt.modelopt_schemes),
     **dict.fromkeys(auto_round.METHODS, auto_round.auto_round_schemes),
     quark.METHOD: quark.quark_schemes,
-    w4afp8.METHOD: w4afp8.w4afp8_schemes,
+    modelopt.W4AFP8: modelopt.w4afp8_schemes,
 }
 
 

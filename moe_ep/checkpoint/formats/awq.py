@@ -28,8 +28,8 @@ from moe_ep.checkpoint.formats.layout import (
     TensorLayout,
     bias_layout,
     require_multiple,
+    unpack_words,
 )
-from moe_ep.checkpoint.formats.packing import unpack_words
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types

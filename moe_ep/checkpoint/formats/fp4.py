@@ -30,8 +30,8 @@ from moe_ep.checkpoint.formats.layout import (
     activation_scales,
     bias_layout,
     require_multiple,
+    unpack_nibbles,
 )
-from moe_ep.checkpoint.formats.packing import unpack_nibbles
 from moe_ep.errors import CheckpointError
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types

@@ -30,9 +30,10 @@ from moe_ep.checkpoint.formats.layout import (
     TensorLayout,
     bias_layout,
     groups_in_order,
+    pack_words,
     require_multiple,
+    unpack_words,
 )
-from moe_ep.checkpoint.formats.packing import pack_words, unpack_words
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import ScalarType, scalar_types

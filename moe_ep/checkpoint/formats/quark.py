@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
+from moe_ep.checkpoint.formats.compressed_tensors import IntQuantizedConfig
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4_GROUP, NVFP4_GROUP, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
-from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig, ScaleShape
 from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, by_scheme, if_readable
 from moe_ep.errors import CheckpointError, one_of

@@ -1,8 +1,13 @@
 """The parameters of a layer's experts, how they are loaded, and which experts run them."""
 
-from moe_ep.layer.methods.base import FusedMoEMethodBase, make_method, relative_error, tolerance
+from moe_ep.layer.methods.base import (
+    FusedMoEMethodBase,
+    UnquantizedFusedMoEMethod,
+    make_method,
+    relative_error,
+    tolerance,
+)
 from moe_ep.layer.methods.online import ONLINE, OnlineFp8Config, OnlineIntConfig
-from moe_ep.layer.methods.unquantized import UnquantizedFusedMoEMethod
 
 __all__ = [
     "ONLINE",

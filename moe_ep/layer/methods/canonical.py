@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import is_fake
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.methods.base import FusedMoEMethodBase
+from moe_ep.modular_kernel.choice import ExpertsNames, choose_experts
 from moe_ep.modular_kernel.contracts import ExpertWeights, FusedMoEActivationFormat
-from moe_ep.modular_kernel.experts_choice import ExpertsNames, choose_experts
 from moe_ep.quantization.canonical_weights import CanonicalWeights, agree_on_type
 from moe_ep.registry import EXPERTS
 

@@ -11,10 +11,9 @@ import torch
 from moe_ep.config import FusedMoEConfig
 from moe_ep.errors import one_of
 from moe_ep.layer.interface import MoELayer
+from moe_ep.layer.methods.base import UnquantizedFusedMoEMethod
 from moe_ep.layer.methods.canonical import CanonicalFusedMoEMethod
-from moe_ep.layer.methods.unquantized import UnquantizedFusedMoEMethod
-from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
-from moe_ep.quantization.quantize_weights import quantize_fp8, quantize_int
+from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize, quantize_fp8, quantize_int
 
 GROUP_SIZES = (128, 64, 32)
 
