@@ -438,7 +438,8 @@ def _loads(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
     yield "tokens per rank: what its experts get in a step, a token once for each expert; mean over steps"
     yield f"{'layer':<6}" + "".join(f"{name:>{width}}" for name in names) + f"{'mean/max':>10}"
     for layer, loads, row in zip(report.layers, means, rows, strict=True):
-        yield f"{layer:<6}" + "".join(f"{load:>{width}.0f}" for load in row) + f"{_mean_over_max(loads):>10.3f}"
+        even = sum(loads) / len(loads) / max(loads) if any(loads) else 1.0
+        yield f"{layer:<6}" + "".join(f"{load:>{width}.0f}" for load in row) + f"{even:>10.3f}"
     yield f"balancedness {summary['balancedness']:.3f} (1 = the same load on every rank)"
 
 
@@ -470,10 +471,6 @@ def _eplb(eplb: dict[str, Any]) -> Iterator[str]:
         f"{eplb['layers_changed']} layers changed; plan {eplb['plan_s']:.3f} s, transfer {eplb['transfer_s']:.3f} s, "
         f"commit {eplb['commit_s']:.3f} s"
     )
-
-
-def _mean_over_max(loads: Sequence[float]) -> float:
-    return sum(loads) / len(loads) / max(loads) if any(loads) else 1.0
 
 
 def ranges(ids: Sequence[int]) -> str:

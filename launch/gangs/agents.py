@@ -83,16 +83,11 @@ class Peer:
             self._lines = self.receive()
             if not self._lines:
                 wait_for.look(why)
-                wait(waitable(self), timeout=min(0.2, max(wait_for.left_s, 0.0)))
+                wait([self.connection], timeout=min(0.2, max(wait_for.left_s, 0.0)))
         return self._lines.pop(0)
 
     def close(self) -> None:
         self.connection.close()
-
-
-def waitable(*found: Any) -> list[Any]:
-    """The sockets, and objects with their fileno, as `wait` takes them."""
-    return list(found)
 
 
 def _message(line: bytes) -> dict[str, Any]:
@@ -137,7 +132,9 @@ class Node:
     left_s: float = POLL_S
 
     def __post_init__(self) -> None:
-        self.record: Callable[[int, WorkerFailure | None], None] = self._record
+        self.record: Callable[[int, WorkerFailure | None], None] = lambda rank, failure: self.outcomes.add(
+            rank, Outcome(failure=failure)
+        )
         self.check_reach: Callable[[Sequence[int]], None] = lambda ranks: None
         self.to_start: list[int] = []
         # On the leader: the node of each rank that joined, and of all ranks if it has taken over.
@@ -179,7 +176,7 @@ class Node:
         """Node 0: accepts the other nodes in the order in which they arrive."""
         num_nodes = description["--nnodes"]
         joined: dict[int, Peer] = {}
-        arriving: list[Peer] = []
+        arriving: list[Any] = []
 
         def missing() -> str:
             here = ", ".join([socket.gethostname(), *(peer.name for peer in joined.values())])
@@ -190,7 +187,7 @@ class Node:
         try:
             while len(joined) < num_nodes - 1:
                 wait_for.look()
-                for ready in wait(waitable(listener, *arriving), timeout=min(0.2, max(wait_for.left_s, 0.0))):
+                for ready in wait([listener, *arriving], timeout=min(0.2, max(wait_for.left_s, 0.0))):
                     if ready is listener:
                         with contextlib.suppress(OSError):
                             connection, address = listener.accept()
@@ -295,7 +292,7 @@ class Node:
         return cls(node_rank, address, {0: peer}, num_local, Outcomes(range(first, first + num_local)))
 
     @property
-    def sockets(self) -> list[Peer]:
+    def sockets(self) -> list[Any]:
         return list(self.peers.values())
 
     def give_up_leader(self) -> None:
@@ -336,7 +333,10 @@ class Node:
             except (EOFError, ValueError, KeyError, TypeError):
                 self._lose(node_rank, peer)
         if self.leads and not self.is_over:
-            self._look_whether_over()
+            self.left_s = min(POLL_S, self.outcomes.left_s)
+            if self.outcomes.are_final:
+                self.failure, self.is_over = self.outcomes.cause, True
+                self._send_all(over=None if self.failure is None else asdict(self.failure))
 
     def place_new(self, rank: int, present: Sequence[int]) -> int:
         """Leader: asks the node with the fewest present ranks to start a new one; returns that node."""
@@ -360,7 +360,7 @@ class Node:
             if ports:
                 return ports[0]
             wait_for.look()
-            wait(waitable(*self.sockets), timeout=RETRY_S)
+            wait(self.sockets, timeout=RETRY_S)
 
     def await_end(self) -> None:
         """Waits for the end of the job, or the loss of its leader, after the leader's store has gone."""
@@ -386,7 +386,7 @@ class Node:
             self._send_all(ended=str(error), is_refusal=isinstance(error, ConfigError))
         until = time.monotonic() + _CONNECT_LIMIT_S
         while self.peers and time.monotonic() < until:
-            wait(waitable(*self.sockets), timeout=RETRY_S)
+            wait(self.sockets, timeout=RETRY_S)
             for _ in self.receive():
                 pass
 
@@ -401,9 +401,6 @@ class Node:
                 self._send_all(rank=first, failure=asdict(left))
         for peer in self.peers.values():
             peer.close()
-
-    def _record(self, rank: int, failure: WorkerFailure | None) -> None:
-        self.outcomes.add(rank, Outcome(failure=failure))
 
     def _lose(self, node_rank: int, peer: Peer) -> None:
         """Handles the end of a connection to another agent."""
@@ -429,12 +426,6 @@ class Node:
             self.check_reach(ranks)
         for rank in ranks:
             self.record(rank, failure)
-
-    def _look_whether_over(self) -> None:
-        self.left_s = min(POLL_S, self.outcomes.left_s)
-        if self.outcomes.are_final:
-            self.failure, self.is_over = self.outcomes.cause, True
-            self._send_all(over=None if self.failure is None else asdict(self.failure))
 
     def _send_all(self, **message: Any) -> None:
         for peer in self.peers.values():

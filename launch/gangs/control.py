@@ -97,10 +97,10 @@ class ControlServer:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
+        with connection, contextlib.suppress(OSError), connection.makefile("rb") as lines:
             connection.settimeout(_REQUEST_S)
             try:
-                told = json.loads(_line_of(connection))
+                told = json.loads(lines.readline(_MOST_BYTES))
                 if not hmac.compare_digest(str(told["token"]), self._token):
                     raise ValueError("the token is another gang's")
                 kind = str(told["kind"])
@@ -163,14 +163,3 @@ def _object_of(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def _line_of(connection: socket.socket) -> bytes:
-    """Reads one line; ValueError if it is too long."""
-    line = b""
-    while not line.endswith(b"\n"):
-        part = connection.recv(_MOST_BYTES)
-        line += part
-        if not part or len(line) > _MOST_BYTES:
-            raise ValueError("it is not a line of JSON")
-    return line

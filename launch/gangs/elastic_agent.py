@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep.errors import GangError, MoeEpError
 from moe_ep.launch.gangs import elastic, mailbox, progress, waiting
-from moe_ep.launch.gangs.agents import RETRY_S, Node, Peer, waitable
+from moe_ep.launch.gangs.agents import RETRY_S, Node, Peer
 from moe_ep.launch.gangs.control import ControlServer
 from moe_ep.launch.gangs.gang import OnItem, Outcome, WorkerFailure
 from moe_ep.launch.gangs.local_gang import LocalWorkers, joining_rank_env
@@ -256,9 +256,9 @@ class ElasticAgent:
         node, until = self._node, time.monotonic() + _SUCCEED_S
         expected = {other for other in self._successors if other > node.node_rank}
         nodes: dict[int, int] = {}
-        arriving: list[Peer] = []
+        arriving: list[Any] = []
         while expected - node.peers.keys() and time.monotonic() < until:
-            for ready in wait(waitable(self._listener, *arriving), timeout=RETRY_S):
+            for ready in wait([self._listener, *arriving], timeout=RETRY_S):
                 if ready is self._listener:
                     connection, address = self._listener.accept()
                     arriving.append(Peer(connection, str(address[0])))

@@ -247,13 +247,13 @@ def run_member(
         return Outcome(failure=failure_of(error, rank_env.rank))
 
 
-def failure_of(error: BaseException, rank: int, node: str | None = None) -> WorkerFailure:
+def failure_of(error: BaseException, rank: int) -> WorkerFailure:
     """Converts a worker's exception to a failure. Errors of moe_ep explain themselves and get no traceback."""
     own = isinstance(error, MoeEpError) and env.LOG_LEVEL.get() != "DEBUG"
     text = "".join(traceback.format_exception(error))
     return WorkerFailure(
         rank=rank,
-        node=node or socket.gethostname(),
+        node=socket.gethostname(),
         cause=str(error) if own else f"{type(error).__name__}: {error}".split("\n")[0],
         traceback="" if own else text,
         echo=isinstance(error, (DispatchTimeoutError, ConnectionError)) or bool(_ECHO.search(str(error))),
@@ -262,7 +262,7 @@ def failure_of(error: BaseException, rank: int, node: str | None = None) -> Work
     )
 
 
-def death_of(exitcode: int | None, rank: int, node: str | None = None) -> WorkerFailure:
+def death_of(exitcode: int | None, rank: int) -> WorkerFailure:
     """The failure of a worker whose process ended without an answer, from its exit code (-signal, as in Python)."""
     if exitcode is not None and exitcode < 0:
         try:
@@ -274,7 +274,7 @@ def death_of(exitcode: int | None, rank: int, node: str | None = None) -> Worker
             cause += "; if nobody sent it, the kernel did because memory ran out (see dmesg)"
     else:
         cause = f"the process ended with exit code {exitcode} before its work was done"
-    return WorkerFailure(rank=rank, node=node or socket.gethostname(), cause=cause)
+    return WorkerFailure(rank=rank, node=socket.gethostname(), cause=cause)
 
 
 def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:

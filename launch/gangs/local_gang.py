@@ -114,7 +114,8 @@ def local_rank_envs(
     count: int, device: str, *, source: str, first: int = 0, world_size: int | None = None, node_rank: int = 0,
     master_addr: str = LOOPBACK,
 ) -> list[RankEnv]:  # fmt: skip
-    """The ranks of this machine, from `first` on."""
+    """The ranks of this machine, from `first` on; GPUs are shared where there are fewer."""
+    num_gpus = max(num_local_gpus(), 1)
     return [
         RankEnv(
             rank=first + i,
@@ -124,7 +125,7 @@ def local_rank_envs(
             node_rank=node_rank,
             master_addr=master_addr,
             source=source,
-            device=f"cuda:{i}" if device == "cuda" else "cpu",
+            device=f"cuda:{i % num_gpus}" if device == "cuda" else "cpu",
         )
         for i in range(count)
     ]
@@ -133,17 +134,9 @@ def local_rank_envs(
 def joining_rank_env(
     rank: int, device: str, *, source: str, node_rank: int = 0, master_addr: str = LOOPBACK
 ) -> RankEnv:
-    """The place of a worker that joins on this machine."""
-    return RankEnv(
-        rank=rank,
-        world_size=rank + 1,
-        local_rank=rank,
-        local_world_size=rank + 1,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        source=source,
-        device=f"cuda:{rank % max(num_local_gpus(), 1)}" if device == "cuda" else "cpu",
-    )
+    """The place of a worker that joins on this machine: the last of as many as there are ranks up to it."""
+    places = local_rank_envs(rank + 1, device, source=source, node_rank=node_rank, master_addr=master_addr)
+    return places[rank]
 
 
 @dataclass(frozen=True)

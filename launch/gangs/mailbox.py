@@ -31,11 +31,6 @@ def put(store: dist.Store, key: str, value: Any) -> None:
     set_text(store, f"{_PREFIX}/{key}", encode(value).decode())
 
 
-def is_there(store: dist.Store, key: str) -> bool:
-    """Whether the key has a value."""
-    return bool(store.check([f"{_PREFIX}/{key}"]))
-
-
 def take(store: dist.Store, key: str) -> Any:
     """Waits for a value, removes it from the store and returns it."""
     from moe_ep.distributed.plain_data import decode
@@ -89,6 +84,6 @@ class ItemReader:
     def read(self, ranks: Iterable[int]) -> Iterator[Any]:
         """The new items of these ranks since the last call."""
         for rank in ranks:
-            while is_there(self._store, key := f"item/{rank}/{self._counts.get(rank, 0)}"):
+            while self._store.check([f"{_PREFIX}/{(key := f'item/{rank}/{self._counts.get(rank, 0)}')}"]):
                 self._counts[rank] = self._counts.get(rank, 0) + 1
                 yield take(self._store, key)

@@ -103,7 +103,10 @@ def slurm_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
         ConfigError: Slurm's variables are incomplete, not numbers, or contradict each other.
     """
     variables = os.environ if environ is None else environ
-    return _from_slurm(variables) if _is_in_slurm_step(variables) else None
+    in_step = _STEP_NODELIST in variables or _STEP_NUM_TASKS in variables
+    # Not so for a batch script or the shell of an allocation.
+    is_srun = in_step and _number(variables, _STEP_ID, 0) < _FIRST_SPECIAL_STEP
+    return _from_slurm(variables) if is_srun else None
 
 
 def _from_torchrun(variables: Mapping[str, str]) -> RankEnv:
@@ -119,12 +122,6 @@ def _from_torchrun(variables: Mapping[str, str]) -> RankEnv:
         master_port=_number(variables, "MASTER_PORT"),
         source="torchrun",
     )
-
-
-def _is_in_slurm_step(variables: Mapping[str, str]) -> bool:
-    """Whether srun started this process, which is not so for a batch script or the shell of an allocation."""
-    in_step = _STEP_NODELIST in variables or _STEP_NUM_TASKS in variables
-    return in_step and _number(variables, _STEP_ID, 0) < _FIRST_SPECIAL_STEP
 
 
 def _from_slurm(variables: Mapping[str, str]) -> RankEnv:

@@ -112,13 +112,16 @@ class RayGang(Gang):
             self._display.say("waiting for Ray")
             with waiting.said("Ray", _START_QUIET_S):
                 self.cluster = connect(address, world_size or default_world_size, device, timeout_s)
+            from ray.util import get_current_placement_group
+
             num_gpus = total_of("GPU")
             if device == "auto":
                 device = "cuda" if num_gpus else "cpu"
             self.device = device
             self._resource = "GPU" if device == "cuda" else "CPU"
             self.world_size = world_size or (num_gpus if device == "cuda" and num_gpus else default_world_size)
-            self._check_room()
+            if get_current_placement_group() is None:
+                plan(self._resource, self.world_size)
         except BaseException:
             self.close()
             raise
@@ -185,12 +188,6 @@ class RayGang(Gang):
         interrupts.check()
         if self.cluster is not None:
             self.cluster.check()
-
-    def _check_room(self) -> None:
-        from ray.util import get_current_placement_group
-
-        if get_current_placement_group() is None:
-            plan(self._resource, self.world_size)
 
     def _start(self, slots: list[Slot], actors: list[Any]) -> list[_RankActor]:
         """Starts an actor in each slot and appends it to `actors`; returns the workers in rank order."""
@@ -295,8 +292,13 @@ class _RankActor:
 
     def outcome(self, ref: Any) -> Outcome:
         """The outcome of its work."""
+        import ray
+
         node = self.place.node_ip
-        outcome = _outcome(ref, self.rank_env.rank, node)
+        try:
+            outcome = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            return Outcome(failure=actor_failure(error, self.rank_env.rank, node))
         return Outcome(outcome.value, outcome.failure and replace(outcome.failure, node=node))
 
 
@@ -496,15 +498,6 @@ def _get(ref: Any, rank: int, node: str, wait: Wait) -> Any:
         return ray.get(ref)
     except ray.exceptions.RayError as error:
         raise gang_error(actor_failure(error, rank, node)) from None
-
-
-def _outcome(ref: Any, rank: int, node: str) -> Outcome:
-    import ray
-
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayError as error:
-        return Outcome(failure=actor_failure(error, rank, node))
 
 
 def actor_failure(error: Exception, rank: int, node: str) -> WorkerFailure:

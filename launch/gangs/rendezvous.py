@@ -172,7 +172,7 @@ def addresses_of(host: str) -> list[str]:
     Debian maps a machine's own name to a loopback address. The address by which it reaches others replaces that.
     """
     found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
-    reachable = [address for address in found if not _is_loopback(address)]
+    reachable = [address for address in found if not (address.startswith("127.") or address == "::1")]
     if reachable or host == "localhost" or host in found:
         return sorted(reachable or found, key=lambda address: ":" in address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -221,10 +221,6 @@ def _addresses_at(interface: str) -> list[str]:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
     return found
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def _await_listener(host: str, port: int, wait: Wait) -> str:

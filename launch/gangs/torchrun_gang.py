@@ -39,9 +39,7 @@ from moe_ep.launch.gangs.local_gang import (
     warm_fork_server,
 )
 from moe_ep.launch.gangs.rank_env import RankEnv, resolve_rank_env
-from moe_ep.launch.gangs.rendezvous import (
-    init_process_group,
-)
+from moe_ep.launch.gangs.rendezvous import init_process_group
 
 if TYPE_CHECKING:
     from moe_ep.layer.elastic import ElasticConfig
@@ -178,17 +176,15 @@ class TorchrunGang(Gang):
         """Yields the context that workers are forked from, the connected nodes, and this node's ranks."""
         context = warm_fork_server()
         with ending_fork_server():
-            meeting = Node.meet(self._description(), self._rdzv_endpoint or "", self._timeout_s)
+            # What all nodes must share, by the names of their options.
+            shared = {"job": self._rdzv_id, "--nnodes": self._num_nodes, "--ep-size": self.world_size}
+            meeting = Node.meet(shared, self._rdzv_endpoint or "", self._timeout_s)
         with meeting as node:
             self._has_rank_0 = node.node_rank == 0
             yield context, node, local_rank_envs(
                 self._num_local, self.device, source="torchrun", first=node.node_rank * self._num_local,
                 world_size=self.world_size, node_rank=node.node_rank, master_addr=node.master_addr,
             )  # fmt: skip
-
-    def _description(self) -> dict[str, Any]:
-        """The settings that all nodes must share, by the names of their options."""
-        return {"job": self._rdzv_id, "--nnodes": self._num_nodes, "--ep-size": self.world_size}
 
 
 def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args: Sequence[Any]) -> list[Any] | None:

@@ -36,7 +36,7 @@ class Wait:
     """
 
     def __init__(self, what: str | Callable[[], str], limit_s: float, quiet_s: float = QUIET_S) -> None:
-        self._what = what
+        self._what = what if callable(what) else lambda: what
         self.limit_s = limit_s
         self._started = time.monotonic()
         self._says_at = self._started + quiet_s
@@ -57,24 +57,20 @@ class Wait:
         """
         interrupts.check()
         if self.left_s <= 0:
-            raise GangError(why() if why is not None else self._over())
+            if why is not None:
+                raise GangError(why())
+            raise GangError(
+                f"waited {self.limit_s:g} s in vain for {self._what()}; find out what keeps it, or allow more time "
+                f"with {env.DISPATCH_TIMEOUT_S.name}"
+            )
         if time.monotonic() >= self._says_at:
             self._says_at = float("inf")
-            progress.say(f"waiting for {self._text()}, for at most {self.limit_s:g} s")
+            progress.say(f"waiting for {self._what()}, for at most {self.limit_s:g} s")
 
     def pause(self, seconds: float = _POLL_S, why: Callable[[], str] | None = None) -> None:
         """As `look`, and sleeps until the next turn."""
         self.look(why)
         time.sleep(max(0.0, min(seconds, self.left_s)))
-
-    def _text(self) -> str:
-        return self._what if isinstance(self._what, str) else self._what()
-
-    def _over(self) -> str:
-        return (
-            f"waited {self.limit_s:g} s in vain for {self._text()}; find out what keeps it, or allow more time with "
-            f"{env.DISPATCH_TIMEOUT_S.name}"
-        )
 
 
 @contextlib.contextmanager

@@ -47,47 +47,18 @@ def find_layer(name: str) -> MoELayer:
     return layer
 
 
-def moe_forward(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str) -> torch.Tensor:
-    """`FusedMoE.forward_impl` of a layer without shared experts: `[T, K]` from `[T, K]` and `[T, E]`."""
-    return _routed_alone(find_layer(layer_name).forward_impl(hidden_states, router_logits), "moe_forward", layer_name)
+def _kernel(name: str, method: str, *, shared: bool) -> Callable[..., Any]:
+    """An operator's kernel: the layer's method, whose output is `[T, K]`, or (shared, routed) with shared experts."""
 
+    def kernel(hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        *inputs, layer_name = rest
+        output = getattr(find_layer(layer_name), method)(hidden_states, *inputs)
+        if isinstance(output, tuple) is not shared:
+            has, other = ("no ", name) if shared else ("", f"{name}_shared")
+            raise RuntimeError(f"layer {layer_name!r} has {has}shared experts; call torch.ops.moe_ep.{other}")
+        return output
 
-def moe_forward_shared(
-    hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`FusedMoE.forward_impl` of a layer with shared experts: (shared, routed), both `[T, K]`."""
-    return _with_shared(find_layer(layer_name).forward_impl(hidden_states, router_logits), "moe_forward", layer_name)
-
-
-def moe_forward_routed(
-    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
-) -> torch.Tensor:
-    """`FusedMoE.forward_routed` of a layer without shared experts: `[T, K]` from `[T, K]` and choices `[T, top_k]`."""
-    output = find_layer(layer_name).forward_routed(hidden_states, topk_weights, topk_ids)
-    return _routed_alone(output, "moe_forward_routed", layer_name)
-
-
-def moe_forward_routed_shared(
-    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`FusedMoE.forward_routed` of a layer with shared experts: (shared, routed), both `[T, K]`."""
-    output = find_layer(layer_name).forward_routed(hidden_states, topk_weights, topk_ids)
-    return _with_shared(output, "moe_forward_routed", layer_name)
-
-
-_Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-def _routed_alone(output: _Output, name: str, layer_name: str) -> torch.Tensor:
-    if isinstance(output, tuple):
-        raise RuntimeError(f"layer {layer_name!r} has shared experts; call torch.ops.moe_ep.{name}_shared")
-    return output
-
-
-def _with_shared(output: _Output, name: str, layer_name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(output, tuple):
-        raise RuntimeError(f"layer {layer_name!r} has no shared experts; call torch.ops.moe_ep.{name}")
-    return output
+    return kernel
 
 
 def operator(name: str, layer_name: str) -> Callable[..., Any]:
@@ -118,17 +89,11 @@ def _fake_shared(hidden_states: torch.Tensor, *rest: Any) -> tuple[torch.Tensor,
     return torch.empty_like(output), output
 
 
-def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Not with `torch.library.custom_op`: its first call imports torch._dynamo, seconds and 145 MB in every worker."""
-    name, signature = schema.split("(", 1)
-    for suffix, tags in (("", ()), (_UNCAPTURED, (torch.Tag.cudagraph_unsafe,))):
-        _define_one(name + suffix, f"{name}{suffix}({signature}", tags, kernel, fake)
-
-
-def _define_one(
-    name: str, schema: str, tags: tuple[torch.Tag, ...], kernel: Callable[..., Any], fake: Callable[..., Any]
+def _define(
+    name: str, signature: str, tags: tuple[torch.Tag, ...], kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> None:
-    _library.define(schema, tags=tags)
+    """Not with `torch.library.custom_op`: its first call imports torch._dynamo, seconds and 145 MB in every worker."""
+    _library.define(name + signature, tags=tags)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_ep::{name}", fake, lib=_library)
     op = getattr(torch.ops.moe_ep, name).default
@@ -152,10 +117,14 @@ _AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _AUTOCAST |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _library = torch.library.Library("moe_ep", "FRAGMENT")
-for _name, _inputs in (
-    ("moe_forward", "Tensor router_logits"),
-    ("moe_forward_routed", "Tensor topk_weights, Tensor topk_ids"),
+for _name, _method, _inputs in (
+    ("moe_forward", "forward_impl", "Tensor router_logits"),
+    ("moe_forward_routed", "forward_routed", "Tensor topk_weights, Tensor topk_ids"),
 ):
     _signature = f"(Tensor hidden_states, {_inputs}, str layer_name)"
-    _define(f"{_name}{_signature} -> Tensor", globals()[_name], _fake)
-    _define(f"{_name}_shared{_signature} -> (Tensor, Tensor)", globals()[f"{_name}_shared"], _fake_shared)
+    for _suffix, _tags in (("", ()), (_UNCAPTURED, (torch.Tag.cudagraph_unsafe,))):
+        _define(f"{_name}{_suffix}", f"{_signature} -> Tensor", _tags, _kernel(_name, _method, shared=False), _fake)
+        _define(
+            f"{_name}_shared{_suffix}", f"{_signature} -> (Tensor, Tensor)", _tags,
+            _kernel(_name, _method, shared=True), _fake_shared,
+        )  # fmt: skip

@@ -310,11 +310,8 @@ class FusedMoE(MoELayer):
         self, config: ExpertsConfig, top_k: int, max_num_tokens: int, expert_mapping: ExpertMapping | None
     ) -> None:
         """Places the experts on the ranks and creates the parameters of this rank's."""
-        parallel, redundant, num_shared = (
-            self.parallel_config,
-            config.num_redundant_experts,
-            config.num_fused_shared_experts,
-        )
+        parallel, redundant = self.parallel_config, config.num_redundant_experts
+        num_shared = config.num_fused_shared_experts
         self.num_experts, self.num_redundant_experts = config.num_experts, redundant
         self.num_fused_shared_experts = num_shared
         self.activation = MoEActivation.parse(config.activation)
@@ -325,14 +322,7 @@ class FusedMoE(MoELayer):
         self.eplb_state = LayerEplbState(config.num_experts, redundant) if config.enable_eplb else None
         num_physical = config.num_experts + redundant
         check_id_range(num_physical + num_shared, torch.int32)
-        _, expert_map, _ = determine_expert_map(
-            parallel.ep_size,
-            parallel.ep_rank,
-            num_physical,
-            parallel.expert_placement_strategy,
-            num_shared,
-            return_expert_mask=True,  # and with it the shared experts' part of the map
-        )
+        expert_map = _expert_map(parallel, num_physical, num_shared)
         there = None if expert_map is None else expert_map.to(table_device())
         self.register_buffer("expert_map", there, persistent=False)
         self.slots = ExpertSlots(
@@ -987,14 +977,7 @@ class FusedMoE(MoELayer):
         self.place(physical_to_logical)
         num_physical = len(physical_to_logical)
         self.parallel_config, self.num_redundant_experts = parallel_config, num_physical - self.num_experts
-        _, expert_map, _ = determine_expert_map(
-            parallel_config.ep_size,
-            parallel_config.ep_rank,
-            num_physical,
-            parallel_config.expert_placement_strategy,
-            self.num_fused_shared_experts,
-            return_expert_mask=True,
-        )
+        expert_map = _expert_map(parallel_config, num_physical, self.num_fused_shared_experts)
         self.register_buffer("expert_map", None if expert_map is None else expert_map.to(device), persistent=False)
         self.slots.place(self.num_redundant_experts, expert_map)
         self.moe_config = replace(self.moe_config, num_experts=num_physical, moe_parallel_config=parallel_config)
@@ -1057,6 +1040,12 @@ class FusedMoE(MoELayer):
         """A copy is a separate layer and gets a name of its own."""
         super().__setstate__(state)
         self.layer_name = self.loader.name = self.dispatcher.layer_name = register_layer(self, self.layer_name)
+
+
+def _expert_map(parallel: FusedMoEParallelConfig, num_physical: int, num_shared: int) -> torch.Tensor | None:
+    """The layer's map `[physical + shared]`: it has the shared experts' part where the mask is asked for too."""
+    size, rank, strategy = parallel.ep_size, parallel.ep_rank, parallel.expert_placement_strategy
+    return determine_expert_map(size, rank, num_physical, strategy, num_shared, return_expert_mask=True)[1]
 
 
 def _check_router(router: Router, routing: RoutingConfig, bias: object) -> None:

@@ -10,11 +10,14 @@ signatures that this field knows; a class may implement either form, and the mod
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
@@ -206,33 +209,53 @@ class Compilation(Protocol):
         """Compiles it into the cache on disk, unless it is there."""
 
 
-class FusedMoEPrepareAndFinalize(ABC):
-    """Moves rows to the ranks that hold their experts, and the results back.
-
-    Subclasses written against these signatures run in the modular kernel as they are. New backends are easier to write
-    as a `Dispatcher`.
+class ModularPart(ABC):
+    """What both contracts have in common.
 
     Class arguments:
         unchecked: the modular kernel does not check what this class returns, because tests of its own do; not
             inherited.
     """
 
-    # The number of columns must be a multiple of this.
-    hidden_size_multiple: ClassVar[int] = 1
     is_unchecked: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, unchecked: bool = False, **more: Any) -> None:
         super().__init_subclass__(**more)
         cls.is_unchecked = unchecked
 
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Why this class cannot run on this machine, and how to fix that, in one line; None if it can."""
+        return None
+
+    @classmethod
+    def compilations(
+        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
+    ) -> Sequence[Compilation]:
+        """The kernels that such a layer compiles on its first pass on this device, the slowest first; none by default.
+
+        Whoever warms a process up calls `compile_ahead` of each, in any process that shares MOE_EP_CACHE_DIR.
+        """
+        return ()
+
+    @abstractmethod
+    def activation_format(self) -> FusedMoEActivationFormat:
+        """The format of the rows that a backend's prepare returns and its finalize accepts, or that experts compute."""
+
+
+class FusedMoEPrepareAndFinalize(ModularPart):
+    """Moves rows to the ranks that hold their experts, and the results back.
+
+    Subclasses written against these signatures run in the modular kernel as they are. New backends are easier to write
+    as a `Dispatcher`.
+    """
+
+    # The number of columns must be a multiple of this.
+    hidden_size_multiple: ClassVar[int] = 1
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedMoEPrepareAndFinalize:
         """Returns the backend itself: like the process group that it belongs to, it is shared between layers."""
         return self
-
-    @classmethod
-    def unusable_reason(cls) -> str | None:
-        """Why this backend cannot run on this machine, and how to fix that, in one line; None if it can."""
-        return None
 
     @classmethod
     def refuses(cls, moe_config: FusedMoEConfig) -> str | None:
@@ -244,20 +267,6 @@ class FusedMoEPrepareAndFinalize(ABC):
         """Why a token's result may depend on the other tokens, or on where its experts are, although
         `moe_config.batch_invariant` is set; None if it never does."""
         return "it does not say that it adds up every token's slots in their order"
-
-    @abstractmethod
-    def activation_format(self) -> FusedMoEActivationFormat:
-        """The format that prepare returns and finalize accepts."""
-
-    @classmethod
-    def compilations(
-        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
-    ) -> Sequence[Compilation]:
-        """The kernels that such a layer compiles on its first pass on this device, the slowest first; none by default.
-
-        Whoever warms a process up calls `compile_ahead` of each, in any process that shares MOE_EP_CACHE_DIR.
-        """
-        return ()
 
     @abstractmethod
     def topk_indices_dtype(self) -> torch.dtype | None:
@@ -467,24 +476,30 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
         self._refuse_async()
 
     def prepare(self, *args: Any, **kwargs: Any) -> PrepareResult:
-        call = _prepare_call(*args, **kwargs)
+        call = self._dispatch_call(*args, **kwargs)
         return self._remember(call[1], self.dispatch(*call))
 
     def finalize(self, *args: Any, **kwargs: Any) -> None:
-        call = _FinalizeCall(*args, **kwargs)
+        call = _bound(FusedMoEPrepareAndFinalize.finalize, self, *args, **kwargs)
         with self._remembered(call) as dispatched:
             self.combine(call.output, call.fused_expert_output, dispatched, call.weight_and_reduce_impl)
 
     def prepare_async(self, *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
-        call = _prepare_call(*args, **kwargs)
+        call = self._dispatch_call(*args, **kwargs)
         pending = self.dispatch_async(*call)
         return pending.wait, lambda: self._remember(call[1], pending.receive())
 
     def finalize_async(self, *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-        call = _FinalizeCall(*args, **kwargs)
+        call = _bound(FusedMoEPrepareAndFinalize.finalize, self, *args, **kwargs)
         with self._remembered(call) as dispatched:
             pending = self.combine_async(call.output, call.fused_expert_output, dispatched, call.weight_and_reduce_impl)
         return pending.wait, pending.receive
+
+    def _dispatch_call(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Routing, FusedMoEQuantConfig]:
+        """The arguments of prepare, as dispatch takes them."""
+        call = _bound(FusedMoEPrepareAndFinalize.prepare, self, *args, **kwargs)
+        routing = Routing(**{item.name: getattr(call, item.name) for item in dataclasses.fields(Routing)})
+        return call.a1, routing, call.quant_config
 
     # Batches between `prepare` and `finalize`, each with the topk_ids that finalize will be given.
     _remembered_batches: tuple[tuple[torch.Tensor, Dispatched], ...] = ()
@@ -505,7 +520,7 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
         self._remembered_batches = ()
 
     @contextmanager
-    def _remembered(self, call: _FinalizeCall) -> Iterator[Dispatched]:
+    def _remembered(self, call: Any) -> Iterator[Dispatched]:
         """The batch that is finalized; it stays open if its results are refused with a ValueError."""
         open_batches = self._remembered_batches
         found = next((pair for pair in open_batches if pair[0] is call.topk_ids), None)
@@ -527,63 +542,24 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
             raise
 
 
-def _prepare_call(
-    a1: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    num_experts: int,
-    expert_map: torch.Tensor | None,
-    apply_router_weight_on_input: bool,
-    quant_config: FusedMoEQuantConfig,
-) -> tuple[torch.Tensor, Routing, FusedMoEQuantConfig]:
-    """The arguments of prepare, as dispatch takes them."""
-    routing = Routing(
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        num_experts=num_experts,
-        expert_map=expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-    )
-    return a1, routing, quant_config
+_signature = functools.cache(inspect.signature)
 
 
-@dataclass(slots=True)
-class _FinalizeCall:
-    """The arguments of finalize."""
-
-    output: torch.Tensor
-    fused_expert_output: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-    apply_router_weight_on_input: bool
-    weight_and_reduce_impl: TopKWeightAndReduce
+def _bound(method: Callable[..., Any], *args: Any, **kwargs: Any) -> SimpleNamespace:
+    """The arguments of a method of the seeds' signatures, by name."""
+    return SimpleNamespace(**_signature(method).bind(*args, **kwargs).arguments)
 
 
-class FusedMoEPermuteExpertsUnpermute(ABC):
+class FusedMoEPermuteExpertsUnpermute(ModularPart):
     """Computes this rank's experts: w13, activation, w2.
 
     Subclasses written against the signature of `apply` run in the modular kernel as they are. New experts are easier to
     write as `Experts`.
-
-    Class arguments:
-        unchecked: the modular kernel does not check what this class returns, because tests of its own do; not
-            inherited.
     """
-
-    is_unchecked: ClassVar[bool] = False
-
-    def __init_subclass__(cls, *, unchecked: bool = False, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        cls.is_unchecked = unchecked
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None = None) -> None:
         self.moe_config = moe_config
         self.quant_config = quant_config or FusedMoEQuantConfig.unquantized()
-
-    @classmethod
-    def unusable_reason(cls) -> str | None:
-        """Why these experts cannot run on this machine, and how to fix that, in one line; None if they can."""
-        return None
 
     @classmethod
     def refuses(
@@ -595,16 +571,6 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
             weights: w13 and w2 in the canonical quantized form; empty if they are plain.
         """
         return cls.unusable_reason()
-
-    @classmethod
-    def compilations(
-        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
-    ) -> Sequence[Compilation]:
-        """The kernels that such a layer compiles on its first pass on this device, the slowest first; none by default.
-
-        Whoever warms a process up calls `compile_ahead` of each, in any process that shares MOE_EP_CACHE_DIR.
-        """
-        return ()
 
     @classmethod
     def depends_on_batch(cls, moe_config: FusedMoEConfig, device: torch.device) -> str | None:
@@ -622,10 +588,6 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
             for part in (w13, w2)
         )
         return first, second
-
-    @abstractmethod
-    def activation_format(self) -> FusedMoEActivationFormat:
-        """The format of both input and output."""
 
     @abstractmethod
     def supports_expert_map(self) -> bool:
@@ -795,32 +757,16 @@ class Experts(FusedMoEPermuteExpertsUnpermute):
         """Writes `call.output`; of batched input only the rows that count are read and written."""
 
     def apply(self, *args: Any, **kwargs: Any) -> None:
-        self.run(_experts_call(self.activation_format(), *args, **kwargs))
-
-
-def _experts_call(
-    activation_format: FusedMoEActivationFormat,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: MoEActivation | str,
-    global_num_experts: int,
-    expert_map: torch.Tensor | None,
-    a1q_scale: torch.Tensor | None,
-    a2_scale: torch.Tensor | None,
-    workspace13: torch.Tensor,
-    workspace2: torch.Tensor,
-    expert_tokens_meta: ExpertTokensMetadata | None,
-    apply_router_weight_on_input: bool,
-) -> ExpertsCall:
-    """The arguments of apply, as run takes them; a2_scale is part of the experts' quant_config."""
-    if apply_router_weight_on_input and activation_format is FusedMoEActivationFormat.Standard:
-        check_router_weight_on_input(topk_ids.size(-1))
-        topk_weights = torch.ones_like(topk_weights)
-    return ExpertsCall(
-        output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map, activation, (workspace13, workspace2),
-        expert_tokens_meta, a1q_scale, global_num_experts, apply_router_weight_on_input,
-    )  # fmt: skip
+        """a2_scale is part of the quant_config of these experts."""
+        call = _bound(FusedMoEPermuteExpertsUnpermute.apply, self, *args, **kwargs)
+        weights = call.topk_weights
+        if call.apply_router_weight_on_input and self.activation_format() is FusedMoEActivationFormat.Standard:
+            check_router_weight_on_input(call.topk_ids.size(-1))
+            weights = torch.ones_like(weights)
+        self.run(
+            ExpertsCall(
+                call.output, call.hidden_states, call.w1, call.w2, weights, call.topk_ids, call.expert_map,
+                call.activation, (call.workspace13, call.workspace2), call.expert_tokens_meta, call.a1q_scale,
+                call.global_num_experts, call.apply_router_weight_on_input,
+            )
+        )  # fmt: skip

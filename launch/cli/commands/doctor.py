@@ -109,7 +109,8 @@ def _gpus() -> dict[str, Any]:
     found["cuda"] = torch.version.cuda
     if torch.version.cuda is None:
         return found | {"gpu_note": "torch is a CPU build; on a machine with GPUs install its CUDA build"}
-    found["driver"] = _driver_version()
+    driver = Path("/sys/module/nvidia/version")
+    found["driver"] = driver.read_text().strip() if driver.is_file() else None
     if not torch.cuda.is_available():
         return found | {"gpu_note": "torch sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES"}
     found["nccl_loaded"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -126,14 +127,6 @@ def _gpus() -> dict[str, Any]:
         )
     found["p2p"] = [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
     return found
-
-
-def _driver_version() -> str | None:
-    try:
-        with open("/sys/module/nvidia/version") as file:
-            return file.read().strip()
-    except OSError:
-        return None
 
 
 def _lines(findings: dict[str, Any]) -> list[str]:

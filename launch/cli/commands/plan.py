@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 _rate = number("a number above 0", lambda rate: rate > 0)
 
 
-def _results(raw: str) -> Path:
-    return input_file(raw, "it must be a file that `moe-ep bench scaling --json` wrote")
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """The settings of `moe-ep plan`."""
@@ -53,7 +49,10 @@ class PlanConfig:
     wire: str = option("bf16", one_of("bf16", "fp8"), "dtype of dispatched rows: bf16 or fp8")
     two_level: bool = option(True, None, "send a token once to each host instead of each rank")
     measured: Path | None = option(
-        None, _results, "fit the rates to these results of `bench scaling`, and compare with them", "FILE"
+        None,
+        lambda raw: input_file(raw, "it must be a file that `moe-ep bench scaling --json` wrote"),
+        "fit the rates to these results of `bench scaling`, and compare with them",
+        "FILE",
     )
     json: Path | None = option(None, output_file, "write a JSON line for each row", "FILE")
 
