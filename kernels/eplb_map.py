@@ -1,4 +1,4 @@
-"""The EPLB mapping as one CUDA kernel, equal to `moe_ep.eplb.levelling` bit for bit."""
+"""The EPLB mapping as one CUDA kernel, equal to `moe_ep.eplb.mapping` bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.eplb.levelling import TILE_SLOTS, map_reference, rows_per_tile
+from moe_ep.eplb.mapping import TILE_SLOTS, map_reference, rows_per_tile
 from moe_ep.kernels import jit
 
 _SOURCE = Path(__file__).parent / "cuda" / "eplb_map.cu"

@@ -239,7 +239,7 @@ QUANT_METHODS = Registry(
     entries={
         "none": Entry("moe_ep.layer.methods.base:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
         **{
-            name: Entry("moe_ep.layer.methods.checkpoint:CheckpointFusedMoEMethod", summary)
+            name: Entry("moe_ep.layer.methods.canonical:CheckpointFusedMoEMethod", summary)
             for name, summary in (
                 ("gptq", "4- and 8-bit integers with group scales"),
                 ("awq", "4-bit integers with zero points"),
@@ -252,12 +252,12 @@ QUANT_METHODS = Registry(
                 ("mixed-precision", "w13 and w2 in different ones of these"),
             )
         },
-        "synthetic": Entry("moe_ep.bench.synthetic:SyntheticFusedMoEMethod", "made-up weights, for benchmarks"),
+        "synthetic": Entry("moe_ep.bench.layers:SyntheticFusedMoEMethod", "made-up weights, for benchmarks"),
         "online_int": Entry(
-            "moe_ep.layer.methods.online:OnlineFusedMoEMethod", "plain weights, quantized to integers on load"
+            "moe_ep.layer.methods.canonical:OnlineFusedMoEMethod", "plain weights, quantized to integers on load"
         ),
         "online_fp8": Entry(
-            "moe_ep.layer.methods.online:OnlineFusedMoEMethod", "plain weights, quantized to e4m3 on load"
+            "moe_ep.layer.methods.canonical:OnlineFusedMoEMethod", "plain weights, quantized to e4m3 on load"
         ),
     },
 )

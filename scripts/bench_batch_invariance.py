@@ -16,8 +16,7 @@ from harness import Bench
 
 from moe_ep import env
 from moe_ep.bench.geometries import Geometry, preset
-from moe_ep.bench.layers import BenchLayers, make_weights
-from moe_ep.bench.synthetic import SyntheticConfig
+from moe_ep.bench.layers import BenchLayers, SyntheticConfig, make_weights
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.bench.workload import Routing
 

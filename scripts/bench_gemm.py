@@ -38,8 +38,8 @@ from gemm_timing import capacity_of, num_copies, timed
 from harness import Bench, this_gpu
 
 from moe_ep.activation import apply_activation
-from moe_ep.bench.ceilings import measure_ceilings
 from moe_ep.bench.results import table
+from moe_ep.bench.timing import measure_ceilings
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import compute, hopper
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe

@@ -15,9 +15,8 @@ import torch
 import triton
 from harness import Bench, this_gpu
 
-from moe_ep.bench.ceilings import measure_ceilings
 from moe_ep.bench.results import markdown_table, table
-from moe_ep.bench.timing import time_calls, timing_of
+from moe_ep.bench.timing import measure_ceilings, time_calls, timing_of
 from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size, sort_slots_by_expert
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum, mul_sum
 from moe_ep.kernels.quantize import dequantize_rows, quantize_rows

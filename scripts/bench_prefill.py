@@ -25,8 +25,7 @@ from moe_ep.launch.gangs.rank_env import RankEnv
 if TYPE_CHECKING:
     import torch
 
-    from moe_ep.bench.layers import Batch, BenchLayers
-    from moe_ep.bench.synthetic import SyntheticConfig
+    from moe_ep.bench.layers import Batch, BenchLayers, SyntheticConfig
 
 CHAIN, REPEATS, LIMIT_S = 4, 10, 1.0
 _HOT = 2  # experts of rank 0 that nearly every token takes

@@ -12,7 +12,7 @@ import torch
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.bench.workload import Routing, draw_logits
 from moe_ep.eplb import eplb_map_to_physical_and_record, rebalance_experts
-from moe_ep.eplb.levelling import map_reference
+from moe_ep.eplb.mapping import map_reference
 from moe_ep.eplb.placement_state import PlacementState
 
 Row = dict[str, Any]

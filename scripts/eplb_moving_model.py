@@ -14,7 +14,7 @@ import torch.distributed as dist
 from step_clock import StepClock
 
 from moe_ep.bench.geometries import preset
-from moe_ep.bench.synthetic import SyntheticConfig, local_logical_experts
+from moe_ep.bench.layers import SyntheticConfig, local_logical_experts
 from moe_ep.bench.timing import slowest_rank
 from moe_ep.bench.workload import draw_logits, parse_routing
 from moe_ep.config import FusedMoEParallelConfig

@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_ep.eplb import rebalance_experts
 from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement, rank_loads
-from moe_ep.eplb.rules import RULES, Layout
+from moe_ep.eplb.simulate import RULES, Layout
 
 Row = dict[str, Any]
 

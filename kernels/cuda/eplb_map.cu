@@ -1,4 +1,4 @@
-// Maps logical expert ids to physical ones and records the load: the rule of moe_ep/eplb/levelling.py in one launch.
+// Maps logical expert ids to physical ones and records the load: the rule of moe_ep/eplb/mapping.py in one launch.
 //
 // Layout in:   ids [tokens, slots], logical (others than 0 to experts - 1: none); table [experts, width], the replicas,
 //              padded with -1; counts [experts].

@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
-from moe_ep.bench.ceilings import Ceilings, measure_ceilings
 from moe_ep.bench.geometries import Geometry, of_model, preset
-from moe_ep.bench.layers import BenchLayers, make_weights
+from moe_ep.bench.layers import BenchLayers, SyntheticConfig, make_weights
 from moe_ep.bench.results import facts
 from moe_ep.bench.scaling import measure_row
 from moe_ep.bench.scaling_tables import with_efficiency
-from moe_ep.bench.synthetic import SyntheticConfig
-from moe_ep.bench.timing import slowest_rank
+from moe_ep.bench.timing import Ceilings, measure_ceilings, slowest_rank
 from moe_ep.bench.workload import parse_routing, recorded_ids
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.distributed.exchange import gather_values

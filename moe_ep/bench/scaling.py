@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moe_ep.bench.ceilings import Ceilings
 from moe_ep.bench.layers import Batch, BenchLayers
 from moe_ep.bench.results import peak_memory
-from moe_ep.bench.timing import Timing, capture, slowest_rank, time_calls, timing_of
+from moe_ep.bench.timing import Ceilings, Timing, capture, slowest_rank, time_calls, timing_of
 from moe_ep.bench.workload import Routing
 from moe_ep.distributed.passes import one_pass
 from moe_ep.eplb.recorder import balancedness

@@ -27,7 +27,7 @@ from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError, one_of
 from moe_ep.files import building
-from moe_ep.layer.methods.online import ONLINE
+from moe_ep.layer.methods.canonical import ONLINE
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8}
 # No more than a shard is held in memory.

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moe_ep.eplb.policy.hosts import groups_apart
 from moe_ep.eplb.policy.incremental import plan
 from moe_ep.eplb.policy.maps import (
     Array,
@@ -22,7 +21,7 @@ from moe_ep.eplb.policy.maps import (
 )
 from moe_ep.eplb.policy.problem import Problem, check_objective, objective_window
 from moe_ep.eplb.policy.refine import refine_plan
-from moe_ep.eplb.policy.relabel import renumber_like
+from moe_ep.eplb.policy.relabel import groups_apart, renumber_like
 from moe_ep.errors import check_not_negative
 from moe_ep.registry import EPLB_POLICIES
 

@@ -43,7 +43,7 @@ from moe_ep.errors import ConfigError, one_of
 from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.layer import BatchBalance, FusedMoE
 from moe_ep.layer.elastic import ElasticSlots
-from moe_ep.layer.methods.online import ONLINE, OnlineConfig
+from moe_ep.layer.methods.canonical import ONLINE, OnlineConfig
 from moe_ep.modular_kernel.invariant_ops import invariant_ops
 
 QUANTIZE = ("none", *ONLINE)

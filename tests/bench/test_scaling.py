@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from moe_ep.bench.ceilings import Ceilings
 from moe_ep.bench.geometries import Geometry, of_model
 from moe_ep.bench.results import read_lines
+from moe_ep.bench.timing import Ceilings
 from moe_ep.checkpoint import model_spec
 from moe_ep.errors import ConfigError
 from moe_ep.launch.cli import gang_options

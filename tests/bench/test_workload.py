@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ep.bench.ceilings import Ceilings
 from moe_ep.bench.geometries import MXFP4, PRESETS, preset
 from moe_ep.bench.layers import BenchLayers, make_weights
 from moe_ep.bench.scaling import WrongOutputError, measure_row
+from moe_ep.bench.timing import Ceilings
 from moe_ep.bench.workload import Routing, draw_logits, parse_routing
 
 CPU = torch.device("cpu")

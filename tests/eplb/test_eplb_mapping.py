@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep.eplb import balancedness, eplb_map_to_physical_and_record
-from moe_ep.eplb.levelling import rows_per_tile
+from moe_ep.eplb.mapping import rows_per_tile
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from tests.kernels.eplb_cases import make_maps
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from moe_ep.eplb import eplb_map_to_physical_and_record
-from moe_ep.eplb.rules import RULES, Layout, choose
-from moe_ep.eplb.simulate import LINEAR, PER_BATCH, Scene, compare, measure, place, zipf_trace
+from moe_ep.eplb.simulate import LINEAR, PER_BATCH, RULES, Layout, Scene, choose, compare, measure, place, zipf_trace
 from moe_ep.eplb.trace import RoutingTrace, from_choices
 
 ROWS = ("ids", "layer", "step", "rank")

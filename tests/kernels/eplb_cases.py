@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ep.eplb.levelling import map_reference
+from moe_ep.eplb.mapping import map_reference
 
 
 def make_maps(replica_counts: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -242,8 +242,7 @@ def main_simulate(args: argparse.Namespace) -> int:
     config = from_args(SimulateConfig, args)
     from moe_ep.bench.results import as_line, facts, table
     from moe_ep.eplb.pictures import draw_evenness
-    from moe_ep.eplb.rules import RULES
-    from moe_ep.eplb.simulate import LINEAR, PER_BATCH, compare, zipf_trace
+    from moe_ep.eplb.simulate import LINEAR, PER_BATCH, RULES, compare, zipf_trace
     from moe_ep.registry import EPLB_POLICIES
 
     check_apart({"--json": config.json, "--picture": config.picture}, {"--routing": config.routing})
@@ -324,8 +323,7 @@ def main_report(args: argparse.Namespace) -> int:
     from moe_ep.bench.results import table
     from moe_ep.eplb.pictures import draw_load
     from moe_ep.eplb.policy.maps import experts_moved
-    from moe_ep.eplb.rules import RULES
-    from moe_ep.eplb.simulate import LINEAR, measure, place
+    from moe_ep.eplb.simulate import LINEAR, RULES, measure, place
     from moe_ep.registry import EPLB_POLICIES
 
     _check_names("--policy", (config.policy,), tuple(EPLB_POLICIES))

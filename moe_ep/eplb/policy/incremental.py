@@ -14,7 +14,6 @@ import copy
 import numpy as np
 
 from moe_ep.eplb.policy.balance import Placement, relieve_heavy, separate_copies, swap_heaviest, swap_pairs
-from moe_ep.eplb.policy.hosts import HostRows
 from moe_ep.eplb.policy.maps import Array, experts_moved, keep_slots
 from moe_ep.eplb.policy.packing import (
     greedy_counts,
@@ -25,7 +24,7 @@ from moe_ep.eplb.policy.packing import (
     sorted_items,
 )
 from moe_ep.eplb.policy.problem import Problem
-from moe_ep.eplb.policy.relabel import renumber
+from moe_ep.eplb.policy.relabel import HostRows, renumber
 
 # Ranks of so few slots seldom add up to even loads.
 _FEW_SLOTS = 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_ep.eplb.policy.deepseek import pack_balanced
 from moe_ep.eplb.policy.maps import Array, keep_slots, slots_by_expert
 from moe_ep.eplb.policy.problem import Problem
 
@@ -100,3 +101,89 @@ def _begins(rising: Array) -> Array:
     new[:1] = True
     np.not_equal(rising[1:], rising[:-1], out=new[1:])
     return np.flatnonzero(new)
+
+
+# ==== Hosts ====
+#
+# Which host each group of experts lives on, and the split of a problem into one row for each layer and host.
+
+
+class HostRows:
+    """A problem by hosts as independent rows, `[L * hosts, E / hosts]` experts each, numbered within their host.
+
+    Attributes:
+        weight: float64 `[L * hosts, E / hosts]`.
+        old: int64 `[L * hosts, P / hosts]`, -1 where a slot holds an expert of another host; None without a placement.
+        order: int64 `[L * hosts, E / hosts]`, the expert behind each number.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        num_layers, num_experts = problem.weight.shape
+        self.num_layers, self.num_nodes = num_layers, problem.num_nodes
+        per_host = num_experts // problem.num_nodes
+        host = np.repeat(group_hosts(problem), num_experts // problem.num_groups, axis=1)
+        order = np.argsort(host, axis=1, kind="stable")
+        self.order = order.reshape(-1, per_host)
+        self.weight = np.take_along_axis(problem.weight, order, axis=1).reshape(-1, per_host)
+        self.old = None
+        if problem.old is not None:
+            number = np.empty_like(order)
+            np.put_along_axis(number, order, np.arange(num_experts)[None] % per_host, axis=1)
+            here = np.arange(problem.num_replicas) // (problem.num_replicas // problem.num_nodes)
+            at_home = np.take_along_axis(host, problem.old, axis=1) == here
+            old = np.where(at_home, np.take_along_axis(number, problem.old, axis=1), -1)
+            self.old = old.reshape(num_layers * problem.num_nodes, -1)
+
+    def join(self, slots: Array) -> Array:
+        """The placement `[L, P]` of the problem from that of its rows."""
+        return np.take_along_axis(self.order, slots, axis=1).reshape(self.num_layers, -1)
+
+
+def groups_apart(problem: Problem) -> Array:
+    """Layers in whose present placement an expert is not on the host of its group alone, bool `[L]`."""
+    rows = HostRows(problem)
+    if rows.old is None:
+        return np.zeros(rows.num_layers, dtype=bool)
+    foreign: Array = rows.old.reshape(rows.num_layers, -1) < 0
+    return np.any(foreign, axis=1)
+
+
+def group_hosts(problem: Problem) -> Array:
+    """The host of each group, int64 `[L, G]`.
+
+    Groups keep their hosts in a layer where each lives on one host, as many on each, and the busiest host is within
+    the problem's tolerance of a fresh packing (longest first). Elsewhere they are packed anew, and hosts numbered to
+    agree with the present.
+    """
+    num_layers = problem.weight.shape[0]
+    num_groups, num_nodes = problem.num_groups, problem.num_nodes
+    load = problem.weight.reshape(num_layers, num_groups, -1).sum(axis=2)
+    packed, _ = pack_balanced(load, num_nodes)
+    if problem.old is None:
+        return packed
+    slot_host = np.arange(problem.num_replicas) // (problem.num_replicas // num_nodes)
+    group = problem.old // (problem.weight.shape[1] // num_groups)
+    flat = (np.arange(num_layers)[:, None] * num_groups + group) * num_nodes + slot_host
+    present = np.bincount(flat.ravel(), minlength=num_layers * num_groups * num_nodes)
+    present = present.reshape(num_layers, num_groups, num_nodes)
+    current = present.argmax(axis=2)
+    apart = np.count_nonzero(present, axis=2).max(axis=1) > 1
+    uneven = (_per_host(np.ones_like(load), current, num_nodes) != num_groups // num_nodes).any(axis=1)
+    limit = _per_host(load, packed, num_nodes).max(axis=1) * (1 + problem.tolerance)
+    keep = ~apart & ~uneven & (_per_host(load, current, num_nodes).max(axis=1) <= limit)
+    anew = np.flatnonzero(~keep)
+    layer = np.repeat(np.arange(anew.size), num_groups)
+    source = match(layer, current[anew].ravel(), packed[anew].ravel(), anew.size, num_nodes)
+    becomes = np.empty_like(source)
+    np.put_along_axis(becomes, source, np.arange(num_nodes)[None], axis=1)
+    result = current.copy()
+    result[anew] = np.take_along_axis(becomes, packed[anew], axis=1)
+    return result
+
+
+def _per_host(load: Array, host: Array, num_nodes: int) -> Array:
+    """Sums `[L, G]` over the groups of each host: `[L, hosts]`."""
+    num_layers = load.shape[0]
+    flat = host + np.arange(num_layers)[:, None] * num_nodes
+    total = np.bincount(flat.ravel(), weights=load.ravel(), minlength=num_layers * num_nodes)
+    return total.reshape(num_layers, num_nodes)

@@ -7,7 +7,7 @@ from moe_ep.layer.methods.base import (
     relative_error,
     tolerance,
 )
-from moe_ep.layer.methods.online import ONLINE, OnlineFp8Config, OnlineIntConfig
+from moe_ep.layer.methods.canonical import ONLINE, OnlineFp8Config, OnlineIntConfig
 
 __all__ = [
     "ONLINE",
