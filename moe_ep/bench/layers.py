@@ -28,6 +28,8 @@ from moe_ep.routing import select_experts
 
 
 # Experts have made-up weights, each a function of its number alone, so that any rank can make any of them to check.
+
+
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
     """Quantized weights in this format, drawn with this seed where they will stay.

@@ -10,7 +10,7 @@ import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.errors import BackendUnavailableError, ConfigError
-from moe_ep.modular_kernel import backend_choice
+from moe_ep.modular_kernel import choice
 from moe_ep.modular_kernel.choice import DECODE_MAX_NUM_TOKENS, REFERENCE, choose_backend, choose_experts
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from tests.ranks import ranks
@@ -48,10 +48,10 @@ def has_gpus(machine: pytest.MonkeyPatch) -> None:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A host whose GPUs reach each other, with everything installed; a test takes away from it."""
     has_gpus(monkeypatch)
-    monkeypatch.setattr(backend_choice.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(backend_choice.dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(backend_choice, "num_hosts", lambda group: 1)
-    monkeypatch.setattr(backend_choice, "answers_of_ranks", lambda question, mine, group: (mine,))
+    monkeypatch.setattr(choice.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(choice.dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(choice, "num_hosts", lambda group: 1)
+    monkeypatch.setattr(choice, "answers_of_ranks", lambda question, mine, group: (mine,))
     for name in ("nvshmem_low_latency", "nvshmem_high_throughput"):
         monkeypatch.setattr(ALL2ALL_BACKENDS.load(name), "unusable_reason", classmethod(lambda cls: None))
     return monkeypatch
@@ -97,7 +97,7 @@ def test_what_stands_in_the_way_is_said(
 ) -> None:
     made = config(max_num_tokens=capacity)
     if obstacle == "hosts":
-        gpus.setattr(backend_choice, "num_hosts", lambda group: 2)
+        gpus.setattr(choice, "num_hosts", lambda group: 2)
         why = "the ranks are on several hosts"
     elif obstacle == "peers":
         gpus.setattr(torch.cuda, "can_device_access_peer", lambda here, peer: peer != 3)
@@ -126,12 +126,12 @@ def one_cannot(rank: int, world_size: int) -> tuple[str, str]:
     """What a rank chooses, and why, where the package is missing on rank 1 alone."""
     with pytest.MonkeyPatch.context() as machine:
         has_gpus(machine)
-        machine.setattr(backend_choice.dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        machine.setattr(choice.dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         reason = "pip install it" if rank == 1 else None
         backend = ALL2ALL_BACKENDS.load("nvshmem_low_latency")
         machine.setattr(backend, "unusable_reason", classmethod(lambda cls: reason))
         logged: list[tuple[str, str]] = []
-        machine.setattr(backend_choice.logger, "info", lambda message, name, why: logged.append((name, why)))
+        machine.setattr(choice.logger, "info", lambda message, name, why: logged.append((name, why)))
         names = [choose_backend("auto", config(world_size)) for _ in range(2)]
         assert logged[0] == logged[1] and names == [name for name, _ in logged]
         return logged[0]
