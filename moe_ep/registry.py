@@ -239,7 +239,7 @@ QUANT_METHODS = Registry(
     entries={
         "none": Entry("moe_ep.layer.methods.base:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
         **{
-            name: Entry("moe_ep.layer.methods.canonical:CheckpointFusedMoEMethod", summary)
+            name: Entry("moe_ep.layer.methods.checkpoint:CheckpointFusedMoEMethod", summary)
             for name, summary in (
                 ("gptq", "4- and 8-bit integers with group scales"),
                 ("awq", "4-bit integers with zero points"),

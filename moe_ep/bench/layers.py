@@ -26,7 +26,6 @@ from moe_ep.modular_kernel.choice import ExpertsNames
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.routing import select_experts
 
-
 # Experts have made-up weights, each a function of its number alone, so that any rank can make any of them to check.
 
 
