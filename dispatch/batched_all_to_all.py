@@ -218,7 +218,8 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=
     this rank; an expert's rows are ordered by (source rank, token). The combine reverses that: the weighted
     sum of a row's experts here in slot order, one row back, and the owner adds rows in rank order, all in f32.
 
-    In a batch-invariant layer each slot's row comes back, topk times the bytes, and the owner adds them in slot order.
+    In a batch-invariant layer each slot's row comes back, and the owner adds them in slot order. That takes topk times
+    the bytes: all slots of a token may be on one rank, and no host knows which are.
 
     Bytes on the wire follow the capacity and not T: choose max_num_tokens as the largest decode batch. Before a
     capture, run once outside: NCCL sets up its communicator then.

@@ -288,7 +288,7 @@ class Membership:
     Args:
         store: the gang's store, which must outlive every rank; connections to it are cloned.
         rank: this process's rank, which never changes.
-        device: "cpu", or the GPU of this rank.
+        device: "cpu", or the GPU of this rank, which becomes the current device.
         timeout_s: deadline of every collective step; None for MOE_EP_DISPATCH_TIMEOUT_S.
 
     Attributes:
@@ -302,6 +302,7 @@ class Membership:
     ) -> None:
         self.rank, self.device = rank, torch.device(device)
         self.timeout_s = env.DISPATCH_TIMEOUT_S.get() if timeout_s is None else timeout_s
+        self.use_device()
         self._store = store
         self.log = MembershipLog(_clone(store))
         self.epoch = self._seen = self.log.latest()
@@ -357,6 +358,11 @@ class Membership:
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the present ranks; None for one rank."""
         return dist.group.WORLD if self.ep_size > 1 else None
+
+    def use_device(self) -> None:
+        """Makes this member's GPU the current device of the calling thread."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def follow(self, callback: Callback) -> None:
         """Adds a callback that `settle` runs on every member, in the order of adding."""
@@ -565,6 +571,7 @@ class Membership:
     def _prepare(self, leaving: int) -> None:
         problem = ""
         try:
+            self.use_device()
             for callback in self._preparing if leaving != self.rank else ():
                 callback(leaving)
         except Exception as error:
@@ -661,8 +668,7 @@ class Membership:
             raise made[0]
 
     def _make_default(self, store: dist.Store) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.use_device()
         # Ranks that joined later have made fewer groups.
         dist.distributed_c10d._world.group_count = 0
         name_groups_anew()

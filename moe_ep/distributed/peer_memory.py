@@ -41,7 +41,19 @@ class PeerMemory:
     ) -> None:
         self._handles: list[bytes] = []
         self.addresses: list[list[int]] = []
+        try:
+            self._share(gather, rank, tensors, refusal)
+        except BaseException:
+            self.close()
+            raise
 
+    def _share(
+        self,
+        gather: Callable[[str, list[int]], Sequence[Sequence[int]]],
+        rank: int,
+        tensors: Sequence[torch.Tensor],
+        refusal: str,
+    ) -> None:
         def anybody(reason: str) -> str:
             """This rank's reason, or that another one has one."""
             failed = [other for other, row in enumerate(gather("what they can", [bool(reason)])) if row[0]]
@@ -64,7 +76,6 @@ class PeerMemory:
                 refusal = str(error)
         refusal = anybody(refusal)
         if refusal:
-            self.close()
             raise RuntimeError(refusal)
 
     def close(self) -> None:
@@ -97,8 +108,9 @@ class PeerMemory:
 
 def _export(tensor: torch.Tensor) -> list[int]:
     base, _ = driver_call("cuMemGetAddressRange", tensor.data_ptr())
-    handle = ctypes.string_at(driver_call("cuIpcGetMemHandle", base).getPtr(), _HANDLE_BYTES)
-    words = [int.from_bytes(handle[i : i + 8], "little", signed=True) for i in range(0, _HANDLE_BYTES, 8)]
+    handle = driver_call("cuIpcGetMemHandle", base)  # owns what getPtr points to
+    content = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
+    words = [int.from_bytes(content[i : i + 8], "little", signed=True) for i in range(0, _HANDLE_BYTES, 8)]
     return [*words, tensor.data_ptr() - int(base)]
 
 

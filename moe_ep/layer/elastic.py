@@ -546,6 +546,7 @@ class ElasticExperts:
     def _read_beside(self, recovery: Recovery, lost: Sequence[dict[int, int]]) -> None:
         """Reads this rank's part of the lost experts in a thread, while steps skip them."""
         try:
+            self._membership.use_device()
             for number, experts in enumerate(lost):
                 with self._placing:
                     if self.recovery is not recovery:
