@@ -18,8 +18,8 @@ ranks read again. Texts are compared with those of a generation without --elasti
 CPUs.
 
 Every prompt must be answered once, the exit code must be 0, and no process and no shared memory may be left; otherwise
-the script ends with exit code 1. What hangs is ended with the Python stacks of its processes. Give enough --prompts for the
-generation to last until the last event; the rows have the events that there were.
+the script ends with exit code 1. What hangs is ended with the Python stacks of its processes. Give enough --prompts for
+the generation to last until the last event; the rows have the events that there were.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def steps_of_one_rank(options: Any, common: Sequence[str], folder: Path) -> tupl
 
 
 def make_model(options: Any, folder: Path) -> Path:
-    """A checkpoint with the sizes of --geometry, and the tokenizer of the demo checkpoint, unless the folder has one."""
+    """A checkpoint in the sizes of --geometry with the demo checkpoint's tokenizer, unless the folder has one."""
     if (folder / "tokenizer.json").exists():
         return folder
     make_checkpoint(folder, options.format, options.geometry, options.layers, _EXPERTS, whole=True)
@@ -428,7 +428,8 @@ def one_generation(bench: Bench, options: Any, common: Sequence[str], launcher: 
     equal = [line["text"] == texts[line["index"] % len(texts)] for line in lines if texts]
     found = {
         "ep_size": options.ep_size, "launcher": launcher, "agents": options.agents, "exit_code": code,
-        "left": job.left(), "prompts": options.prompts, "answered": len(lines), "texts_equal": sum(equal) if texts else None,
+        "left": job.left(), "prompts": options.prompts, "answered": len(lines),
+        "texts_equal": sum(equal) if texts else None,
         "elapsed_s": summary.get("elapsed_s"), "step_ms": summary.get("step_ms"), "backend": summary.get("backend"),
         "passes": summary.get("passes"),
     }  # fmt: skip

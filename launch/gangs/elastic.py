@@ -110,8 +110,11 @@ class ElasticOutcomes:
         Raises:
             ConfigError, GangError: a failure after which the gang cannot go on.
         """
-        if outcome.failure is not None and (request := self._joining.pop(rank, None)) is not None:
-            request.answer(error=f"rank {rank} could not join: {outcome.failure.cause}")
+        if outcome.failure is not None and rank in self._joining:
+            if (request := self._joining.pop(rank)) is None:
+                self._replace()
+            else:
+                request.answer(error=f"rank {rank} could not join: {outcome.failure.cause}")
         if rank in self._values or rank not in self._log.latest().ranks:
             return
         if outcome.failure is None:
@@ -201,6 +204,11 @@ class ElasticOutcomes:
         self._start_rank(rank)
         return True
 
+    def _replace(self) -> None:
+        """Starts a rank in place of one that was lost, or of a replacement that could not join."""
+        if self._replacements and self._join(None):
+            self._replacements -= 1
+
     def _let_leave(self) -> None:
         """Removes leaving ranks one at a time, each when the others have read its experts."""
         if self._leaving is None:
@@ -253,8 +261,8 @@ class ElasticOutcomes:
                 )
             raise gang_error(first_cause(self._failures))
         for cause in epoch.removed.values():
-            if cause != _LEFT and self._replacements and self._join(None):
-                self._replacements -= 1
+            if cause != _LEFT:
+                self._replace()
 
     def _serves(self, reports: list[dict[str, float]]) -> None:
         """Completes the account of the losses after which the ranks serve again."""

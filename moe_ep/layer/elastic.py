@@ -360,6 +360,8 @@ class ElasticExperts:
     ) -> None:
         self._layers, self._read = list(layers), read
         self._membership, self._skips = membership, when_uncovered == "skip"
+        # The ranks that each layer's maps are of.
+        self._ranks: list[tuple[int, ...]] = [()] * len(self._layers)
         # (layer, slot) of experts that the maps name and that were not read yet.
         self._unread: set[tuple[int, int]] = set()
         # The expert in each (layer, slot) that was read, and that the maps do not name yet; and the bytes of these.
@@ -423,16 +425,17 @@ class ElasticExperts:
         Raises:
             CoverError: as `regroup`, without that rank.
         """
-        others = [one for one in self._membership.ranks if one != rank]
-        if len(others) == len(self._membership.ranks) or self._membership.rank not in others:
-            return
-        own = others.index(self._membership.rank)
         for number, layer in enumerate(self._layers):
             with self._placing:
+                ranks = self._ranks[number]  # some may be lost meanwhile
+                others = [one for one in ranks if one != rank]
+                if len(others) == len(ranks) or self._membership.rank not in others:
+                    return
+                own = others.index(self._membership.rank)
                 logical = layer.slots.logical_of_physical()
-                num_slots = len(logical) // len(self._membership.ranks)
-                rows = [logical[at * num_slots :][:num_slots] for at in range(len(self._membership.ranks))]
-                left = [row for one, row in zip(self._membership.ranks, rows, strict=True) if one != rank]
+                num_slots = len(logical) // len(ranks)
+                rows = [logical[at * num_slots :][:num_slots] for at in range(len(ranks))]
+                left = [row for one, row in zip(ranks, rows, strict=True) if one != rank]
                 plan = plan_cover(left, layer.num_experts)
                 self._check_readable(layer, len(plan))
                 mine = {slot: expert for at, slot, expert in plan if at == own and left[own][slot] == EMPTY}
@@ -523,6 +526,7 @@ class ElasticExperts:
             # Until the maps have changed, what they say of the slots of an interrupted change is not true either.
             self._unread |= own
             layer.regroup(parallel, group, [expert for row in rows for expert in row])
+            self._ranks[number] = membership.ranks
             self._unread -= {(number, slot) for slot in range(len(mine[number]))} - own
             lost.append({slot: expert for at, slot, expert in plan if at == rank})
             missing.append({expert for _, _, expert in plan})

@@ -61,10 +61,22 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
 
     def inside(self, *namespaces: str) -> list[str]:
         return ["nsenter", f"--target={self.pid}", "--net", *namespaces]
+
+    @contextlib.contextmanager
+    def without(self, other: Host) -> Iterator[None]:
+        """A block in which nothing that this host sends comes to the other: frames go to an address that nobody has."""
+        neighbour = [*self.inside(), "ip", "neigh"]
+        nobody = ["replace", other.address, "lladdr", "02:00:00:00:00:99", "dev", "wire", "nud", "permanent"]
+        subprocess.run([*neighbour, *nobody], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([*neighbour, "del", other.address, "dev", "wire"], check=True)
 
     def close(self) -> None:
         self._process.kill()

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import socket
 import subprocess
-import threading
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
-import transformers
 
 import moe_ep
 from moe_ep.checkpoint.demo import make_demo_checkpoint
 from moe_ep.errors import ConfigError, GangError
 from moe_ep.launch.gangs import control
 from moe_ep.launch.gangs.control import ControlServer
-from tests.generation.alone import continue_alone, load_alone
+from tests.launch.elastic_jobs import Job, generating, texts_alone
 from tests.launch.jobs import all_end, all_vanish, session_pids, shared_files, start_moe_ep
 from tests.ports import free_ports
-
-PROMPTS = ["def read(self, size):", "The list of", "import", "return None", "class", "for value in"]
-NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
@@ -41,63 +32,17 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(demo: Path) -> list[str]:
-    """What the model says without any other rank."""
-    alone, tokenizer = load_alone(demo), transformers.AutoTokenizer.from_pretrained(demo)
-    return [continue_alone(alone, tokenizer, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    return texts_alone(demo)
 
 
-class Job:
-    """An elastic command that writes JSON lines, with what it says on stderr."""
-
-    def __init__(self, output: Path, *command: str, deadline_s: float = 60) -> None:
-        self._output = output
-        self.process: subprocess.Popen[str] = start_moe_ep(
-            *command, "--elastic", "--device", "cpu", MOE_EP_DISPATCH_TIMEOUT_S=str(deadline_s), OMP_NUM_THREADS="1"
-        )
-        self.said: list[str] = []
-        self.pids: dict[int, int] = {}
-
-    def until(self, pattern: str) -> None:
-        """Reads on until a line that begins so."""
-        for line in self.lines():
-            if re.match(pattern, line):
-                return
-        raise AssertionError(f"{pattern} was not said: {''.join(self.said)}")
-
-    def lines(self) -> Iterator[str]:
-        assert self.process.stderr is not None
-        # A gang that hangs is ended, and its test fails.
-        ends = threading.Timer(120, os.killpg, (self.process.pid, signal.SIGKILL))
-        ends.daemon = True
-        ends.start()
-        try:
-            yield from self._read(self.process.stderr)
-        finally:
-            ends.cancel()
-
-    def _read(self, stderr: IO[str]) -> Iterator[str]:
-        for line in stderr:
-            self.said.append(line)
-            if found := re.match(r"rank (\d+): pid (\d+) on ", line):
-                self.pids[int(found[1])] = int(found[2])
-            yield line
-
-    def end(self) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
-        """The exit code, the lines of the prompts and the summary; no process of the job is left."""
-        list(self.lines())
-        code = self.process.wait(60)
-        assert all_end(session_pids(self.process.pid))
-        *lines, summary = [json.loads(line) for line in self._output.read_text().splitlines()]
-        return code, lines, summary
+def start(output: Path, *command: str, deadline_s: float = 60) -> Job:
+    variables = {"MOE_EP_DISPATCH_TIMEOUT_S": str(deadline_s), "OMP_NUM_THREADS": "1"}
+    return Job(start_moe_ep(*command, "--elastic", "--device", "cpu", **variables), output)
 
 
 def generate(model: Path, folder: Path, *options: str, deadline_s: float = 60) -> Job:
-    prompts, output = folder / "prompts.txt", folder / "out.jsonl"
-    prompts.write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
-    return Job(
-        output, "generate", "--model", str(model), "--prompts", str(prompts), "--output", str(output),
-        "--batch-size", "2", "--max-new-tokens", str(NUM_TOKENS), *options, deadline_s=deadline_s,
-    )  # fmt: skip
+    command, output = generating(model, folder, *options)
+    return start(output, *command, deadline_s=deadline_s)
 
 
 def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_path: Path) -> None:
@@ -134,59 +79,35 @@ def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_pat
     assert all_vanish(shared_files() - shared)
 
 
-def test_actors_are_killed_and_replaced_and_leave(demo: Path, tmp_path: Path) -> None:
+def test_actors_join_and_leave_and_are_killed_and_replaced(demo: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     shared = shared_files()
-    job = Job(
-        tmp_path / "none", "run", "--model", str(demo), "--launcher", "ray", "--ep-size", "2", "--tokens-per-rank", "8",
-        "--steps", "1000000",
+    job = start(
+        tmp_path / "none", "run", "--model", str(demo), "--launcher", "ray", "--ep-size", "2", "--max-ranks", "3",
+        "--min-ranks", "2", "--spare-slots", "16", "--tokens-per-rank", "8", "--steps", "1000000",
     )  # fmt: skip
     job.until("serving: 2 ranks")
+    asked = ask(job, "join")
+    job.until("serving: 3 ranks")
+    assert asked.wait(60) == 0
     os.kill(job.pids[0], signal.SIGKILL)
-    job.until("serving: 1 ranks")
-    job.until("serving: 2 ranks")  # with one that replaces it
+    job.until("serving: 2 ranks")
+    job.until("serving: 3 ranks")  # with one that replaces it
+    asked = ask(job, "leave", "2")
+    job.until(r"moe-ep: rank 2 is out \(was told to leave\)")
+    assert asked.wait(60) == 0
     os.kill(job.pids[1], signal.SIGUSR1)
-    job.until(r"moe-ep: rank 1 is out \(was told to leave\)")
-    job.process.send_signal(signal.SIGINT)
-    list(job.lines())
-    assert job.process.wait(60) == 130 and all_end(session_pids(job.process.pid))
-    assert set(job.pids) == {0, 1, 2}
+    job.until("moe-ep: rank 1 does not leave: .*--min-ranks is 2")
+    os.kill(job.pids[1], signal.SIGKILL)
+    job.until(r"moe-ep run: .*--min-ranks \(2\): .*rank 1: .*SIGKILL")
+    assert job.process.wait(60) == 1 and all_end(session_pids(job.process.pid))
+    assert set(job.pids) == {0, 1, 2, 3}
     assert all_vanish(shared_files() - shared)
-
-
-def test_nodes_are_lost(demo: Path, texts: list[str], tmp_path: Path) -> None:
-    """Three agents with a rank each: the node of the one that leads is stopped, and the next one that leads killed."""
-    endpoint, jobs = f"127.0.0.1:{free_ports(1)[0]}", []
-    for name in ("first", "second", "third"):
-        (tmp_path / name).mkdir()
-        options = ("--launcher", "torchrun", "--nnodes", "3", "--rdzv-endpoint", endpoint, "--ep-size", "3")
-        jobs.append(generate(demo, tmp_path / name, *options, deadline_s=10))
-    for job in jobs:
-        job.until("rank [012]: ")
-    first, second, third = sorted(jobs, key=lambda job: min(job.pids))
-    first.until("serving: 3 ranks")
-    node = (first.pids[0], first.process.pid)
-    try:
-        for pid in node:
-            os.kill(pid, signal.SIGSTOP)
-        second.until("serving: [23] ranks")  # with a rank in place of the lost one, or without it yet
-    finally:  # what is stopped would outlive a test that fails
-        for pid in node:
-            os.kill(pid, signal.SIGCONT)
-    second.process.kill()
-    code, lines, summary = third.end()
-    assert code == 0 and [line["text"] for line in lines] == texts, "".join(third.said)
-    assert {loss["rank"] for loss in summary["recoveries"]} >= {0, 1}
-    assert all("agent" in loss["cause"] for loss in summary["recoveries"])
-    list(first.lines())  # the others were the majority, and have gone on without it
-    assert first.process.wait(60) == 1, "".join(first.said)
-    for job in (first, second):
-        assert all_end(session_pids(job.process.pid)) and all_end(list(job.pids.values()))
 
 
 def test_a_run_goes_on_balances_and_is_verified(demo: Path, tmp_path: Path) -> None:
     output, steps, port = tmp_path / "run.jsonl", 20, free_ports(3)[0]
-    job = Job(
+    job = start(
         output, "run", "--model", str(demo), "--launcher", "local", "--ep-size", "3", "--tokens-per-rank", "8",
         "--steps", str(steps), "--spare-slots", "8", "--when-uncovered", "skip", "--eplb", "--routing", "zipf:1.2",
         "--json", str(output), "--metrics-port", str(port),
@@ -208,28 +129,6 @@ def test_a_run_goes_on_balances_and_is_verified(demo: Path, tmp_path: Path) -> N
     assert all(len(hit["by_rank"]) == 2 and any(hit["by_rank"]) for hit in summary["tokens_hit"])
     (loss,) = summary["recoveries"]
     assert loss["rank"] == 1
-
-
-def test_workers_join_and_leave(demo: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run.jsonl"
-    job = Job(
-        output, "run", "--model", str(demo), "--launcher", "torchrun", "--ep-size", "2", "--max-ranks", "3",
-        "--tokens-per-rank", "8", "--steps", "1000000", "--min-ranks", "2", "--spare-slots", "16",
-    )  # fmt: skip
-    job.until("serving: 2 ranks")
-    asked = ask(job, "join")
-    job.until("serving: 3 ranks")
-    assert asked.wait(60) == 0
-    asked = ask(job, "leave", "0")
-    job.until("serving: 2 ranks")
-    job.until(r"moe-ep: rank 0 is out \(was told to leave\)")
-    assert asked.wait(60) == 0
-    os.kill(job.pids[1], signal.SIGUSR1)
-    job.until("moe-ep: rank 1 does not leave: .*--min-ranks is 2")
-    os.kill(job.pids[1], signal.SIGKILL)
-    job.until(r"moe-ep run: .*--min-ranks \(2\): .*rank 1: .*SIGKILL")
-    assert job.process.wait(60) == 1 and all_end(session_pids(job.process.pid))
-    assert set(job.pids) == {0, 1, 2}
 
 
 def ask(job: Job, *request: str) -> subprocess.Popen[str]:

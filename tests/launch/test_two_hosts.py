@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from moe_ep.checkpoint.demo import make_demo_checkpoint
+from tests.launch.elastic_jobs import Job, generating, texts_alone
 from tests.launch.hosts import Host, missing, two_hosts
 
 reason = missing()
@@ -96,3 +100,30 @@ def test_ray(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     output = driver.communicate(timeout=240)
     assert driver.returncode == 0, output
     assert sorted(nodes_of(out)) == ["alpha", "beta"]
+
+
+def test_the_wire_is_cut(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """Three agents of a rank each: the two of one host go on without the one that leads, and then one of them alone."""
+    pytest.importorskip("transformers")
+    alpha, beta = hosts
+    model, jobs = make_demo_checkpoint(tmp_path / "model", progress=False), []
+    where = ["--launcher", "torchrun", "--nnodes", "3", "--rdzv-endpoint", "alpha:29503", "--ep-size", "3"]
+    for number, host in enumerate((alpha, beta, beta)):
+        (tmp_path / str(number)).mkdir()
+        command, output = generating(model, tmp_path / str(number), "--elastic", "--device", "cpu", *where)
+        process = host.start("-m", "moe_ep.launch", *command, environment={"MOE_EP_DISPATCH_TIMEOUT_S": "10"})
+        jobs.append(Job(process, output))
+    for job in jobs:
+        job.until("rank [012]: ")
+    leading, second, third = sorted(jobs, key=lambda job: min(job.pids))
+    leading.until("serving: 3 ranks")
+    with alpha.without(beta), beta.without(alpha):
+        second.until("serving: [23] ranks")  # with a rank in place of the lost one, or without it yet
+        said = "".join(leading.lines())
+        assert leading.process.wait(60) == 1 and "the majority of the 3 ranks" in said, said
+        agent = Path(f"/proc/{second.process.pid}/task/{second.process.pid}/children").read_text()
+        os.kill(int(agent), signal.SIGKILL)
+        code, lines, summary = third.end()
+    assert code == 0 and [line["text"] for line in lines] == texts_alone(model), "".join(third.said)
+    assert {loss["rank"] for loss in summary["recoveries"]} >= {0, 1}
+    assert all("agent" in loss["cause"] for loss in summary["recoveries"])
