@@ -162,6 +162,9 @@ class TorchDistributedPrepareFinalize(Dispatcher):
     def batch_exchange(self) -> BatchExchange | None:
         return RankExchange(self.ranks)
 
+    def check(self) -> None:
+        self.ranks.detector.check()
+
     def report_failure(self, error: Exception) -> None:
         self.ranks.detector.report(error)
 

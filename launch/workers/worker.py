@@ -283,7 +283,6 @@ def _drive_elastic(
 
     def meet(membership: Membership) -> None:
         nonlocal next_step
-        steps.close()
         steps.forget_load()
         # A rank may have ended a step that others did not.
         next_step = max(gather_values("step", next_step)) if membership.ep_size > 1 else next_step
@@ -338,6 +337,7 @@ def _drive_elastic(
             steps.end_balancing()
             raise
 
+    membership.before_change(steps.close)
     membership.follow(meet)
     elastic.on_cover(end_skipping)
     membership.serve(work)

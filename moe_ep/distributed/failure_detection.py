@@ -178,6 +178,11 @@ class FailureDetector:
         for waits in list(self._waits_on_device):
             waits.end(why)
 
+    def check(self) -> None:
+        """Raises RanksChangedError once the waits for these ranks were ended; what kernels left is of no meaning."""
+        if self._ended_by:
+            raise RanksChangedError(self._ended_by)
+
     def ends_also(self, waits: WaitsOnDevice) -> None:
         """Lets `end_waits` end these waits too."""
         self._waits_on_device.add(waits)

@@ -19,8 +19,10 @@ What a launcher does (`moe_ep.launch.gangs.elastic`): it serves the store, write
 `Membership`, proposes removals and admissions through a `MembershipLog`, and ends the processes of removed ranks.
 
 The order of steps in `settle`. (1) A thread of every member sees the new epoch within `_POLL_S` and ends all waits for
-other ranks with `RanksChangedError`. (2) The groups of the old epoch are abandoned: never used again, and freed by a
-thread, which waits for the steps that gloo's threads are in: a peer's death or its own freeing ends them. (3) The
+other ranks with `RanksChangedError`, and aborts NCCL's communicators, whose kernels wait too. (2) The groups of the old
+epoch are abandoned: never used again, and freed by a thread, which waits for the steps that gloo's threads are in: a
+peer's death or its own freeing ends them. CUDA graphs are freed before (`before_change`), since NCCL waits for the
+graphs that have its kernels. (3) The
 members of the new epoch meet in the store. (4) They make the default process group anew, under a prefix of the store
 of its own. (5) The callbacks run in the order in which they were added; each may make collective calls. Where another
 change comes meanwhile, all of it begins again with the newest epoch.
@@ -307,6 +309,7 @@ class Membership:
         self.log = MembershipLog(_clone(store))
         self.epoch = self._seen = self.log.latest()
         self._callbacks: list[Callback] = []
+        self._before_change: list[Callable[[], None]] = []
         # Whether the present epoch has its groups, and how many callbacks have run in it.
         self._has_groups, self._num_called = False, 0
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -320,6 +323,7 @@ class Membership:
         self._on_move: list[Callable[[], None]] = []
         self._preparing: list[Callable[[int], None]] = []
         self._wants_to_leave, self._prepared = False, set[int]()
+        self._aborted: WeakSet[dist.ProcessGroup] = WeakSet()
         # When the watching thread last began to ask the store.
         self._turned = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="moe_ep-membership", daemon=True)
@@ -367,6 +371,11 @@ class Membership:
     def follow(self, callback: Callback) -> None:
         """Adds a callback that `settle` runs on every member, in the order of adding."""
         self._callbacks.append(callback)
+
+    def before_change(self, callback: Callable[[], None]) -> None:
+        """Adds a callback that `settle` runs before it leaves the groups of an epoch, to free CUDA graphs with their
+        collectives."""
+        self._before_change.append(callback)
 
     def on_move(self, callback: Callable[[], None]) -> None:
         """Adds a callback that runs in a thread when the gang goes on in another store. It writes there again what this
@@ -507,7 +516,7 @@ class Membership:
             with self._lock:
                 self._seen = newest
                 if newest.number > self.epoch.number:
-                    failure_detection.end_all_waits("the ranks have changed")
+                    self._end_waits("the ranks have changed")
 
     def _move(self) -> None:
         """Moves to the standby store that is chosen within the deadline, if any."""
@@ -550,7 +559,21 @@ class Membership:
             callback()
         with self._lock:
             self._seen, self._has_moved, self._is_moving = self._watching.latest(), True, False
-            failure_detection.end_all_waits("the ranks go on in another store")
+            self._end_waits("the ranks go on in another store")
+
+    def _end_waits(self, why: str) -> None:
+        failure_detection.end_all_waits(why)
+        group = dist.group.WORLD
+        if self.device.type == "cuda" and group is not None and group not in self._aborted:
+            self._aborted.add(group)
+            # The call returns when the graphs with these collectives are gone, too.
+            threading.Thread(target=self._abort, args=(group,), name="moe_ep-abort", daemon=True).start()
+
+    def _abort(self, *groups: dist.ProcessGroup) -> None:
+        """Ends the kernels of NCCL's communicators."""
+        for group in groups:
+            with contextlib.suppress(RuntimeError):  # a group of gloo alone
+                group._get_backend(self.device).abort()  # type: ignore[attr-defined]
 
     def _await_move(self) -> bool:
         """Waits while this member looks for another store; whether it has moved."""
@@ -684,13 +707,13 @@ class Membership:
 
     def _abandon(self) -> None:
         """Leaves the groups of the epoch before, without waiting for what goes on in them."""
+        for callback in self._before_change:
+            callback()
         if not dist.is_initialized():
             return
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
         if self.device.type == "cuda":
-            for group in groups:
-                with contextlib.suppress(RuntimeError):  # a group of gloo alone
-                    group._get_backend(self.device).abort()
+            self._abort(*groups)
         dist.destroy_process_group()
         # Nothing else keeps them: layers and exchanges have weak references.
         threading.Thread(target=_free, args=(groups,), name="moe_ep-free-groups", daemon=True).start()

@@ -158,11 +158,13 @@ class SlotDecoder:
         self._hits: dict[int, list[int]] = {}
         if self.steps.elastic is not None:
             self.steps.elastic.on_cover(self.capture_anew)
-        self.capture_anew()
+        self._pass_graphs: PassGraphs | None = None
 
     def capture_anew(self) -> None:
-        """Drops the captured graphs after the set of ranks has changed; passes are captured again."""
-        self._pass_graphs: PassGraphs | None = None
+        """Frees the captured graphs before the set of ranks changes; passes are captured again."""
+        if self._pass_graphs is not None:
+            self._pass_graphs.close()
+        self._pass_graphs = None
 
     @property
     def graphs(self) -> PassGraphs:

@@ -367,6 +367,7 @@ class Generation:
         self._are_new_ranks = False
         self._log = None if membership is None else TokenLog(membership)
         if membership is not None:
+            membership.before_change(self._decoder.capture_anew)
             membership.follow(self._regroup)
 
     def _make_randoms(self, requests: Sequence[Request]) -> dict[int, SequenceRandom]:
@@ -414,7 +415,6 @@ class Generation:
         if log is None:
             return
         log.flush()
-        decoder.capture_anew()
         for slot, sequence in enumerate(self._running):
             if sequence is not None and decoder.can_repeat and self._num_logprobs is None:
                 last = sequence.token_ids[-1]

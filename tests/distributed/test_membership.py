@@ -70,8 +70,9 @@ def test_a_rank_joins_while_another_change_comes(store: dist.Store) -> None:
 
 
 def test_work_goes_on_after_a_change_and_ends_with_an_error_of_its_own(store: dist.Store) -> None:
-    log, epochs = MembershipLog(store, [0]), []
+    log, epochs, had_groups = MembershipLog(store, [0]), [], []
     membership = Membership(store, 0)
+    membership.before_change(lambda: had_groups.append(dist.is_initialized()))
 
     def work() -> None:
         epochs.append(membership.epoch.number)
@@ -86,7 +87,7 @@ def test_work_goes_on_after_a_change_and_ends_with_an_error_of_its_own(store: di
     try:
         with torch.profiler.profile() as profile, pytest.raises(ValueError, match="of the work"):
             membership.serve(work)
-        assert epochs == [0, 2]
+        assert epochs == [0, 2] and had_groups == [False, True]
         assert "moe_ep_recovery" in {event.key for event in profile.key_averages()}
     finally:
         membership.close()

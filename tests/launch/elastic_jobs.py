@@ -53,7 +53,7 @@ class Job:
     def lines(self) -> Iterator[str]:
         assert self.process.stderr is not None
         # A gang that hangs is ended, and its test fails.
-        ends = threading.Timer(120, os.killpg, (self.process.pid, signal.SIGKILL))
+        ends = threading.Timer(240, os.killpg, (self.process.pid, signal.SIGKILL))
         ends.daemon = True
         ends.start()
         try:
