@@ -61,6 +61,10 @@ class GangError(MoeEpError):
     """A worker of a gang failed or died; the message names its rank, its node and the cause."""
 
 
+class MinorityError(GangError):
+    """A gang's side that cannot reach most of the ranks, which may go on without it, ends."""
+
+
 class ConfigError(ValueError, MoeEpError):
     """A combination of settings that cannot run, found before any work starts."""
 

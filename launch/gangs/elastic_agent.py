@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
-from moe_ep.errors import GangError, MoeEpError
+from moe_ep.errors import GangError, MinorityError, MoeEpError
 from moe_ep.launch.gangs import elastic, mailbox, progress, waiting
 from moe_ep.launch.gangs.agents import RETRY_S, Node, Peer
 from moe_ep.launch.gangs.control import ControlServer
@@ -283,8 +283,8 @@ class ElasticAgent:
         )
 
 
-def _minority(reached: Collection[int], ranks: Collection[int]) -> GangError:
-    return GangError(
+def _minority(reached: Collection[int], ranks: Collection[int]) -> MinorityError:
+    return MinorityError(
         f"this side has {len(reached)} of {len(ranks)} ranks and cannot reach the others, which may go on without it; "
         f"this side ends"
     )

@@ -22,7 +22,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moe_ep import env
-from moe_ep.errors import ConfigError, CoverError, DispatchTimeoutError, GangError, MoeEpError, NoRoomError
+from moe_ep.errors import (
+    ConfigError,
+    CoverError,
+    DispatchTimeoutError,
+    GangError,
+    MinorityError,
+    MoeEpError,
+    NoRoomError,
+)
 from moe_ep.launch.gangs import interrupts, mailbox, progress
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.gangs.rendezvous import destroy_process_group, init_process_group, use_interface_of
@@ -258,7 +266,7 @@ def failure_of(error: BaseException, rank: int) -> WorkerFailure:
         traceback="" if own else text,
         echo=isinstance(error, (DispatchTimeoutError, ConnectionError)) or bool(_ECHO.search(str(error))),
         refusal=isinstance(error, ConfigError),
-        is_final=isinstance(error, CoverError),
+        is_final=isinstance(error, (CoverError, MinorityError)),
     )
 
 

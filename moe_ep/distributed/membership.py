@@ -54,7 +54,7 @@ from moe_ep import env
 from moe_ep.distributed import failure_detection
 from moe_ep.distributed.exchange import count_exchanges_anew
 from moe_ep.distributed.store import close_at_exit, end_calls, name_groups_anew
-from moe_ep.errors import DispatchTimeoutError, GangError, RanksChangedError, rank_list
+from moe_ep.errors import DispatchTimeoutError, GangError, MinorityError, RanksChangedError, rank_list
 
 logger = logging.getLogger(__name__)
 
@@ -616,13 +616,17 @@ class Membership:
                 continue
             if self._beats.get(rank, (None, 0.0))[0] != beat:
                 self._beats[rank] = beat, now
-            elif now - self._beats[rank][1] > limit_s:
+            elif self._silent_s(rank) > limit_s:
                 silent.append(rank)
-            elif now - self._beats[rank][1] > _SUSPECT * limit_s:
+            elif self._silent_s(rank) > _SUSPECT * limit_s:
                 suspects += 1
         if silent and self.rank in epoch.ranks and 2 * (len(silent) + suspects) <= len(epoch.ranks):
             why = f"has not shown for {limit_s:g} s that it lives (stopped, or out of reach)"
             self._watching.propose(remove=dict.fromkeys(silent, why))
+
+    def _silent_s(self, rank: int) -> float:
+        """Seconds since another rank last showed in the store that it is alive."""
+        return time.monotonic() - self._beats[rank][1] if rank in self._beats else 0.0
 
     def _await_change(self, error: BaseException) -> None:
         """Waits for a newer epoch; raises the error if none comes."""
@@ -654,7 +658,9 @@ class Membership:
         if self.rank in found:
             raise error
         if 2 * len(unreachable) > self.ep_size - (len(found) - len(unreachable)):
-            raise GangError(
+            # Those that still reach the store go on, and this rank alone is cut off.
+            is_side = all(self._silent_s(rank) > _SUSPECT * _SILENT * self.timeout_s for rank in unreachable)
+            raise (MinorityError if is_side else GangError)(
                 f"rank {self.rank} cannot reach {rank_list(unreachable)}, the majority of the {self.ep_size} ranks, "
                 f"which may go on without it; this side ends"
             ) from error
