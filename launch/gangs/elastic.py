@@ -112,7 +112,7 @@ class ElasticOutcomes:
         """
         if outcome.failure is not None and rank in self._joining:
             if (request := self._joining.pop(rank)) is None:
-                self._replace()
+                self._start_replacement()
             else:
                 request.answer(error=f"rank {rank} could not join: {outcome.failure.cause}")
         if rank in self._values or rank not in self._log.latest().ranks:
@@ -204,7 +204,7 @@ class ElasticOutcomes:
         self._start_rank(rank)
         return True
 
-    def _replace(self) -> None:
+    def _start_replacement(self) -> None:
         """Starts a rank in place of one that was lost, or of a replacement that could not join."""
         if self._replacements and self._join(None):
             self._replacements -= 1
@@ -262,7 +262,7 @@ class ElasticOutcomes:
             raise gang_error(first_cause(self._failures))
         for cause in epoch.removed.values():
             if cause != _LEFT:
-                self._replace()
+                self._start_replacement()
 
     def _serves(self, reports: list[dict[str, float]]) -> None:
         """Completes the account of the losses after which the ranks serve again."""
