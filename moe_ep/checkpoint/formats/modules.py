@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,10 @@ EVERY_LINEAR = "Linear"
 # Prefixes of a language model's layers, alone or in a multimodal model. Quantization tools write the module names of
 # the model they loaded, and files may have other prefixes.
 _LANGUAGE_MODEL = re.compile(r"(?:(?:model|language_model|thinker|backbone)\.)*(?=layers\.)")
-_MOST_LETTERS, _MOST_SECONDS = 10_000, 1.0
+_MOST_LETTERS = 10_000
+# Processor time of all expressions of a config, and how much of it matches of a millisecond or more may take: fast ones
+# may be several for every matrix of every expert.
+_MOST_SECONDS, _MOST_SLOW_SECONDS, _SLOW_FROM_SECONDS = 60.0, 1.0, 0.001
 _BASES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
 
 
@@ -29,23 +33,27 @@ class ModulePatterns:
     (modelopt, mxfp4), or whole parts of a dotted name: `mlp.gate` and `mlp.gate.` match the router, not
     `mlp.gate_proj`.
 
+    Args:
+        clock: of the config that the patterns are part of.
+
     Raises:
         CheckpointError: a pattern that is not text, or not a regular expression.
     """
 
-    def __init__(self, patterns: Iterable[str]) -> None:
+    def __init__(self, patterns: Iterable[str], clock: Clock | None = None) -> None:
         if isinstance(patterns, str) or not isinstance(patterns, Iterable):
             raise unexpected("quantization_config", "a list of modules", patterns)
+        clock = clock or Clock()
         self._exact: set[str] = set()
         self._expressions: list[Expression] = []
         for pattern in patterns:
             if not isinstance(pattern, str):
                 raise unexpected("quantization_config", "names of modules", pattern)
             if pattern.startswith("re:"):
-                self._expressions.append(Expression(pattern.removeprefix("re:")))
+                self._expressions.append(Expression(pattern.removeprefix("re:"), clock))
             elif "*" in pattern:
                 anything = ".*".join(re.escape(part) for part in pattern.split("*"))
-                self._expressions.append(Expression(anything + r"(\..*)?\Z"))
+                self._expressions.append(Expression(anything + r"(\..*)?\Z", clock))
             elif name := pattern.strip("."):
                 self._exact.add(name)
         self._lengths = {pattern.count(".") + 1 for pattern in self._exact}
@@ -60,6 +68,26 @@ class ModulePatterns:
         return any(expression.matches(name) for expression in self._expressions)
 
 
+class Clock:
+    """Bounds the time that all expressions of a config take."""
+
+    def __init__(self) -> None:
+        self._seconds = self._slow_seconds = 0.0
+
+    def add(self, seconds: float, expression: str, name: str) -> None:
+        """CheckpointError once the expressions of the config have taken too long."""
+        self._seconds += seconds
+        self._slow_seconds += seconds if seconds >= _SLOW_FROM_SECONDS else 0
+        for took, most in ((self._seconds, _MOST_SECONDS), (self._slow_seconds, _MOST_SLOW_SECONDS)):
+            if took >= most:
+                raise unexpected(
+                    "quantization_config",
+                    f"expressions that are matched within {most:.0f} s",
+                    expression[:200],
+                    f", which takes longer on {name}; write fewer, and none with nested repetition",
+                )
+
+
 class Expression:
     """A regular expression of a config, matched from the start of a name and within a bounded time.
 
@@ -69,40 +97,25 @@ class Expression:
         CheckpointError: not a regular expression.
     """
 
-    def __init__(self, expression: str) -> None:
-        self._expression, self._slow_seconds = expression, 0.0
+    def __init__(self, expression: str, clock: Clock) -> None:
+        self._expression, self._clock = expression, clock
         try:
             if len(expression) > _MOST_LETTERS:
-                raise regex.error(f"it has more than {_MOST_LETTERS} letters")
+                raise re.error(f"it has more than {_MOST_LETTERS} letters")
+            # `re` knows no recursion, which takes memory without end; `regex` can be stopped.
+            re.compile(expression)
             self._compiled = regex.compile(expression)
-        except (regex.error, OverflowError, RecursionError) as error:
+        except (re.error, regex.error, OverflowError, RecursionError) as error:
             raise unexpected("quantization_config", "a regular expression", expression[:200], f": {error}") from None
 
     def matches(self, name: str) -> bool:
         """Whether it matches; CheckpointError once matching has taken too long."""
         while True:
             started, found = time.thread_time(), None
-            try:
-                found = self._compiled.match(name, timeout=_MOST_SECONDS) is not None
-            except TimeoutError:  # of the clock: others may have had the processor
-                pass
-            except MemoryError:
-                raise unexpected(
-                    "quantization_config",
-                    "an expression that is matched in little memory",
-                    self._expression[:200],
-                    ", which calls itself without end; write it without recursion",
-                ) from None
-            # Fast matches do not count, as there may be several for every matrix of every expert.
-            if (took := time.thread_time() - started) > _MOST_SECONDS / 1000:
-                self._slow_seconds += took
-            if self._slow_seconds >= _MOST_SECONDS:
-                raise unexpected(
-                    "quantization_config",
-                    f"an expression that is matched within {_MOST_SECONDS} s",
-                    self._expression[:200],
-                    f", which takes longer on {name}; write it without nested repetition",
-                )
+            # The timeout is of elapsed time, in which others may have had the processor.
+            with contextlib.suppress(TimeoutError):
+                found = self._compiled.match(name, timeout=_MOST_SLOW_SECONDS) is not None
+            self._clock.add(time.thread_time() - started, self._expression, name)
             if found is not None:
                 return found
 
@@ -152,9 +165,11 @@ class ModuleSchemes:
         ignored: Iterable[str] = (),
     ) -> None:
         self.quant_method = quant_method
-        self._ignored = ModulePatterns(ignored)
+        clock = Clock()
+        self._ignored = ModulePatterns(ignored, clock)
         self._named = [
-            (ModulePatterns(name for name in names if name != EVERY_LINEAR), scheme) for names, scheme in schemes
+            (ModulePatterns((name for name in names if name != EVERY_LINEAR), clock), scheme)
+            for names, scheme in schemes
         ]
         # Cached for names that many modules share.
         self._of_others: dict[str, tuple[bool, int]] = {}
