@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,12 @@ def transformers_config(family: str, **changes: Any) -> Any:
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
     """config.json as transformers writes it."""
-    return json.loads(transformers_config(family).to_json_string()) | changes
+    return json.loads(_config_text(family)) | changes
+
+
+@functools.cache
+def _config_text(family: str) -> str:
+    return str(transformers_config(family).to_json_string())
 
 
 def save_model(family: str, directory: Path, **changes: Any) -> Any:

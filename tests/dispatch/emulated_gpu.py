@@ -6,11 +6,14 @@ Parameters, layout and what must come out are the project's own; emulated_decode
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import random
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from moe_ep.kernels import batch_plan, jit
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 SOURCES = Path(__file__).parent / "emulated"
+FLAGS = ("-std=c++17", "-O1", "-w", "-Wno-psabi", "-ffp-contract=off", "-fPIC", "-U_FORTIFY_SOURCE")
+COMPILE = (str(COMPILER), *FLAGS, f"-I{SOURCES}")
 MOST_TURNS = 10_000_000
 # Bodies of the functions that are a GPU's instructions; compiling fails where one that is called is missing.
 BODIES = {
@@ -95,6 +100,18 @@ def instructions_for_cpu() -> str:
     return "#pragma once\n#define DEVICE inline\n" + "".join([*types, *functions])
 
 
+@functools.cache
+def scheduler() -> list[str]:
+    """Objects of what runs kernels, whichever they are; compiled once for all tests of a process."""
+    folder = Path(tempfile.mkdtemp(prefix="moe_ep_emulated_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    objects = [str(folder / f"{name}.o") for name in ("gpu", "memory")]
+    for made in objects:
+        source = SOURCES / Path(made).with_suffix(".cpp").name
+        subprocess.run([*COMPILE, "-DACT_BF16=1", "-c", str(source), "-o", made], check=True)
+    return objects
+
+
 def compile_kernels(folder: Path, threads: Mapping[str, int], **defines: int) -> ctypes.CDLL:
     """Kernels, each with so many threads, and what runs them, in bf16 unless said otherwise, without the device
     library."""
@@ -102,25 +119,13 @@ def compile_kernels(folder: Path, threads: Mapping[str, int], **defines: int) ->
     for path in (*kernels.CUDA.glob("*.cu*"), *SOURCES.glob("*.cu"), *of_kernels):
         (folder / path.name).write_text(for_cpu(path.name, path.read_text()))
     (folder / "ptx.cuh").write_text(instructions_for_cpu())
-    command = [
-        str(COMPILER),
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-ffp-contract=off",
-        "-fPIC",
-        "-U_FORTIFY_SOURCE",
-        f"-I{SOURCES}",
-        f"-I{folder}",
-    ]
-    command += [f"-D{name}={value}" for name, value in {"ACT_BF16": 1, **defines}.items()]
-    sources = [SOURCES / "gpu.cpp", SOURCES / "memory.cpp"]
+    command = [*COMPILE, f"-I{folder}", *(f"-D{name}={value}" for name, value in {"ACT_BF16": 1, **defines}.items())]
     runs = []
     for name, number in threads.items():
         text = f'#include "gpu.h"\nnamespace {{\n#include "{name}.cu"\n}}\nKERNEL({name})\n'
         (folder / f"{name}.cpp").write_text(text)
         runs.append([*command, f"-DTHREADS={number}", "-fsanitize=thread", "-c", f"{name}.cpp", "-o", f"{name}.o"])
-    for run in (*runs, [*command, "-shared", "-o", "emulated.so", *map(str, sources), *(f"{n}.o" for n in threads)]):
+    for run in (*runs, [*command, "-shared", "-o", "emulated.so", *scheduler(), *(f"{name}.o" for name in threads)]):
         subprocess.run(run, cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "emulated.so"))
     library.run.restype = ctypes.c_bool

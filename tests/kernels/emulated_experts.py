@@ -17,7 +17,7 @@ from moe_ep.kernels.marlin import eight_bit
 from moe_ep.kernels.marlin.hopper import groups_per_step
 from moe_ep.kernels.marlin.params import CUDA, Rows
 from moe_ep.kernels.marlin.weights import WeightPair
-from tests.dispatch.emulated_gpu import COMPILER, SOURCES, Session, with_body
+from tests.dispatch.emulated_gpu import COMPILE, COMPILER, Session, scheduler, with_body
 
 HOST = Path(__file__).parent / "host"
 # Functions that are a GPU's instructions, by source.
@@ -85,39 +85,24 @@ def write_sources(folder: Path) -> None:
 
 
 def command_for(folder: Path, defines: dict[str, str]) -> list[str]:
-    flags = ["-std=c++17", "-O1", "-w", "-Wno-psabi", "-ffp-contract=off", "-fPIC", "-U_FORTIFY_SOURCE"]
-    folders = [f"-I{HOST}", f"-I{SOURCES}", f"-I{folder}"]
-    return [str(COMPILER), *flags, *folders, *(f"-D{name}={value}" for name, value in defines.items())]
-
-
-def compile_scheduler(folder: Path) -> list[str]:
-    """Objects of what runs the kernels, whichever they are."""
-    objects = []
-    for name in ("gpu", "memory"):
-        objects.append(str(folder / f"{name}.o"))
-        command = [*command_for(folder, {"ACT_BF16": "1"}), "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1]]
-        subprocess.run(command, check=True)
-    return objects
+    return [*COMPILE, f"-I{HOST}", f"-I{folder}", *(f"-D{name}={value}" for name, value in defines.items())]
 
 
 class Emulated:
     """The kernels for some weights and rows, compiled for a CPU.
 
     Args:
-        scheduler: of compile_scheduler.
         sent, older: as in eight_bit.kernel_sources.
     """
 
-    def __init__(
-        self, folder: Path, scheduler: list[str], pair: WeightPair, sent: bool = False, older: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, pair: WeightPair, sent: bool = False, older: bool = False) -> None:
         write_sources(folder)
         spacings = [groups_per_step(w.num_columns, w.scales.size(1)) for w in (pair.w13, pair.w2)]
         groups = 0 if all(w.scales.size(1) == 1 for w in (pair.w13, pair.w2)) else max(spacings)
         sources = eight_bit.kernel_sources(
             pair.kind, pair.input_dtype, pair.act_dtype, groups, pair.activation, pair.clamp_limit, sent, older
         )
-        runs, objects = [], list(scheduler)
+        runs, objects = [], list(scheduler())
         for name, source in sources.items():
             params, threads = ("RowsParams", "32") if name == "rows" else ("EightBitParams", "kThreads")
             (folder / f"{name}.cpp").write_text(

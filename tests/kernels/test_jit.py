@@ -34,6 +34,7 @@ EXPERTS = [
     (scalar_types.float4_e2m1f, F16, torch.float8_e4m3fn, 8, SILU),
     (scalar_types.float4_e2m1f, BF16, torch.uint8, 4, SWIGLUOAI),
 ]
+TWICE = [(scalar_types.uint4, BF16), (scalar_types.float8_e4m3fn, F16)]
 # Bytes that are stored and loaded again at most, by number type and groups in 128 columns, where older GPUs' kernel for
 # 16 tokens has any; docs/kernels.md says what they buy. Those of uint8b128 are of the compiler of CUDA 13.0 alone.
 TILES_OF_16_SPILL = {
@@ -63,7 +64,7 @@ def _entries() -> set[Path]:
 
 
 # The large-M kernel takes 5 to 14 s to compile: each number type once, each dtype, and the tall tile once.
-LARGE_M = [case for case in EXPERTS if case[-1] is not RELU2 and case[:2] != (scalar_types.float8_e4m3fn, F16)]
+LARGE_M = [case for case in EXPERTS if case[-1] is not RELU2 and case[:2] not in TWICE]
 HOPPER = [
     *((case, True, False) for case in EXPERTS),
     *((case, False, False) for case in LARGE_M[:-1]),
