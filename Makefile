@@ -7,10 +7,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 TESTS  ?= tests
-# Files of tests that run at a time: more than two cores, since many tests wait. Those that start gangs come after the
-# others, two at a time: they hold clusters to deadlines. (5 is pytest's word for no tests of that kind.)
-JOBS   ?= 4
+# Files of tests that run at a time: more than two cores, since many tests wait. Those that start gangs hold clusters to
+# deadlines: with `make --jobs=2 test` they run beside the others, which leave them the processor where they want it.
+# (5 is pytest's word for no tests of that kind.)
+JOBS   ?= 3
 GANG_JOBS ?= 2
+POLITELY = nice -n 19
 AT_A_TIME = --dist loadfile --no-loadscope-reorder
 ARGS   ?=
 # Extras to install: on a machine with NVIDIA GPUs also what the kernels and NVSHMEM need (EXTRAS=test leaves it out).
@@ -20,7 +22,7 @@ EXTRAS ?= test$(if $(wildcard /dev/nvidia[0-9]*),$(comma)cuda)
 # Modules stay compiled: every worker that a test starts imports torch, which takes twice as long from source.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test lint docs docs-packages bench clean
+.PHONY: run test test-gangs test-others lint docs docs-packages bench clean
 .DEFAULT_GOAL := run
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -33,19 +35,24 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[$(EXTRAS)]' || { echo \
 		"The extras $(EXTRAS) could not be installed$(if $(findstring cuda,$(EXTRAS)),; without CUDA's: make EXTRAS=test)" \
 		>&2; exit 1; }
+	-@$(BIN)/python -c "import moe_ep.hf.parallelize"  # compiles once what tests import in many processes at a time
 	@touch $@
 
 run: $(VENV)/.installed
 	$(BIN)/moe-ep run $(ARGS)
 
-test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) $(AT_A_TIME) -m "not gang" $(TESTS) || [ $$? -eq 5 ]
+test: test-others test-gangs
+
+test-gangs: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(GANG_JOBS) $(AT_A_TIME) -m gang $(TESTS) || [ $$? -eq 5 ]
+
+test-others: $(VENV)/.installed
+	$(POLITELY) $(BIN)/python -m pytest -n $(JOBS) $(AT_A_TIME) -m "not gang" $(TESTS) || [ $$? -eq 5 ]
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(POLITELY) $(BIN)/mypy
 	git ls-files -z '*.c' '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -0 $(BIN)/clang-format --dry-run --Werror
 
 $(VENV)/.docs: $(VENV)/.installed
@@ -55,7 +62,7 @@ $(VENV)/.docs: $(VENV)/.installed
 docs-packages: $(VENV)/.docs
 
 docs: $(VENV)/.docs
-	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build
+	$(POLITELY) $(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build
 
 bench: $(VENV)/.installed
 	$(BIN)/python scripts/bench_dispatch.py $(ARGS)
