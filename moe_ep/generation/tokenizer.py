@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from moe_ep.generation.conversation import Conversation, ConversationRenderer, p
 from moe_ep.hf.loading import context_length, text_config
 from moe_ep.hf.untrusted import tokenizer_folder
 
+# Of a text by a tokenizer's replacements; real ones write a character or two for one.
+_MOST_GROWTH = 1000
 # A prompt is a text or a conversation.
 Prompt = str | Conversation
 
@@ -44,7 +47,9 @@ class ModelTokenizer:
         try:
             # A chat template writes special tokens itself.
             ids = self.tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"]
-        except (TypeError, UnicodeError) as error:  # half of a surrogate pair
+        except BaseException as error:  # half of a surrogate pair; or a panic of the library, which is no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ConfigError(f"the tokenizer does not read {text[:80]!r}: {error}") from None
         if not ids:
             raise ConfigError(f"{text[:80]!r} has no tokens; give it some text")
@@ -102,6 +107,7 @@ def _read_tokenizer(folder: Path) -> Any:
         except Exception as error:  # whatever a file makes it raise
             said = f"{type(error).__name__}: {error}".replace(str(files), str(folder)).splitlines()[0]
             raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {said}") from None
+    _check_growth(folder, tokenizer)
     tokenizer.name_or_path = str(folder)
     # transformers makes an empty tokenizer of the model's kind if all files are missing.
     names = sorted(tokenizer.vocab_files_names.values())
@@ -116,6 +122,22 @@ def _read_tokenizer(folder: Path) -> Any:
     if getattr(tokenizer, "chat_template", None) is None:
         tokenizer.chat_template = processor_templates(folder)
     return tokenizer
+
+
+def _check_growth(folder: Path, tokenizer: Any) -> None:
+    """ConfigError for replacements that, one after the other, make a short text take all memory."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    for name in ("normalizer", "decoder"):
+        part, growth = getattr(backend, name, None), 1
+        steps = [] if part is None else [json.loads(part.__getstate__())]
+        for step in steps:
+            growth *= max(1, len(step.get("content") or step.get("prepend") or ""))
+            steps += step.get("normalizers") or step.get("decoders") or ()
+        if growth > _MOST_GROWTH:
+            raise ConfigError(
+                f"{folder}: expected a tokenizer whose {name} makes a text at most {_MOST_GROWTH} times as long, found "
+                f"{growth} times; correct its tokenizer.json"
+            )
 
 
 def _special_tokens(file: Path) -> dict[str, str]:

@@ -21,7 +21,6 @@ from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.demo import make_demo_checkpoint
-from moe_ep.checkpoint.finite import CheckedCopy
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.generation.tokenizer import ModelTokenizer
 from moe_ep.hf.untrusted import ATTENTION_KEYS, CLOSED_KEYS, open_config
@@ -53,7 +52,9 @@ def watch(event, args):
     open(os.environ["TRACE"], "a").write(told + "\\n")
 import torch, transformers, moe_ep
 assert transformers.utils.is_kernels_available()
+from moe_ep.checkpoint.finite import CheckedCopy
 from moe_ep.generation.tokenizer import ModelTokenizer
+CheckedCopy(1 << 30)  # compiled now, so that no compiler runs later
 sys.addaudithook(watch)
 for folder in sys.argv[1:]:
     model = moe_ep.parallelize(folder)
@@ -96,7 +97,6 @@ def loaded(tmp_path: Path, *folders: Path) -> list[Any]:
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
     path = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))])
-    CheckedCopy(1 << 30)  # compiled here, so that no compiler runs there
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, folders)],
         env=os.environ | {"TRACE": str(trace), "PYTHONPATH": path, "HF_HOME": str(tmp_path / "hub")},
@@ -153,6 +153,28 @@ def test_nothing_that_a_checkpoint_names_is_run_or_fetched(demo: Path, tmp_path:
         assert attention in ("eager", "sdpa")
     # The last but one asks for another attention than transformers' choice, and gets it.
     assert others[-2][1] == "eager" and clean[1] == "sdpa"
+
+
+def test_replacements_of_a_tokenizer_that_fill_memory(demo: Path, tmp_path: Path) -> None:
+    folder = copied(demo, tmp_path / "model")
+    longer = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 40}
+    for name, kind in (("normalizer", "normalizers"), ("decoder", "decoders")):
+        whole = json.loads((demo / "tokenizer.json").read_text())
+        change(folder / "tokenizer.json", **whole | {name: {"type": "Sequence", kind: [longer]}})
+        ModelTokenizer(folder).close()
+        change(folder / "tokenizer.json", **{name: {"type": "Sequence", kind: [longer, longer]}})
+        with pytest.raises(ConfigError, match=name):
+            ModelTokenizer(folder)
+
+
+def test_an_expression_of_a_tokenizer_that_takes_all_time(demo: Path, tmp_path: Path) -> None:
+    folder = copied(demo, tmp_path / "model")
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+    change(folder / "tokenizer.json", pre_tokenizer=split)
+    tokenizer = ModelTokenizer(folder)
+    with pytest.raises(ConfigError, match="limit"):
+        tokenizer.token_ids("a" * 40 + "c")
+    tokenizer.close()
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
