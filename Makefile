@@ -43,6 +43,9 @@ run: $(VENV)/.installed
 
 test: test-others test-gangs
 
+# One thread a process: more spin while they wait for each other, on cores that other tests need.
+test-others test-gangs: export OMP_NUM_THREADS = 1
+
 test-gangs: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(GANG_JOBS) $(AT_A_TIME) -m gang $(TESTS) || [ $$? -eq 5 ]
 
