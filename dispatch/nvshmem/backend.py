@@ -319,14 +319,12 @@ def shared_settings(
     moe_config: FusedMoEConfig, *, code_dtype: torch.dtype | None, device_api: bool, batches_in_flight: int
 ) -> dict[str, object]:
     """The settings that must be the same on every rank."""
+    names = (
+        *("hidden_dim", "num_experts", "num_fused_shared_experts", "experts_per_token", "max_num_tokens", "in_dtype"),
+        "batch_invariant",
+    )
     return {
-        "hidden_dim": moe_config.hidden_dim,
-        "num_experts": moe_config.num_experts,
-        "num_fused_shared_experts": moe_config.num_fused_shared_experts,
-        "experts_per_token": moe_config.experts_per_token,
-        "max_num_tokens": moe_config.max_num_tokens,
-        "in_dtype": moe_config.in_dtype,
-        "batch_invariant": moe_config.batch_invariant,
+        **{name: getattr(moe_config, name) for name in names},
         "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
         "rows on the wire": code_dtype or moe_config.in_dtype,
         "batches in flight": batches_in_flight,

@@ -52,24 +52,10 @@ def kernel_source(name: str, num_ranks: int, num_experts: int = 0, ids: torch.dt
 
 @functools.cache
 def params_type(num_ranks: int, num_pointers: int, num_ints: int) -> Any:
-    """`Params` of the kernels: `Common` of cuda/batch_balance.cuh, then their pointers and numbers in order."""
-
-    class Common(ctypes.Structure):
-        _fields_ = (
-            ("peers", ctypes.c_uint64 * num_ranks),
-            ("limits", Limits),
-            ("epoch", ctypes.c_uint32),
-            ("rank", ctypes.c_int),
-        )
-
-    class Params(ctypes.Structure):
-        _fields_ = (
-            ("common", Common),
-            ("pointers", ctypes.c_void_p * num_pointers),
-            ("numbers", ctypes.c_int * num_ints),
-        )
-
-    return Params
+    """`Params` of the kernels, with `Common` of cuda/batch_balance.cuh."""
+    peers = ("peers", ctypes.c_uint64 * num_ranks)
+    common = kernels.structure(peers, ("limits", Limits), ("epoch", ctypes.c_uint32), ("rank", ctypes.c_int))
+    return kernels.params_type(common, num_pointers, num_ints)
 
 
 class DeviceExchange:

@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.batch import Batch, check_tensor, wire_dtype
+from moe_ep.dispatch.batch import Batch, check_tensor
 from moe_ep.dispatch.nvshmem import arena, kernels
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers, shared_settings
 from moe_ep.dispatch.nvshmem.batch_exchange import MOST_EXPERTS, DeviceExchange
-from moe_ep.dispatch.nvshmem.kernels import BufferLayout, align
+from moe_ep.dispatch.nvshmem.kernels import BufferLayout, align, structure
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import CombineCall
 from moe_ep.kernels import jit
@@ -270,33 +270,21 @@ _PLACEMENT = 24  # where it begins in BatchParts.numbers
 @functools.cache
 def common_type(num_ranks: int) -> Any:
     """`Common` of cuda/high_throughput.cuh."""
-
-    class Common(ctypes.Structure):
-        _anonymous_ = ("limits",)
-        _fields_ = (
-            ("peers", ctypes.c_uint64 * num_ranks),
-            *((name, ctypes.c_uint64) for name in _OFFSETS),
-            ("limits", Limits),
-            *((name, ctypes.c_void_p) for name in ("epoch", "finished", "taken", "placement")),
-            ("rank", ctypes.c_int),
-            ("pes", ctypes.c_int * num_ranks),
-        )
-
-    return Common
+    return structure(
+        ("peers", ctypes.c_uint64 * num_ranks),
+        *((name, ctypes.c_uint64) for name in _OFFSETS),
+        ("limits", Limits),
+        *((name, ctypes.c_void_p) for name in ("epoch", "finished", "taken", "placement")),
+        ("rank", ctypes.c_int),
+        ("pes", ctypes.c_int * num_ranks),
+        anonymous=("limits",),
+    )
 
 
 @functools.cache
 def params_type(num_ranks: int, num_pointers: int, num_ints: int) -> Any:
-    """`Params` of the kernels: what they share, then their pointers and numbers in order."""
-
-    class Params(ctypes.Structure):
-        _fields_ = (
-            ("common", common_type(num_ranks)),
-            ("pointers", ctypes.c_void_p * num_pointers),
-            ("numbers", ctypes.c_int * num_ints),
-        )
-
-    return Params
+    """`Params` of the kernels."""
+    return kernels.params_type(common_type(num_ranks), num_pointers, num_ints)
 
 
 class _Sent(NamedTuple):
@@ -365,7 +353,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.exact_rows = exact_rows
         device_api = not arena.SymmetricArena.of(self.ranks.group).is_mapped
-        self.layout = _layout(moe_config, quant_config, batches_in_flight, device_api, overlap)
+        self.layout = Layout.of(
+            moe_config, quant_config, batches_in_flight=batches_in_flight, device_api=device_api, overlaps=overlap
+        )
         self._check_overlap()
         self.overlap_sms = overlap_sms
         settings = shared_settings(
@@ -422,7 +412,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             "symmetric": of the arena, and "plain": of device memory beside it; both shared by all backends of this
             shape.
         """
-        layout = _layout(moe_config, quant_config, batches_in_flight)
+        layout = Layout.of(moe_config, quant_config, batches_in_flight=batches_in_flight)
         return {"symmetric": layout.symmetric_bytes, "plain": layout.plain_bytes}
 
     @classmethod
@@ -431,7 +421,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     ) -> Sequence[Compilation]:
         if cls.unusable_reason() is not None or cls.refuses(moe_config) is not None:
             return ()
-        layout = _layout(moe_config, quant_config, 1, False)
+        layout = Layout.of(moe_config, quant_config)
         return [kernel_source(name, layout, moe_config.in_dtype) for name in KERNELS]
 
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -579,23 +569,3 @@ def senders_of(layout: Layout, num_sms: int) -> tuple[int, int]:
     sent = to_a_rank * (others * layout.row_bytes + plain) + _CODES * plain
     taken = to_a_rank * others * plain
     return max(round(num_sms * sent / (sent + taken)), 1), WARPS - 1
-
-
-def _layout(
-    moe_config: FusedMoEConfig,
-    quant_config: FusedMoEQuantConfig | None,
-    batches_in_flight: int,
-    device_api: bool = False,
-    overlaps: bool = False,
-) -> Layout:
-    return Layout(
-        num_ranks=moe_config.ep_size,
-        capacity=max(moe_config.max_num_tokens, 1),
-        hidden_size=moe_config.hidden_dim,
-        topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
-        code_dtype=None if quant_config is None else quant_config.dispatch_dtype,
-        f32_results=wire_dtype(moe_config.in_dtype) is torch.float32,
-        device_api=device_api,
-        batches_in_flight=batches_in_flight,
-        overlaps=overlaps,
-    )

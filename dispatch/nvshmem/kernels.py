@@ -7,15 +7,18 @@ it.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.errors import missing_extra
 from moe_ep.kernels import jit
 
@@ -62,6 +65,19 @@ class BufferLayout(ABC):
     device_api: bool = False
     batches_in_flight: int = 1
 
+    @classmethod
+    def of(cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None, **more: Any) -> Self:
+        """The buffers of such a layer's batches; `more` are the other attributes."""
+        return cls(
+            num_ranks=moe_config.ep_size,
+            capacity=max(moe_config.max_num_tokens, 1),
+            hidden_size=moe_config.hidden_dim,
+            topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
+            code_dtype=None if quant_config is None else quant_config.dispatch_dtype,
+            f32_results=wire_dtype(moe_config.in_dtype) is torch.float32,
+            **more,
+        )
+
     @property
     def is_quantized(self) -> bool:
         return self.code_dtype is not None
@@ -88,6 +104,17 @@ class BufferLayout(ABC):
     def symmetric_bytes(self) -> int:
         """Bytes of all batches in flight."""
         return self.batches_in_flight * self.batch_bytes
+
+
+def structure(*fields: tuple[str, Any], anonymous: tuple[str, ...] = ()) -> Any:
+    """A C struct with these members."""
+    return type("Structure", (ctypes.Structure,), {"_anonymous_": anonymous, "_fields_": fields})
+
+
+def params_type(common: Any, num_pointers: int, num_ints: int) -> Any:
+    """`Params` of kernels: what they share, then their pointers and numbers in order."""
+    pointers, numbers = ctypes.c_void_p * num_pointers, ctypes.c_int * num_ints
+    return structure(("common", common), ("pointers", pointers), ("numbers", numbers))
 
 
 def kernel_source(name: str, layout: BufferLayout, dtype: torch.dtype) -> jit.KernelSource:

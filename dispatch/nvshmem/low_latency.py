@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch, check_tensor, keep_for, wire_dtype
 from moe_ep.dispatch.nvshmem.arena import SymmetricArena
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers, shared_settings
-from moe_ep.dispatch.nvshmem.kernels import BufferLayout, align, kernel_source
+from moe_ep.dispatch.nvshmem.kernels import BufferLayout, align, kernel_source, structure
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import CombineCall, Result, check_delegated
@@ -101,6 +101,10 @@ class BatchLayout(BufferLayout):
 
     batches_in_flight: int = BATCHES_IN_FLIGHT
     slot_results: bool = False
+
+    @classmethod
+    def of(cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None, **more: Any) -> Self:
+        return super().of(moe_config, quant_config, slot_results=moe_config.batch_invariant, **more)
 
     @property
     def row_packet_tokens(self) -> int:
@@ -276,65 +280,46 @@ class Halves:
 @functools.cache
 def buffers_type(num_ranks: int) -> Any:
     """`Buffers` of cuda/low_latency.cuh."""
-
-    class Buffers(ctypes.Structure):
-        _fields_ = (
-            ("peers", ctypes.c_uint64 * num_ranks),
-            *((name, ctypes.c_uint64) for name in BUFFERS),
-            ("pes", ctypes.c_int * num_ranks),
-            ("reachable", ctypes.c_uint32),
-            *((name, ctypes.c_int) for name in ("rank", "capacity", "row_packet_tokens")),
-        )
-
-    return Buffers
+    return structure(
+        ("peers", ctypes.c_uint64 * num_ranks),
+        *((name, ctypes.c_uint64) for name in BUFFERS),
+        ("pes", ctypes.c_int * num_ranks),
+        ("reachable", ctypes.c_uint32),
+        *((name, ctypes.c_int) for name in ("rank", "capacity", "row_packet_tokens")),
+    )
 
 
 @functools.cache
 def common_type(num_ranks: int) -> Any:
     """`Common` of cuda/low_latency.cuh."""
-
-    class Common(ctypes.Structure):
-        _anonymous_ = ("limits",)
-        _fields_ = (
-            ("buffers", buffers_type(num_ranks)),
-            ("limits", Limits),
-            *((name, ctypes.c_void_p) for name in ("counters", "topk_ids", "owners")),
-            *((name, ctypes.c_int) for name in ("num_ids", "num_tokens", "phases", "packet_parts", "packet_tasks")),
-        )
-
-    return Common
+    return structure(
+        ("buffers", buffers_type(num_ranks)),
+        ("limits", Limits),
+        *((name, ctypes.c_void_p) for name in ("counters", "topk_ids", "owners")),
+        *((name, ctypes.c_int) for name in ("num_ids", "num_tokens", "phases", "packet_parts", "packet_tasks")),
+        anonymous=("limits",),
+    )
 
 
 @functools.cache
 def dispatch_type(num_ranks: int) -> Any:
     """`Params` of cuda/low_latency_dispatch.cu."""
     pointers = ("rows", "weights", "locals", "out", "expert_num_tokens", "expert_row_ids", "positions")
-
-    class Params(ctypes.Structure):
-        _fields_ = (
-            ("common", common_type(num_ranks)),
-            *((name, ctypes.c_void_p) for name in pointers),
-            ("num_local_experts", ctypes.c_int),
-            ("shares", ctypes.c_int),
-            ("take_parts", ctypes.c_int),
-        )
-
-    return Params
+    return structure(
+        ("common", common_type(num_ranks)),
+        *((name, ctypes.c_void_p) for name in pointers),
+        *((name, ctypes.c_int) for name in ("num_local_experts", "shares", "take_parts")),
+    )
 
 
 @functools.cache
 def combine_type(num_ranks: int) -> Any:
     """`Params` of cuda/low_latency_combine.cu."""
-
-    class Params(ctypes.Structure):
-        _fields_ = (
-            ("common", common_type(num_ranks)),
-            *((name, ctypes.c_void_p) for name in ("results", "positions", "output", "weights")),
-            ("weighted", ctypes.c_int),
-            ("output_parts", ctypes.c_int),
-        )
-
-    return Params
+    return structure(
+        ("common", common_type(num_ranks)),
+        *((name, ctypes.c_void_p) for name in ("results", "positions", "output", "weights")),
+        *((name, ctypes.c_int) for name in ("weighted", "output_parts")),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,26 +362,6 @@ def local_indices(owners: torch.Tensor) -> torch.Tensor:
     """
     same = owners[:, None] == owners[None, :]
     return same.tril(-1).sum(dim=1, dtype=torch.int32)
-
-
-def layout_of(
-    moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None, device_api: bool = False
-) -> BatchLayout:
-    """The buffers of one batch.
-
-    Args:
-        device_api: as in BatchLayout.
-    """
-    return BatchLayout(
-        num_ranks=moe_config.ep_size,
-        capacity=moe_config.max_num_tokens,
-        hidden_size=moe_config.hidden_dim,
-        topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
-        code_dtype=None if quant_config is None else quant_config.dispatch_dtype,
-        f32_results=wire_dtype(moe_config.in_dtype) is torch.float32,
-        device_api=device_api,
-        slot_results=moe_config.batch_invariant,
-    )
 
 
 class _Sent(NamedTuple):
@@ -445,7 +410,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.tuning = tuning or Tuning()
         self.by_reference = False
         symmetric = SymmetricArena.of(self.ranks.group)
-        self.layout = layout_of(moe_config, quant_config, device_api=not symmetric.carries_packets)
+        self.layout = BatchLayout.of(moe_config, quant_config, device_api=not symmetric.carries_packets)
         if self.layout.slot_results and self.layout.device_api:
             raise ConfigError(
                 f"batch_invariant is set and some of the {moe_config.ep_size} ranks are not joined by NVLink, where "
@@ -475,7 +440,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             device memory of one batch beside it, for the one face or the other; "expert_outputs": what the experts
             return for one batch, in scratch that layers share.
         """
-        layout = layout_of(moe_config, quant_config)
+        layout = BatchLayout.of(moe_config, quant_config)
         El, rows = moe_config.num_local_experts, layout.num_ranks * layout.capacity
         numbers, row_bytes = 4 * El + 4 * rows * layout.topk, 2 * layout.hidden_size
         return {
@@ -491,7 +456,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     ) -> Sequence[Compilation]:
         if cls.unusable_reason() is not None or cls.refuses(moe_config) is not None:
             return ()
-        layout = layout_of(moe_config, quant_config)
+        layout = BatchLayout.of(moe_config, quant_config)
         return [kernel_source(name, layout, moe_config.in_dtype) for name in KERNELS]
 
     @classmethod

@@ -26,7 +26,6 @@ from moe_ep.dispatch.nvshmem.low_latency import (
     LowLatencyPrepareFinalize,
     Tuning,
     latest,
-    layout_of,
     local_indices,
 )
 from moe_ep.distributed.exchange import check_agreement
@@ -131,7 +130,7 @@ def test_an_expert_has_a_block_for_each_row_of_a_full_one() -> None:
 
 
 def test_fused_shared_experts_have_slots_of_their_own() -> None:
-    assert layout_of(make_setting(Case(num_shared=2), 0, 2).config, None).topk == 3 + 2
+    assert BatchLayout.of(make_setting(Case(num_shared=2), 0, 2).config, None).topk == 3 + 2
 
 
 def test_experts_of_a_rank_are_numbered_in_the_order_of_their_ids() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.dispatch.nvshmem.kernels import kernel_source
-from moe_ep.dispatch.nvshmem.low_latency import KERNELS, layout_of
+from moe_ep.dispatch.nvshmem.low_latency import KERNELS, BatchLayout
 from moe_ep.kernels import jit
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate
 from tests.dispatch.backend_cases import (
@@ -89,7 +89,7 @@ def sources_of(cases: list[Case], rank: int, world_size: int, device_api: bool =
     sources = set()
     for case in cases:
         quant_config = FusedMoEQuantConfig(dispatch_dtype=case.code_dtype)
-        layout = layout_of(make_setting(case, rank, world_size).config, quant_config, device_api)
+        layout = BatchLayout.of(make_setting(case, rank, world_size).config, quant_config, device_api=device_api)
         sources |= {kernel_source(name, layout, case.dtype) for name in KERNELS}
     return sources
 
