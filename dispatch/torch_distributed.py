@@ -31,8 +31,7 @@ from moe_ep.dispatch.batch import (
     side_by_side,
     wire_dtype,
 )
-from moe_ep.dispatch.placement import Placement, owners_of
-from moe_ep.dispatch.rank_group import RankGroup
+from moe_ep.dispatch.rank_group import Placement, RankGroup, owners_of
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table

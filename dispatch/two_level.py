@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import check_arguments, check_tensor, wire_dtype
-from moe_ep.dispatch.placement import owners_of
-from moe_ep.dispatch.rank_group import RankGroup
+from moe_ep.dispatch.rank_group import RankGroup, owners_of
 from moe_ep.dispatch.torch_distributed import RankExchange
 from moe_ep.distributed.exchange import answers_of_ranks, hosts_of
 from moe_ep.distributed.process_groups import subgroup

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from moe_ep.kernels import jit
-from moe_ep.kernels.kernel import Kernel, param_places
+from moe_ep.kernels.jit import Kernel, param_places
 
 _MOST_INT32 = (1 << 31) - 1
 # How a parameter of each of Triton's types lies in memory, as in the module struct; pointers begin with "*".

@@ -25,7 +25,7 @@ from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.distributed.exchange import check_agreement, gather_texts
 from moe_ep.errors import BackendUnavailableError, DispatchTimeoutError, RanksChangedError, rank_list
 from moe_ep.kernels import jit
-from moe_ep.kernels.kernel import Kernel
+from moe_ep.kernels.jit import Kernel
 from moe_ep.modular_kernel.contracts import BatchExchange
 
 # Words of the record, as in kernels/cuda/deadline.cuh; one word for each rank follows.

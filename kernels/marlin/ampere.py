@@ -15,7 +15,6 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.params import (
     CUDA,
     ExpertsParams,
@@ -23,6 +22,7 @@ from moe_ep.kernels.marlin.params import (
     activation_defines,
     experts_params,
     rows_params,
+    stream_flags,
     type_number,
 )
 from moe_ep.kernels.marlin.types import WeightType

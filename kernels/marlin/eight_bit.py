@@ -18,7 +18,6 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.hopper import (
     MOST_EXPERTS,
     TENSOR_MAP_BYTES,
@@ -27,7 +26,15 @@ from moe_ep.kernels.marlin.hopper import (
     have_one_spacing,
     tensor_map,
 )
-from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, experts_params, type_number
+from moe_ep.kernels.marlin.params import (
+    CUDA,
+    ExpertsParams,
+    Rows,
+    activation_defines,
+    experts_params,
+    stream_flags,
+    type_number,
+)
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.kernels.quantize import GROUP_SIZE

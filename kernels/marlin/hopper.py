@@ -23,8 +23,7 @@ from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Arrival, ArrivalParams
 from moe_ep.kernels.marlin import tuning
-from moe_ep.kernels.marlin.flags import stream_flags
-from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, type_number
+from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, stream_flags, type_number
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import WeightPair
 

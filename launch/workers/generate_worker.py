@@ -32,8 +32,7 @@ from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.steps import StepCoordinator
 from moe_ep.launch.cli.gang_options import layer_input_dtype, torch_dtype
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
-from moe_ep.launch.cli.generate_lines import CompletionRelay, DirectRelay
-from moe_ep.launch.cli.generate_report import RankGeneration
+from moe_ep.launch.cli.generate_report import CompletionRelay, DirectRelay, RankGeneration
 from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions

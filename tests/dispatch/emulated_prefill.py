@@ -18,7 +18,7 @@ from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.dispatch.nvshmem import arena, high_throughput
 from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, OVERLAPPED_KERNELS, Block, Layout
-from moe_ep.dispatch.placement import Placement
+from moe_ep.dispatch.rank_group import Placement
 from moe_ep.dispatch.torch_distributed import owners_of
 from moe_ep.distributed.failure_detection import FailureDetector
 from moe_ep.errors import DispatchTimeoutError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ep.dispatch.placement import Placement, owners_of
+from moe_ep.dispatch.rank_group import Placement, owners_of
 from tests.dispatch.backend_cases import Case, make_setting
 
 HOST = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.kernels import kernel
+from moe_ep.kernels import jit
 
 STREAM, FUNCTION, CONTEXT = 7, 1234, 99
 OK, INVALID_VALUE, INVALID_CONTEXT = 0, 1, 201
@@ -61,15 +61,15 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(kernel, "driver", lambda: driver)
+    monkeypatch.setattr(jit, "driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernel, "current_stream", lambda device: STREAM)
+    monkeypatch.setattr(jit, "current_stream", lambda device: STREAM)
     return driver
 
 
-def made(**more: Any) -> kernel.Kernel:
-    return kernel.Kernel("scale", FUNCTION, torch.device("cuda", 0), None, **more)
+def made(**more: Any) -> jit.Kernel:
+    return jit.Kernel("scale", FUNCTION, torch.device("cuda", 0), None, **more)
 
 
 def test_one_struct_by_value(driver: Driver) -> None:

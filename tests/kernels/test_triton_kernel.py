@@ -69,7 +69,7 @@ class Function:
 
 
 class Kernel:
-    """Stands for `moe_ep.kernels.kernel.Kernel`, which needs a driver."""
+    """Stands for `moe_ep.kernels.jit.Kernel`, which needs a driver."""
 
     launches: list[tuple[Any, ...]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ep.launch.cli.generate_lines import CompletionLines, CompletionRelay
+from moe_ep.launch.cli.generate_report import CompletionLines, CompletionRelay
 from moe_ep.launch.gangs import progress
 from tests.full_disk import files_of_at_most
 from tests.ranks import ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_ep.bench.results import append_line, read_lines
-from moe_ep.launch.cli.generate_lines import CompletionLines
+from moe_ep.launch.cli.generate_report import CompletionLines
 from moe_ep.launch.cli.main import main
 from moe_ep.launch.cli.outputs import tell
 from tests.full_disk import files_of_at_most

@@ -12,8 +12,7 @@ from typing import Any
 from moe_ep.errors import missing_extra
 from moe_ep.launch.cli.gang_options import start_gang
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
-from moe_ep.launch.cli.generate_lines import CompletionLines, Finished
-from moe_ep.launch.cli.generate_report import GenerationReport, RankGeneration, Recorded
+from moe_ep.launch.cli.generate_report import CompletionLines, Finished, GenerationReport, RankGeneration, Recorded
 from moe_ep.launch.cli.options import Parser, add_command, check_apart, check_backends, from_args, refusing
 from moe_ep.launch.gangs.gang import set_up_logging
 from moe_ep.launch.gangs.local_gang import preload
