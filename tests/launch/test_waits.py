@@ -98,8 +98,16 @@ CASES: list[tuple[str, Listener, str]] = [
 ]
 
 
-NAMES = [f"{kind}-{listener.__name__}" for kind, listener, _ in CASES]
-WORDS = [(name, case[2]) for name, case in zip(NAMES, CASES, strict=True)]
+# What is waited for differs in each of these.
+INTERRUPTED = list({what: (kind, listener, what) for kind, listener, what in CASES}.values())
+
+
+def name_of(kind: str, listener: Listener) -> str:
+    return f"{kind}-{listener.__name__}"
+
+
+def words(cases: list[tuple[str, Listener, str]]) -> list[tuple[str, str]]:
+    return [(name_of(kind, listener), what) for kind, listener, what in cases]
 
 
 @dataclass
@@ -111,11 +119,12 @@ class Waiting:
     command: subprocess.Popen[str]
 
 
-def start_all(limit_s: float) -> Iterator[dict[str, Waiting]]:
+def start_all(limit_s: float, cases: list[tuple[str, Listener, str]]) -> Iterator[dict[str, Waiting]]:
     """Every case at once: they wait at the same time, which takes no longer than one."""
     with contextlib.ExitStack() as listeners:
         waits = {}
-        for name, (kind, listener, _) in zip(NAMES, CASES, strict=True):
+        for kind, listener, _ in cases:
+            name = name_of(kind, listener)
             port = listeners.enter_context(listener())
             waits[name] = Waiting(time.monotonic(), port, start(kind, port, limit_s))
         yield waits
@@ -126,15 +135,15 @@ def start_all(limit_s: float) -> Iterator[dict[str, Waiting]]:
 
 @pytest.fixture(scope="module")
 def short_waits() -> Iterator[dict[str, Waiting]]:
-    yield from start_all(LIMIT_S)
+    yield from start_all(LIMIT_S, CASES)
 
 
 @pytest.fixture(scope="module")
 def long_waits() -> Iterator[dict[str, Waiting]]:
-    yield from start_all(120)
+    yield from start_all(120, INTERRUPTED)
 
 
-@pytest.mark.parametrize(("name", "what"), WORDS)
+@pytest.mark.parametrize(("name", "what"), words(CASES))
 def test_a_wait_says_what_it_is_for_and_ends_at_the_deadline(
     short_waits: dict[str, Waiting], name: str, what: str
 ) -> None:
@@ -150,7 +159,7 @@ def test_a_wait_says_what_it_is_for_and_ends_at_the_deadline(
     assert str(wait.port) in last or "rank 1 of 2" in last
 
 
-@pytest.mark.parametrize(("name", "what"), WORDS)
+@pytest.mark.parametrize(("name", "what"), words(INTERRUPTED))
 def test_a_wait_ends_at_ctrl_c(long_waits: dict[str, Waiting], name: str, what: str) -> None:
     command = long_waits[name].command
     assert command.stderr is not None and what in command.stderr.readline()
