@@ -180,6 +180,8 @@ def count_nonfinite(tensor: torch.Tensor) -> int:
     """How many elements are NaN or infinity; 0 for dtypes that have none."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return 0
+    if tensor.dtype == torch.float8_e8m0fnu:
+        return int((tensor.view(torch.uint8) == 0xFF).sum())
     if tensor.is_cpu and not has_nonfinite(
         tensor.detach().contiguous().flatten().view(torch.uint8).numpy(), tensor.dtype
     ):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moe_ep.activation import gate_limit
-from moe_ep.checkpoint.finite import CheckedCopy, check_finite
+from moe_ep.checkpoint.finite import MAY_BE_NONFINITE, CheckedCopy, check_finite
 from moe_ep.checkpoint.formats import QuantizationConfig
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.model_spec import model_spec
@@ -413,7 +413,9 @@ def _check_values(reader: CheckpointReader, source: Source, slot: Slot, tensor: 
             f"{where}: expected a parameter of the layer for it, found none, and it cannot be left out"
         )
     # Exponents that are stored as bytes are numbers only now, and a scale may be too large for another dtype.
-    is_checked = source.info is not None and source.info.dtype == tensor.dtype
+    if tensor.dtype == torch.uint8 and slot.layout.role is Role.GROUPS:
+        tensor = tensor.view(torch.float8_e8m0fnu)
+    is_checked = source.info is not None and source.info.dtype == tensor.dtype in MAY_BE_NONFINITE
     if slot.layout.role is Role.GROUPS and not (is_checked or reader.allow_nonfinite):
         check_finite(reader.index_file if source.info is None else source.info.file, source.name, tensor)
 

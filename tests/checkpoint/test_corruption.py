@@ -162,7 +162,7 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
     "NaN scale of e8m0": (
         "mxfp4 per expert",
         tensor(f"{EXPERT}.weight_scale", lambda found: torch.full_like(found, 255)),
-        "experts: weight_scale: expected exponents up to 254, found 255",
+        f"tensor {EXPERT}.weight_scale: expected finite numbers, found NaN",
     ),
     "NaN scale of GPTQ": ("gptq 4 bits", not_a_number(f"{EXPERT}.scales"), f"tensor {EXPERT}.scales: expected finite"),
     "no second scale": (
