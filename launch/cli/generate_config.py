@@ -173,6 +173,8 @@ class GenerateConfig(ElasticOptions):
         if self.prompts is None:
             found = [("--prompt", {"prompt": prompt}) for prompt in self.prompt]
         elif self.prompts == _STDIN:
+            if sys.stdin is None:
+                raise ValueError("stdin is closed; name a file, or give --prompt")
             found = _lines_of("stdin", sys.stdin.buffer.read(), are_json=None)
         else:
             found = _lines_of(str(self.prompts), self.prompts.read_bytes(), are_json=self.prompts.suffix == ".jsonl")

@@ -252,6 +252,9 @@ def test_prompts_from_stdin_and_on_the_command_line(tmp_path: Path, monkeypatch:
 
     assert read(b"import\n\nos\n") == ["import", "os"]
     assert read(b'\n{"prompt": "import", "id": 1}\n"os"') == ["import", "os"]
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ValueError, match="closed"):
+        GenerateConfig(prompts=Path("-")).read_prompts()
     lines, fields = GenerateConfig(prompt=("import", "a, b")).read_prompts()
     assert [(line.prompt, line.where) for line in lines] == [("import", "--prompt"), ("a, b", "--prompt")]
     assert fields == [{"prompt": "import"}, {"prompt": "a, b"}]
