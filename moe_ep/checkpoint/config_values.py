@@ -16,7 +16,7 @@ LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 # The beginning of errors about quantization settings.
 QUANT_CONFIG = "config.json: quantization_config: "
 # Above any size or count of a model: memory for a damaged number would be allocated before files are compared with it.
-_MOST = 1 << 20
+_MOST, _MOST_LAYERS = 1 << 20, 1 << 12
 
 
 class MissingKey(CheckpointError):
@@ -25,7 +25,7 @@ class MissingKey(CheckpointError):
 
 def unexpected(key: str, expected: object, found: object, way_out: str = "") -> CheckpointError:
     """The error for an invalid value of a key of config.json."""
-    return CheckpointError(f"config.json: {key}: expected {expected}, found {found!r}{way_out}")
+    return CheckpointError(f"config.json: {key}: expected {expected}, found {found!r:.200}{way_out}")
 
 
 def required(config: Config, *keys: str) -> Any:
@@ -67,6 +67,7 @@ def one_known(key: str, value: object, known: Mapping[str, V]) -> V:
 def _checked_whole(value: Any, name: str, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise unexpected(name, f"a whole number of at least {least}", value)
-    if value > _MOST:
-        raise CheckpointError(f"config.json: {name}: expected at most {_MOST}, found {value}")
+    most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+    if value > most:
+        raise CheckpointError(f"config.json: {name}: expected at most {most}, found {value}")
     return value

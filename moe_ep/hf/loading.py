@@ -5,6 +5,7 @@ Experts are removed before transformers allocates memory, so no rank ever holds 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.functional import silu
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -31,6 +33,8 @@ from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
 from moe_ep.hf.experts import LIMITS, ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
 from moe_ep.hf.untrusted import attention_without_hub, check_no_adapter, open_config, open_generation_config
 
+# Parameters that a small model may have and its files lack.
+_FEW_PARAMETERS = 10_000
 # Model types that transformers has under another name.
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
 # The part of a configuration that is the language model's, where transformers has a class for that part alone.
@@ -141,7 +145,8 @@ def _without_experts(kind: Any, shapes: list[ExpertsShape], reader: CheckpointRe
     """A subclass of the model class `kind` whose instances have no experts; their shapes are appended to `shapes`."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        kind.__init__(self, config, *args, **kwargs)
+        with _about_as_many_as(reader):
+            kind.__init__(self, config, *args, **kwargs)
         found = list(find_experts(self))
         if not found:
             raise ConfigError(
@@ -155,6 +160,25 @@ def _without_experts(kind: Any, shapes: list[ExpertsShape], reader: CheckpointRe
         _check_sizes(self, reader)
 
     return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
+
+
+@contextmanager
+def _about_as_many_as(reader: CheckpointReader) -> Iterator[None]:
+    """CheckpointError as soon as the block has made far more parameters than the files have tensors."""
+    most, made = 2 * len(reader.names()) + _FEW_PARAMETERS, itertools.count(1)
+
+    def count(*_: object) -> None:
+        if next(made) > most:
+            raise CheckpointError(
+                f"{reader.index_file}: expected a tensor for each weight of config.json, found {len(reader.names())} "
+                f"tensors for more than {most} weights; correct its numbers of layers"
+            )
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _check_sizes(model: Any, reader: CheckpointReader) -> None:

@@ -40,6 +40,8 @@ CLOSED_KEYS: dict[str, frozenset[str] | None] = {
             *("base_model_name_or_path", "assistant_model", "_adapter_model_path", "gguf_file"),
             *("backbone", "backbone_kwargs", "use_pretrained_backbone", "pretrained_cfg", "pretrained_cfg_overlay"),
             *("checkpoint_path", "cache_dir", "compile_config", "distributed_config"),
+            # Of classifiers; transformers makes as many names.
+            "num_labels",
         }
     ),
     "generation_config.json": frozenset(

@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
+import moe_ep
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.demo import make_demo_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
@@ -153,6 +154,17 @@ def test_nothing_that_a_checkpoint_names_is_run_or_fetched(demo: Path, tmp_path:
         assert attention in ("eager", "sdpa")
     # The last but one asks for another attention than transformers' choice, and gets it.
     assert others[-2][1] == "eager" and clean[1] == "sdpa"
+
+
+def test_numbers_that_would_take_all_memory_or_time(demo: Path, tmp_path: Path) -> None:
+    """Layers without experts, of which the files have none, and names that no language model has."""
+    folder = copied(demo, tmp_path / "model")
+    change(folder / "config.json", num_labels=10**10)
+    moe_ep.parallelize(folder)
+    for number in (4096, 10**6):
+        change(folder / "config.json", num_hidden_layers=number, mlp_only_layers=list(range(4, number)))
+        with pytest.raises(CheckpointError, match="layers"):
+            moe_ep.parallelize(folder)
 
 
 def test_replacements_of_a_tokenizer_that_fill_memory(demo: Path, tmp_path: Path) -> None:

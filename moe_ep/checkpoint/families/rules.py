@@ -79,9 +79,10 @@ def all_layers(config: Config) -> tuple[int, ...]:
 def sparse_step_layers(config: Config) -> tuple[int, ...]:
     """Qwen: every `decoder_sparse_step`-th layer except those listed as dense."""
     dense, step = config.get("mlp_only_layers") or [], whole(config, "decoder_sparse_step", 1, least=1)
-    if not isinstance(dense, list):
-        raise unexpected("mlp_only_layers", "a list of layers", dense)
-    return tuple(i for i in all_layers(config) if i not in dense and (i + 1) % step == 0)
+    layers = all_layers(config)
+    if not isinstance(dense, list) or len(dense) > len(layers):
+        raise unexpected("mlp_only_layers", f"a list of at most {len(layers)} layers", dense)
+    return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
 
 
 def layers_after_dense(config: Config) -> tuple[int, ...]:
