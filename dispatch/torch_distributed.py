@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from moe_ep.arguments import check_tensors
+from moe_ep.arguments import as_int32, check_tensors
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import (
     Batch,
@@ -300,7 +300,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             code_dtype = self._wire(quant_config).dispatch_dtype if scales is None else hidden_states.dtype
             batch = Batch(
                 rows=side_by_side(rows),
-                topk_ids=side_by_side(ids.to(torch.int32)),
+                topk_ids=side_by_side(as_int32(ids)),
                 topk_weights=weights.contiguous(),
                 owners=self.placement.owners(rows.device),
                 expert_map=self.placement.expert_map(rows.device),

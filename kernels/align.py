@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from moe_ep.arguments import check_expert_map, check_integers, check_same_device, check_tensors
+from moe_ep.arguments import as_int32, check_expert_map, check_integers, check_same_device, check_tensors
 from moe_ep.errors import check_at_least
 from moe_ep.kernels import jit
 from moe_ep.kernels.triton_kernel import (
@@ -317,8 +317,8 @@ def _launch(
     num_tokens: torch.Tensor,
 ) -> None:
     """Launches the kernel with what all its uses have in common added to `params`."""
-    ids = topk_ids.to(topk_ids.dtype if topk_ids.dtype == torch.int64 else torch.int32).contiguous()
-    key_map = None if key_map is None else key_map.to(torch.int32).contiguous()
+    ids = topk_ids.contiguous() if topk_ids.dtype == torch.int64 else as_int32(topk_ids).contiguous()
+    key_map = None if key_map is None else as_int32(key_map).contiguous()
     numel, num_experts = ids.numel(), num_tokens.numel()
     shape = _shape(numel, num_experts, jit.capability(ids.device.index) >= (9, 0))
     params.ids, params.key_map = ids.data_ptr(), jit.pointer(key_map)

@@ -25,6 +25,11 @@ def check_integers(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is {tensor.dtype}; it must be {INTEGER_NAMES}")
 
 
+def as_int32(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in int32. `Tensor.to` takes microseconds on the host also where there is nothing to do."""
+    return tensor if tensor.dtype is torch.int32 else tensor.to(torch.int32)
+
+
 def check_id_range(num_experts: int, dtype: torch.dtype) -> None:
     """Raises ValueError where expert ids up to num_experts - 1 are too many for an integer dtype."""
     if num_experts - 1 > torch.iinfo(dtype).max:

@@ -472,10 +472,11 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         def receive() -> Dispatched:
             check()
             rows = self._arrived(parts, number) if exact else layout.max_rows
+            is_full = rows == layout.max_rows
             return Dispatched(
-                rows=parts.rows[:rows],
-                topk_ids=parts.ids[:rows],
-                topk_weights=parts.weights[:rows],
+                rows=parts.rows if is_full else parts.rows[:rows],
+                topk_ids=parts.ids[:rows],  # another object for every batch, which `prepare` tells batches apart by
+                topk_weights=parts.weights if is_full else parts.weights[:rows],
                 arrival=arrival,
                 handle=_Sent(parts, number, batch, rows, check, arrival),
             )
@@ -545,7 +546,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         tensors: Sequence[torch.Tensor | int | None],
         numbers: Sequence[int],
     ) -> None:
-        pointers = [each if isinstance(each, int) else jit.pointer(each) for each in tensors]
+        pointers = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in tensors]
         params = parts.params(name, pointers, numbers)
         blocks = {"plan": 1, "combine": self.combine_blocks}.get(name, self.num_sms)
         early = name in ("dispatch", "ids", "rows") or (name == "combine" and self.layout.overlaps)

@@ -196,7 +196,7 @@ def compute_tokens(
             hidden_states, row_scales = eight_bit.in_sent_form(hidden_states, row_scales)
             if not rounds:
                 hidden_states, row_scales = dequantize_codes(hidden_states, row_scales, pair.act_dtype), None
-        like = hidden_states.new_empty(0, dtype=pair.act_dtype)
+        like = hidden_states if row_scales is None else hidden_states.new_empty(0, dtype=pair.act_dtype)
         slots = _scratch(intermediate_cache13, slots_numel, like).view(num_tokens, topk, -1)
         hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, like)
         numbers = None if not rounds else -(-eight_bit.scratch_bytes(pair, rows.max_rows) // 4)

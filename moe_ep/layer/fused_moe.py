@@ -559,7 +559,8 @@ class FusedMoE(MoELayer):
                 # TP ranks hold the same tokens and whole experts: each gives only its share of rows to shared experts.
                 rows = torch.arange(topk_ids.size(0), device=topk_ids.device)
                 topk_ids[:, -num_shared:].masked_fill_((rows % parallel.tp_size != parallel.tp_rank)[:, None], -1)
-        return topk_weights, topk_ids.to(self.prepare_finalize.topk_indices_dtype() or torch.int32)
+        dtype = self.prepare_finalize.topk_indices_dtype() or torch.int32
+        return topk_weights, topk_ids if topk_ids.dtype is dtype else topk_ids.to(dtype)
 
     def _check_shared(self, shared: object, routed: torch.Tensor) -> None:
         if not isinstance(shared, torch.Tensor) or shared.shape != routed.shape:

@@ -6,6 +6,7 @@ sides are in `moe_ep.modular_kernel.contracts`, the reduce strategies in `moe_ep
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -165,7 +166,10 @@ class FusedMoEModularKernel(nn.Module):
                 dispatched = self._dispatcher.dispatch(hidden_states, routing, self._quant_config)
             with stage("experts"), invariant_ops(experts.moe_config.batch_invariant):
                 target = None if inplace else output
-                expert_output = self._run_experts(target, hidden_states.dtype, routing, dispatched, w1, w2, activation)
+                # Weights may require gradients, and scratch must not keep a graph.
+                with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                    dtype = hidden_states.dtype
+                    expert_output = self._run_experts(target, dtype, routing, dispatched, w1, w2, activation)
             with stage("combine"):
                 reduce_impl = experts.finalize_weight_and_reduce_impl()
                 self._dispatcher.combine(output, expert_output, dispatched, reduce_impl)
@@ -186,7 +190,6 @@ class FusedMoEModularKernel(nn.Module):
                 f"None, that is, all are local; pass the map of this rank's experts"
             )
 
-    @torch.no_grad()  # weights may require gradients, and scratch must not keep a graph
     def _run_experts(
         self,
         target: torch.Tensor | None,
