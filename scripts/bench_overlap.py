@@ -5,18 +5,22 @@
     torchrun --nproc-per-node 2 scripts/bench_overlap.py    # a rank per GPU
 
 Times are microseconds of the slowest rank for a layer without its router, in CUDA graphs; beside them dispatch and
-combine alone. Ranks that share a GPU are launched eagerly, and their overlapped kernels leave SMs to each other. Ends
-with 1 where values differ by more than rounding.
+combine alone. Ranks that share a GPU are launched eagerly, and their overlapped kernels leave SMs to each other. --timeline
+adds when each kernel of one call ran, which scripts/draw_timeline.py draws. Ends with 1 where values differ by more than
+rounding.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -252,6 +256,34 @@ def time_rank(layer: RankLayer, batch: Batch, together: Callable[[], object]) ->
     return {name: round(timing_of([each[name] for each in rounds[1:]]).median, 1) for name in calls}
 
 
+def timeline(layer: RankLayer, batch: Batch, together: Callable[[], object]) -> dict[str, list[dict[str, Any]]]:
+    """The kernels of one eager call of either mode: name, begin and end in microseconds from the first one's begin, and
+    blocks."""
+    found = {}
+    for mode in MODES:
+        for _ in range(3):
+            layer.run(mode, *batch)
+        torch.cuda.synchronize()
+        together()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            layer.run(mode, *batch)
+            torch.cuda.synchronize()
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profile.export_chrome_trace(file.name)
+            events = [e for e in json.loads(Path(file.name).read_text())["traceEvents"] if e.get("cat") == "kernel"]
+        first = min(event["ts"] for event in events)
+        found[mode] = [
+            {
+                "kernel": event["name"],
+                "begin": round(event["ts"] - first, 1),
+                "end": round(event["ts"] - first + event["dur"], 1),
+                "blocks": event["args"]["grid"][0],
+            }
+            for event in sorted(events, key=lambda event: event["ts"])
+        ]
+    return found
+
+
 def time_ranks_of_one_gpu(layers: list[RankLayer], batches: Sequence[Batch]) -> dict[str, float]:
     """Medians of all ranks of this process together, eager."""
 
@@ -267,7 +299,13 @@ def time_ranks_of_one_gpu(layers: list[RankLayer], batches: Sequence[Batch]) -> 
 
 
 def measure(
-    bench: Bench, size: str, tokens: int, layers: list[RankLayer], ranks: Sequence[int], num_ranks: int
+    bench: Bench,
+    size: str,
+    tokens: int,
+    layers: list[RankLayer],
+    ranks: Sequence[int],
+    num_ranks: int,
+    with_timeline: bool = False,
 ) -> bool:
     """Prints a row; whether all values are right."""
     checks = check_values(layers, ranks[0], num_ranks, tokens)
@@ -278,6 +316,8 @@ def measure(
     else:
         together = dist.barrier if dist.is_initialized() else lambda: None
         times = time_rank(layers[0], batches[0], together)
+        if with_timeline:
+            times["timeline"] = timeline(layers[0], batches[0], together)
     bench.keep({"layer": size, "tokens": tokens, "ranks": num_ranks, "checks": checks} | times)
     if ranks[0] == 0:
         worst = f"{max(check['difference'] for check in checks):.5f}" if not wrong else f"WRONG: {wrong}"
@@ -292,6 +332,7 @@ def main() -> int:
     bench.parser.add_argument("--ranks", type=int, default=1, help="ranks of this process, without torchrun")
     bench.parser.add_argument("--sizes", default="small,qwen3-30b,deepseek-v3")
     bench.parser.add_argument("--tokens", default="256,1024,4096", help="of each rank")
+    bench.parser.add_argument("--timeline", action="store_true", help="keep one call's kernels, of a rank per GPU")
     options = bench.parse()
     cases = [(size, int(tokens)) for size in options.sizes.split(",") for tokens in options.tokens.split(",")]
     is_gang = "LOCAL_RANK" in os.environ
@@ -304,15 +345,18 @@ def main() -> int:
     if is_gang:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         right = [
-            measure(bench, size, tokens, [RankLayer(SIZES[size], rank, num_ranks, tokens)], [rank], num_ranks)
+            measure(
+                bench, size, tokens, [RankLayer(SIZES[size], rank, num_ranks, tokens)], [rank], num_ranks,
+                options.timeline,
+            )
             for size, tokens in cases
-        ]
+        ]  # fmt: skip
     else:
         with ranks_on_one_gpu(options.ranks):
             right = [
                 measure(
                     bench, size, tokens, layers_of_one_gpu(SIZES[size], options.ranks, tokens), range(options.ranks),
-                    options.ranks,
+                    options.ranks, options.timeline,
                 )
                 for size, tokens in cases
             ]  # fmt: skip
