@@ -312,14 +312,18 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         return eight_bit.has_kernel(dtype, jit.capability(self._device.index or 0))
 
     def refuses_overlap(self) -> str | None:
-        config = self.moe_config
+        config, quant = self.moe_config, self.quant_config
         if not hopper.runs_on(self._device):
             return f"the weights are on {self._device}, and the kernel that waits for rows is for Hopper"
         if config.num_local_experts > hopper.MOST_EXPERTS:
             return f"there are {config.num_local_experts} experts on a rank; the kernel takes {hopper.MOST_EXPERTS}"
         reasons = (
             (config.in_dtype is not torch.bfloat16, f"rows are {config.in_dtype} and must be torch.bfloat16"),
-            (self.may_round_rows(), f"rows are rounded to {self.quant_config.input_dtype} before they are multiplied"),
+            (
+                quant.dispatch_dtype != quant.input_dtype,
+                f"rows are multiplied as {dtype_name(quant.input_dtype or config.in_dtype)} and sent as "
+                f"{dtype_name(quant.dispatch_dtype or config.in_dtype)}; make dispatch_dtype and input_dtype the same",
+            ),
             (any(part[5] is not None for part in self._companions), "act-order reorders all rows before"),
             (config.batch_invariant, "a batch-invariant layer has a kernel of its own"),
         )
@@ -342,7 +346,8 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
         check_scratch(pair, rows, ids.numel(), ids.numel() if self._overlaps else None, _SCRATCH, *step.scratch)
         if step.arrival is not None:
-            compute_arriving(pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival)
+            given = (pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival)
+            compute_arriving(*given, row_scales=step.row_scales)
             return
         if self._leaves_slots():
             compute_slots(pair, step.output, rows, ids, step.expert_map, *step.scratch)

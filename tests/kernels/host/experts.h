@@ -249,6 +249,10 @@ inline void fence_proxy_async() {}
 inline void fence_proxy_async_global() {}
 inline void add_release_gpu(int* p, int value) { atomicAdd(p, value); }
 inline int add_acquire_release_gpu(int* p, int value) { return atomicAdd(p, value); }
+inline u64 load_acquire_sys(const u64* at) { return emulated::load(at); }
+inline u64 global_timer_ns() { return emulated::now_ns(); }
+inline void grid_dependency_wait() { emulated::wait_for_kernel_before(); }
+inline void grid_dependency_launch() { emulated::running->block->lets_next_come_up = true; }
 inline void wait_at_least(const int* p, int value) {
   while (*p < value) emulated::yield();
 }
