@@ -279,16 +279,19 @@ def time_rank(layer: RankLayer, batch: Batch, together: Callable[[], object]) ->
 
 
 def timeline(layer: RankLayer, batch: Batch, together: Callable[[], object]) -> dict[str, list[dict[str, Any]]]:
-    """The kernels of one eager call of either mode: name, begin and end in microseconds from the first one's begin, and
-    blocks."""
+    """The kernels of one call of either mode in a CUDA graph: name, begin and end in microseconds from the first one's
+    begin, and blocks."""
     found = {}
     for mode in MODES:
         for _ in range(3):
             layer.run(mode, *batch)
         torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer.run(mode, *batch)
         together()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            layer.run(mode, *batch)
+            graph.replay()
             torch.cuda.synchronize()
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             profile.export_chrome_trace(file.name)

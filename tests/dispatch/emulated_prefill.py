@@ -182,7 +182,8 @@ class Prefill(Session):
         for parts in block.batches:
             parts.common.timeout_ns = self.timeout_ns
             parts.slots.fill_(1)  # not where anything lies, but in bounds
-            parts.rows.view(torch.uint8).fill_(_POISON)
+            rows = parts.rows if parts.row_scales is None else block.part(block.batches.index(parts), "rows")
+            rows.view(torch.uint8).fill_(_POISON)
         backend.moe_config, backend.quant_config, backend.ranks = config, None, ranks
         backend.placement = Placement(owners_of(config), rank)
         backend.block = backend.memory = block
@@ -260,7 +261,8 @@ class Prefill(Session):
 
     def _dispatch(self, rank: int, case: Case) -> Generator[None, None, tuple[Any, Step, Dispatched]]:
         backend, setting = self.backends[rank], make_setting(case, rank, self.num_ranks)
-        config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(self.code_dtype)
+        # Experts that read rows as they are sent.
+        config = FusedMoEQuantConfig(dispatch_dtype=self.code_dtype, input_dtype=self.code_dtype)
         pending = backend.dispatch_async(*dispatch_args((*prepare_args(setting, "cpu")[:-1], config)))
         parts = max(backend.block.batches, key=lambda parts: parts.number)
         step = Step(setting, torch.full_like(setting.inputs[rank].rows, float("nan")))
