@@ -258,10 +258,10 @@ def run_arriving(
     if arrival.most_blocks is not None:
         blocks = max(blocks - copying_blocks, 1)
     arrival.start()
-    given = with_arrival(ArrivingRowsParams, copying, arrival)
-    launches.kernels["rows"].launch(given, (copying_blocks, 1, 1), _ARRIVING_THREADS, launches.table_bytes, early=True)
-    given = with_arrival(ArrivingEightBitParams, multiplying, arrival)
-    kernel.launch(given, (blocks, 1, 1), _MULTIPLY_THREADS, launches.shared_bytes, early=True)
+    first = with_arrival(ArrivingRowsParams, copying, arrival)
+    launches.kernels["rows"].launch(first, (copying_blocks, 1, 1), _ARRIVING_THREADS, launches.table_bytes, early=True)
+    second = with_arrival(ArrivingEightBitParams, multiplying, arrival)
+    kernel.launch(second, (blocks, 1, 1), _MULTIPLY_THREADS, launches.shared_bytes, early=True)
 
 
 def _set_maps(params: EightBitParams, pair: WeightPair, where: ScratchLayout) -> None:

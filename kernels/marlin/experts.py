@@ -346,8 +346,8 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
         check_scratch(pair, rows, ids.numel(), ids.numel() if self._overlaps else None, _SCRATCH, *step.scratch)
         if step.arrival is not None:
-            given = (pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival)
-            compute_arriving(*given, row_scales=step.row_scales)
+            arriving = (pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival, step.row_scales)
+            compute_arriving(*arriving)
             return
         if self._leaves_slots():
             compute_slots(pair, step.output, rows, ids, step.expert_map, *step.scratch)
