@@ -47,15 +47,15 @@ class RankReport:
     device: str
     device_name: str
     num_tokens: int
-    backend: str
-    experts_name: str
     load_s: float
     bytes_read: int
     versions: dict[str, str]
     model: dict[str, Any]
     dtype: str
-    tolerance: float
-    rows: list[str]
+    backend: str = ""
+    experts_name: str = ""
+    tolerance: float = 0.0
+    rows: list[str] = field(default_factory=list)
     memory_bytes: int = 0
     experts: list[list[int]] = field(default_factory=list)
     graphs: bool = False

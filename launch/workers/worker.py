@@ -146,7 +146,7 @@ class Run:
         )
 
     def _follow(self, membership: Membership) -> ElasticExperts:
-        """Makes the stack follow changes of the ranks, and settles the first set of ranks."""
+        """Makes the stack follow changes of the ranks."""
 
         def read(number: int, layer: FusedMoE, experts: Collection[int]) -> int:
             before = self.reader.bytes_read
@@ -154,12 +154,10 @@ class Run:
             return self.reader.bytes_read - before
 
         layers = [block.moe for block in self.stack.layers()]
-        elastic = ElasticExperts(membership, layers, read, when_uncovered=self.config.when_uncovered)
-        membership.settle()
-        return elastic
+        return ElasticExperts(membership, layers, read, when_uncovered=self.config.when_uncovered)
 
     def _new_report(self, load_s: float) -> RankReport:
-        spec, reader, layer = self.spec, self.reader, self.stack.layers()[0].moe
+        spec, reader = self.spec, self.reader
         quantization = reader.config.get("quantization_config") or {}
         return RankReport(
             rank=self.rank_env.rank,
@@ -167,8 +165,6 @@ class Run:
             device=self.rank_env.device,
             device_name=device_name(self.device),
             num_tokens=self.config.num_tokens(self.rank_env.rank),
-            backend=backend_name(layer.prepare_finalize),
-            experts_name=experts_name(layer.modular_kernel.fused_experts),
             load_s=load_s,
             bytes_read=reader.bytes_read,
             versions=versions(),
@@ -185,13 +181,17 @@ class Run:
                 "quantization": quantization.get("quant_method", self.config.quantize),
             },
             dtype=str(self.dtype).removeprefix("torch."),
-            tolerance=max(verify.tolerance(self.dtype, block.moe.rounds_rows_to) for block in self.stack.layers()),
-            rows=list(dict.fromkeys(str(block.moe.input_rows) for block in self.stack.layers())),
             experts=_experts_held(self.stack),
         )
 
     def all_reports(self) -> list[dict[str, Any]]:
-        """The reports of all ranks as plain values, in rank order; a collective step."""
+        """The reports of all ranks as plain values, in rank order; a collective step, behind a pass, which has made the
+        layers' backends."""
+        layers = [block.moe for block in self.stack.layers()]
+        self.report.backend = backend_name(layers[0].prepare_finalize)
+        self.report.experts_name = experts_name(layers[0].modular_kernel.fused_experts)
+        self.report.tolerance = max(verify.tolerance(self.dtype, layer.rounds_rows_to) for layer in layers)
+        self.report.rows = list(dict.fromkeys(str(layer.input_rows) for layer in layers))
         return gather_values("reports", asdict(self.report))
 
     def warm_up(self, steps: MeasuredSteps) -> None:

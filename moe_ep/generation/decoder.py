@@ -158,18 +158,18 @@ class SlotDecoder:
         self._hits: dict[int, list[int]] = {}
         if self.steps.elastic is not None:
             self.steps.elastic.on_cover(self.capture_anew)
+        # Graphs that are closed are made anew.
         self._pass_graphs: PassGraphs | None = None
 
     def capture_anew(self) -> None:
         """Frees the captured graphs before the set of ranks changes; passes are captured again."""
         if self._pass_graphs is not None:
             self._pass_graphs.close()
-        self._pass_graphs = None
 
     @property
     def graphs(self) -> PassGraphs:
         """The graphs of this rank's passes. The first access may make backends, a collective step of the ranks."""
-        if self._pass_graphs is None:
+        if self._pass_graphs is None or self._pass_graphs.is_closed:
             prefill = "it is switched off" if self._prefill_graphs == "off" else self._why_not_packed()
             prefill = prefill or self._why_not_here()
             buckets, is_on = None, self._prefill_graphs == "on"
@@ -310,7 +310,11 @@ class SlotDecoder:
     def close(self) -> None:
         """Frees the CUDA graphs. NCCL cannot leave a process group while graphs with its collectives exist."""
         self._recording.close()
-        self.graphs.close()
+        self.capture_anew()
+
+    def how_passes_run(self) -> dict[str, str]:
+        """Says of "prefill" and "decode" whether they run as CUDA graphs, and why not; also after `close`."""
+        return (self._pass_graphs or self.graphs).summary()
 
     def _run(self, doing: Doing, num_rows: int, run: Callable[..., Any], *inputs: PromptBatch) -> Any:
         """Runs one pass of the current step, eagerly or by replaying its graph."""
@@ -468,7 +472,7 @@ class PassGraphs:
         self._decode_numbers = (decodes_small, 2 + decodes_small)
         self._num_eager: dict[int, int] = {}
         self._graphs: dict[int, tuple[Any, tuple[PromptBatch, ...], Any]] = {}
-        self._is_closed = False
+        self.is_closed = False
         self.captured = 0
 
     def number(self, doing: Doing, num_rows: int, *, is_small: bool) -> int | None:
@@ -496,18 +500,18 @@ class PassGraphs:
             graph.replay()
             return output
         output = run(*inputs)
-        if not (self._is_closed or number in self._graphs or self._refusal(number)):
+        if not (number in self._graphs or self._refusal(number)):
             self._num_eager[number] = self._num_eager.get(number, 0) + 1
             if self._num_eager[number] == (WARM_UP_PASSES if number in self._decode_numbers else 1):
                 self._capture(number, run, inputs)
         return output
 
     def close(self) -> None:
-        """Frees the graphs; later passes run eagerly."""
+        """Frees the graphs."""
         for graph, _, _ in self._graphs.values():
             graph.reset()
         self._graphs.clear()
-        self._is_closed, self.captured = True, 0
+        self.is_closed, self.captured = True, 0
 
     def _refusal(self, number: int) -> str:
         return self._decode if number in self._decode_numbers else self._prefill

@@ -384,7 +384,7 @@ class Generation:
 
     def how_passes_run(self) -> dict[str, str]:
         """Says of "prefill" and "decode" whether they run as CUDA graphs, and why not."""
-        return self._decoder.graphs.summary()
+        return self._decoder.how_passes_run()
 
     @torch.inference_mode()
     def run(self) -> list[Completion]:
