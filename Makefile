@@ -8,11 +8,11 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 TESTS  ?= tests
 # Files of tests that run at a time: more than two cores, since many tests wait. Those that start gangs hold clusters to
-# deadlines: with `make --jobs=2 test` they run beside the others, which leave them the processor where they want it.
+# deadlines: with `make --jobs=2 test` they run beside the others, which are nicer.
 # (5 is pytest's word for no tests of that kind.)
 JOBS   ?= 3
 GANG_JOBS ?= 2
-POLITELY = nice -n 19
+POLITELY = nice -n 5
 AT_A_TIME = --dist loadfile --no-loadscope-reorder
 ARGS   ?=
 # Extras to install: on a machine with NVIDIA GPUs also what the kernels and NVSHMEM need (EXTRAS=test leaves it out).

@@ -34,8 +34,8 @@ from tests.ranks import RankPool, ranks
 TIMEOUT_S = 4.0
 # What ends sooner than at the deadline of a pool, which is this or longer.
 LONG_S = 60.0
-# A death is noticed and a refusal heard within this many seconds.
-DEATH_S, REFUSAL_S = 3.0, 5.0
+# A death is noticed and a refusal heard within this many seconds on a busy machine; otherwise within 3.
+DEATH_S = REFUSAL_S = 20.0
 
 
 def outcome(call: Any, *args: Any) -> tuple[str, float, tuple[int, ...]]:

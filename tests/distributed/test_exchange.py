@@ -26,8 +26,8 @@ from moe_ep.errors import DispatchTimeoutError
 from tests.full_disk import files_of_at_most
 from tests.ranks import RankPool, ranks
 
-# Deaths are noticed within this many seconds.
-DEATH_S = 3.0
+# Deaths are noticed within this many seconds on a busy machine, otherwise within 3, and long before the deadline.
+DEATH_S = 20.0
 
 
 def numbers(rank: int, question: int) -> int:
@@ -132,7 +132,7 @@ def test_a_rank_that_fails_by_itself_is_named_with_its_reason() -> None:
         pool.close()
     for rank in (0, 2):
         text, elapsed, blamed = results[rank]
-        assert "KeyError" in text and "what rank 1 lacks" in text and blamed == (1,) and elapsed < 5
+        assert "KeyError" in text and "what rank 1 lacks" in text and blamed == (1,) and elapsed < DEATH_S
 
 
 def leave_early(rank: int, world_size: int) -> list[list[int]]:

@@ -95,4 +95,4 @@ def test_the_death_of_the_rank_that_holds_the_store_is_noticed() -> None:
             process.kill()
             process.join()
     for rank, kind, text, elapsed in found:
-        assert rank != 0 and kind == "DispatchTimeoutError" and "rank 0 died" in text and elapsed < 5
+        assert rank != 0 and kind == "DispatchTimeoutError" and "rank 0 died" in text and elapsed < 30

@@ -129,6 +129,6 @@ def test_a_driver_without_the_token_is_told_at_once(head: Head, mode: str | None
     command = [sys.executable, "-m", "moe_ep.launch", *RUN, "--address", head.address, "--ep-size", "1"]
     started = time.monotonic()
     done = subprocess.run(command, cwd=jobs.ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1 and "RAY_AUTH_MODE=token" in done.stderr, done.stderr

@@ -166,7 +166,7 @@ def test_a_wait_ends_at_ctrl_c(long_waits: dict[str, Waiting], name: str, what: 
     started = time.monotonic()
     os.killpg(command.pid, signal.SIGINT)
     command.communicate(timeout=60)
-    assert time.monotonic() - started < 20  # 2 s where nothing else runs; the wait itself would last 120 s
+    assert time.monotonic() - started < 40  # 2 s where nothing else runs; the wait itself would last 120 s
     assert command.returncode == 130
 
 
@@ -184,7 +184,7 @@ def test_a_function_that_nothing_interrupts_is_left_behind(limit_s: float) -> No
     started = time.monotonic()
     with pytest.raises(GangError, match="somebody"):
         waiting.call(never.wait, waiting.Wait("somebody", limit_s))
-    assert limit_s <= time.monotonic() - started < limit_s + 1
+    assert limit_s <= time.monotonic() - started < limit_s + 20
     with pytest.raises(KeyboardInterrupt), interrupts.raised_as_interrupt():
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         waiting.call(never.wait, waiting.Wait("somebody", 60))
