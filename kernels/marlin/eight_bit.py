@@ -275,7 +275,7 @@ def _set_maps(params: EightBitParams, pair: WeightPair, where: ScratchLayout) ->
 
 def with_arrival(cls: type[Params], params: RowsParams | EightBitParams, arrival: Arrival) -> Params:
     """The same parameters of a kernel that waits for its rows."""
-    joined = cls(experts=ArrivingExperts.of(params.experts, arrival.params))
+    joined = cls(experts=ArrivingExperts.of(params.experts, arrival=arrival.params))
     for name, *_ in params._fields_:
         if name not in ("experts", "unused"):
             setattr(joined, name, getattr(params, name))
