@@ -210,8 +210,8 @@ class EPLBManager:
             if layer.eplb_state is not None:
                 layer.eplb_state.replica_rule = self.config.replica_rule
                 layer.eplb_state.is_balanced = _of(self, EPLBManager._is_open, False)
-                layer.eplb_state.is_moving = _of(self, EPLBManager._has_commits_to_come, False)
-                layer.eplb_state.finish_moving = _of(self, EPLBManager._finish_if_open)
+                layer.eplb_state.is_moving = _of(self, lambda manager: manager.busy and manager._is_open(), False)
+                layer.eplb_state.finish_moving = _of(self, lambda manager: manager._is_open() and manager.finish())
         self._telling, self._beginning = threading.Lock(), threading.Lock()
         self._num_jobs = 0
         self._is_closing = False
@@ -335,13 +335,6 @@ class EPLBManager:
 
     def _is_open(self) -> bool:
         return self._thread.is_open and not self._gate.failed
-
-    def _finish_if_open(self) -> None:
-        if self._is_open():
-            self.finish()
-
-    def _has_commits_to_come(self) -> bool:
-        return self._rearrangement.busy and self._is_open()
 
     def _checked(self, placement: Array | torch.Tensor) -> Array:
         target = placement_on_host("physical_to_logical", placement)

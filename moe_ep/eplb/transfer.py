@@ -92,7 +92,7 @@ class MessageTransport:
             TimeoutError: a message did not come before the deadline.
             RuntimeError: the connection to a peer is gone.
         """
-        deadline, self._under_way = time.monotonic() + self._timeout_s, True
+        deadline, on_gpu, self._under_way = time.monotonic() + self._timeout_s, experts.device.type == "cuda", True
         experts.pack([slot for _, slot, _ in moves.copies], [rows[row] for *_, row in moves.copies])
         stamps: dict[int, int] = {}
         for part in moves.rounds:
@@ -103,9 +103,16 @@ class MessageTransport:
             sends = [(row, peer) for row, (_, _, peers) in zip(packed, part.sends, strict=True) for peer in peers]
             receives = [(rows[row], peer) for _, row, peer, _ in part.receives]
             if sends or receives:
-                _finish(self._start(sends, receives), experts.device, deadline)
+                for work in self._start(sends, receives):
+                    if on_gpu:
+                        work.wait()  # queued on the current stream
+                    else:
+                        work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
             stamps |= {row: _stamp(stamp, expert) for expert, row, *_ in part.receives}
-        _wait_for_device(experts.device, deadline, self._is_hopeless)
+        if on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+            wait_for_event(event, deadline, self._is_hopeless)
         self._under_way = False
         return not stamps or intact(rows[: moves.num_rows], stamps)
 
@@ -222,23 +229,6 @@ def wait_for_event(event: torch.cuda.Event, deadline: float, is_hopeless: Callab
         if time.monotonic() > deadline:
             raise TimeoutError("the GPU did not get there")
         time.sleep(_SLEEP_S)
-
-
-def _finish(works: Sequence[dist.Work], device: torch.device, deadline: float) -> None:
-    """Waits for exchanges on CPUs, at most until the deadline; those of GPUs are queued on the current stream."""
-    for work in works:
-        if device.type == "cuda":
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
-
-
-def _wait_for_device(device: torch.device, deadline: float, is_hopeless: Callable[[], bool]) -> None:
-    """Waits for the current stream, at most until the deadline."""
-    if device.type == "cuda":
-        event = torch.cuda.Event()
-        event.record()
-        wait_for_event(event, deadline, is_hopeless)
 
 
 # ==== Choice of a transport, and copies between peers ====

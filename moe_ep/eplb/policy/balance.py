@@ -65,20 +65,15 @@ class Placement:
         self.units[:, ranks] = other.units
         self.loads[ranks] = other.loads
 
-    def _blocked(self, heavy: Array, light: Array) -> tuple[Array, Array]:
-        """Slots of each rank of a pair that hold an expert of the other: bool `[S, A]` each."""
-        same = self.experts.take(heavy, axis=1)[:, None] == self.experts.take(light, axis=1)[None]
-        return np.logical_or.reduce(same, axis=1), np.logical_or.reduce(same, axis=0)
-
     def best_exchange(self, heavy: Array, light: Array) -> tuple[Array, Array, Array]:
         """For A pairs of ranks the exchange that leaves the lower maximum: its slots, and whether it helps at all."""
         gap = self.loads[heavy] - self.loads[light]
         units_h, units_l = self.units.take(heavy, axis=1), self.units.take(light, axis=1)
         if self.replicated:
             # An expert that the other rank holds too must stay, or that rank would hold it twice.
-            stays_h, stays_l = self._blocked(heavy, light)
-            units_h[stays_h] = np.inf
-            units_l[stays_l] = -np.inf
+            same = self.experts.take(heavy, axis=1)[:, None] == self.experts.take(light, axis=1)[None]
+            units_h[np.logical_or.reduce(same, axis=1)] = np.inf
+            units_l[np.logical_or.reduce(same, axis=0)] = -np.inf
         units_h -= gap * _HALF
         score = units_h[:, None] - units_l[None]
         np.abs(score, out=score)

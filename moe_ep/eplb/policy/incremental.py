@@ -94,10 +94,6 @@ class RowPlanner:
             place.replace(np.flatnonzero(found), better)
         return place
 
-    def _exchange(self, place: Placement, target: Array) -> None:
-        swap_pairs(place, target, _ROUNDS)
-        swap_heaviest(place, target, _ROUNDS)
-
     def only(self, rows: Array) -> RowPlanner:
         """The planner of these rows alone."""
         part = copy.copy(self)
@@ -118,7 +114,8 @@ class RowPlanner:
         place = Placement(self.weight, counts, self._copies_adjoined(slots), self.num_ranks)
         separate_copies(place)
         relieve_heavy(place, target)
-        self._exchange(place, target)
+        swap_pairs(place, target, _ROUNDS)
+        swap_heaviest(place, target, _ROUNDS)
         result, worst = place.slots, place.by_row.max(axis=1)
         return result, worst, (worst > target) | self._moves_much(old, result, worst)
 
