@@ -14,7 +14,7 @@ from typing import Any
 
 # No config.json of a model is larger, also where it names every matrix of every expert.
 MAX_CONFIG_BYTES = 64 << 20
-# Whoever copies or writes a value calls itself for each level, and Python allows about a thousand calls.
+# Code that copies or writes a value calls itself for each level, and Python allows about a thousand calls.
 _MOST_NESTED = 200
 
 
@@ -111,7 +111,7 @@ def _locked_folder(folder: Path, wait: bool) -> int:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            # Whoever had the lock may have renamed or removed what was opened here.
+            # The process that had the lock may have renamed or removed what was opened here.
             if folder.exists() and os.path.samestat(os.fstat(lock), folder.stat()):
                 return lock
         except BaseException:

@@ -1,6 +1,6 @@
 """Memory that every rank of a host can write: symmetric blocks from NVSHMEM, and the address of each peer's copy.
 
-NVSHMEM is initialised once per process, over all ranks of the default group; its unique id travels through the group's
+NVSHMEM is initialised once per process, over all ranks of the default group; its unique id is sent through the group's
 store. An arena is one process group's view of it, shared by everything in the process that moves rows in that group.
 Allocation is collective over the default group: sub-groups work where they divide it and all allocate alike, and
 anything else ends with an error that names the missing ranks (`moe_ep.distributed.exchange`).

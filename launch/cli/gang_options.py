@@ -147,7 +147,7 @@ def _started_as(config: GangConfig) -> RankEnv | None:
 def make_gang(config: GangConfig) -> Gang:
     """Starts the workers of the launcher that the options name."""
     if getattr(config, "elastic", False):
-        # Of each call to a lost store torch would show a C++ stack.
+        # torch would show a C++ stack for each call to a lost store.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     num_local, device = _here(config)
     if config.launcher == "local":

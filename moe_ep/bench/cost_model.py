@@ -108,7 +108,7 @@ def predict(
 
     Args:
         wire_bytes: of a number in the dispatch, 2 for bf16 and 1 for fp8 (whose scales are counted); combines are bf16.
-        two_level: across hosts, a token travels once to each host.
+        two_level: across hosts, a token is sent once to each host.
 
     Raises:
         ValueError: an EP size that is neither a part of a host nor whole hosts, or another number out of its range.
@@ -174,7 +174,7 @@ def uneven_step_us(
 ) -> float:
     """Microseconds of one layer's step in which the ranks have these rows and active experts, `[R]` each.
 
-    Rows travel as in `predict`. Copies of experts, (expert, from rank, to rank, slot), go over the same links before
+    Rows are sent as in `predict`. Copies of experts, (expert, from rank, to rank, slot), go over the same links before
     them; nothing of that is hidden behind anything.
 
     Raises:

@@ -172,7 +172,7 @@ class EPLBManager:
             _ = layer.modular_kernel
         device = first.expert_weights()[0].device
         present = np.array([layer.slots.logical_of_physical() for layer in layers], dtype=np.int64)
-        # Of the ordinary kind, whatever the mode here is: layers and commits write to them in any mode.
+        # Ordinary tensors, also in inference mode: layers and commits write to them in any mode.
         with torch.inference_mode(False):
             self.placement = PlacementState(present, first.num_experts, first.parallel_config.ep_size, device)
             self.recorder = ExpertLoadRecorder(
@@ -296,7 +296,7 @@ class EPLBManager:
         self._begin("plan_now", self.config.asynchronous, self.recorder.snapshot(), None)
 
     def rearrange(self, physical_to_logical: Array | torch.Tensor) -> None:
-        """Goes to a placement `[L, P]` that somebody else planned; every rank calls it after the same step.
+        """Goes to a placement `[L, P]` that the caller planned; every rank calls it after the same step.
 
         Asynchronous or not as the configuration says; `busy` tells when it is done, `finish` waits for that.
 
@@ -372,7 +372,7 @@ class EPLBManager:
         doubtful = self._rearrangement.in_doubt
         if doubtful is not None and not self._is_closing:  # ranks that close after the same step agree on all layers
             self._mover.doubt([doubtful], True)
-        # The frames of what went wrong hold connections.
+        # The traceback of the error's context would keep connections alive.
         error.__context__ = None
         self._channel.close()
 
@@ -397,7 +397,7 @@ class EPLBManager:
         try:
             self._listener(event)
         except Exception:
-            # Who watches must not stop what is watched, nor leave the other ranks waiting.
+            # A listener's error must not stop the balancing, nor leave the other ranks waiting.
             logger.exception("the listener of the EPLB manager failed at %s", event)
 
 

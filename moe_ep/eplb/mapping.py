@@ -15,7 +15,7 @@ from moe_ep.registry import choose_form
 # How a rank divides its tokens over the replicas of their experts: the rule, in plain torch.
 #
 # Each rank levels what it sends. It knows its own choices, and with them how many of its tokens go to each rank; the
-# replicas of an expert are places where it may choose, so tokens pass from the fuller rank to the other. Nobody is
+# replicas of an expert are places where it may choose, so tokens pass from the fuller rank to the other. No rank is
 # asked: the total load is the sum of what the ranks send, and level parts make a level sum. Against a split by a hash
 # this halves the unevenness that chance leaves in a batch, and it follows experts that peak together in a batch.
 #

@@ -1,6 +1,6 @@
 """Who sends which expert to whom when one layer goes from one placement to another.
 
-Every rank finds the same answer from the two placements alone, so nobody has to ask. An expert that stays in its slot
+Every rank finds the same answer from the two placements alone, so no rank has to ask. An expert that stays in its slot
 is not touched. One that is new in a slot waits in a row of the staging buffer until the commit: copied there from
 another slot of the rank where there is one, received otherwise, and once however many slots of the rank it goes to.
 """

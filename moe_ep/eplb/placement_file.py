@@ -115,7 +115,7 @@ class PlacementFile:
 
 
 def _parse(*, model: Any, ep_size: Any, num_experts: Any, physical_to_logical: Any) -> PlacementFile:
-    """Checked, whoever wrote it; ValueError for what is not a placement."""
+    """Checks the values of a file; ValueError for what is not a placement."""
     for name, value, kind in (("model", model, str), ("ep_size", ep_size, int), ("num_experts", num_experts, int)):
         if type(value) is not kind:
             raise ValueError(f"{name} is {value!r}; it must be of type {kind.__name__}")

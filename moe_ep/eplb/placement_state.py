@@ -10,7 +10,7 @@ from moe_ep.eplb.policy.maps import Array, check_placement, logical_maps
 
 
 def placement_on_host(name: str, placement: Array | torch.Tensor) -> Array:
-    """A placement that somebody made, int64; ValueError unless it is an array of whole numbers."""
+    """Converts a placement to int64 on the host; ValueError unless it is an array of whole numbers."""
     try:
         values = placement.detach().cpu().numpy() if isinstance(placement, torch.Tensor) else np.asarray(placement)
     except ValueError:

@@ -140,7 +140,7 @@ class Job(NamedTuple):
 
     Attributes:
         counts: int32 `[S, L, P]` of this rank, to be planned from; None with a target.
-        target: the placement to go to, where somebody gave one.
+        target: the placement to go to; None if it is still to be planned.
     """
 
     number: int
@@ -301,7 +301,7 @@ class Rearrangement:
                     message[0] = _PLAN
                     message[1:] = torch.from_numpy(plan).flatten()
             except Exception as error:
-                if not self._gate.failed:  # where it has, somebody closed this, which ends a plan
+                if not self._gate.failed:  # if it has, the manager was closed, which ends a plan
                     logger.exception("EPLB could not plan")
                 failure = self._channel.failed(f"no plan could be made on EP rank 0: {error!r}")
                 message[0] = _FAILED

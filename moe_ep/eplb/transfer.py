@@ -36,7 +36,7 @@ class MessageTransport:
     On a GPU everything is queued on the current stream; only `fetch`'s end waits, for the event behind it.
 
     Args:
-        group: says which the EP ranks' group is, used by nobody else at the same time; None for one rank, or when it is
+        group: returns the EP ranks' group, which nothing else uses at the same time; None for one rank, or when it is
             closed.
         is_hopeless: says whether a rank has failed, so that no message will come from it.
         left: where `close` leaves the group for another transport, by timeout, unless messages are under way in it;
@@ -175,7 +175,7 @@ def rearrange_expert_weights(
                 if not transport.fetch(experts, moves, rows, layer_stamp(0, index)):
                     raise EplbError(f"layer {index}: an expert arrived on EP rank {rank} with another checksum")
                 experts.write([rows[row] for row, _ in moves.writes], [slot for _, slot in moves.writes])
-        # Connections end only when nobody waits for this rank.
+        # Connections end only when no rank waits for this one.
         channel.gather("the end of the moves", [0])
     except EplbError:
         raise
@@ -301,7 +301,7 @@ def choose_transport(
 def nccl_group(
     channel: SideChannel, ep_group: dist.ProcessGroup, timeout_s: float, left: dict[float, dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """A group of the same ranks that nobody else uses: the one that was left on all of them, or a new one."""
+    """A group of the same ranks that nothing else uses: the one that was left on all of them, or a new one."""
     found = left.pop(timeout_s, None)
     # Where ranks closed several managers in different orders, each has left another group.
     names = channel.gather("what groups they have", [0 if found is None else digest(found.group_name)])
@@ -316,7 +316,7 @@ def nccl_group(
 # Experts between GPUs of one host by the copy engines: a rank reads its new experts out of its peers' weights.
 #
 # Each rank opens the others' weights once, through CUDA's inter-process memory handles, and then copies what it needs
-# straight into its staging buffer. Nobody packs or sends, no kernel runs, and the multiprocessors stay with the model.
+# straight into its staging buffer. No rank packs or sends, no kernel runs, and the multiprocessors stay with the model.
 # While the model serves, copies are paced: they take a share of the memory bandwidth that decoding lives on.
 
 # A paced copy is cut into parts that are this far apart, so that none holds up the model's own messages for long.

@@ -86,7 +86,7 @@ class LayerEplbState(FixedTensors):
             self.register_buffer(name, tensor, persistent=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nobody balances a copy."""
+        """A copy is not balanced."""
         return {**self.__dict__, "is_balanced": bool, "is_moving": bool, "finish_moving": bool}
 
     def maps(self, num_rows: int, slots_per_rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -733,7 +733,7 @@ class FusedMoE(MoELayer):
     def check(self) -> None:
         """Raises DispatchTimeoutError if a finished kernel of this rank waited for another rank in vain; never waits.
 
-        Eager passes begin with it. Whoever replays a CUDA graph calls it after waiting for the results."""
+        Eager passes begin with it. Code that replays a CUDA graph calls it after waiting for the results."""
         for backend in self.dispatcher.backends():
             backend.check()
 
@@ -1011,7 +1011,7 @@ class FusedMoE(MoELayer):
     @staticmethod
     def _check_not_sharded(name: str, tensor: object) -> None:
         """Raises ConfigError if `fully_shard` would make one tensor of what each rank has of its own."""
-        # Whoever makes such a tensor has imported the module.
+        # Code that makes such a tensor has imported the module.
         tensors = sys.modules.get("torch.distributed.tensor")
         if tensors is not None and isinstance(tensor, tensors.DTensor):
             raise ConfigError(

@@ -1,7 +1,7 @@
 """The two contracts of a MoE layer, the structs that pass between them, and the two activation formats.
 
 A dispatch backend moves rows between ranks, experts compute them, and neither knows the other. Each contract has two
-forms. `Dispatcher` and `Experts` take and return structs, and what the combine needs travels in an explicit handle:
+forms. `Dispatcher` and `Experts` take and return structs, and what the combine needs is in an explicit handle:
 `Dispatched`. `FusedMoEPrepareAndFinalize` and `FusedMoEPermuteExpertsUnpermute` are the same contracts in the
 signatures that this field knows; a class may implement either form, and the modular kernel runs both
 (`moe_ep.modular_kernel.adapters`). A `Dispatcher` answers `prepare` and `finalize` too, and `Experts` answer `apply`.
@@ -234,7 +234,7 @@ class ModularPart(ABC):
     ) -> Sequence[Compilation]:
         """The kernels that such a layer compiles on its first pass on this device, the slowest first; none by default.
 
-        Whoever warms a process up calls `compile_ahead` of each, in any process that shares MOE_EP_CACHE_DIR.
+        A warm-up calls `compile_ahead` of each, in any process that shares MOE_EP_CACHE_DIR.
         """
         return ()
 

@@ -61,7 +61,7 @@ ALL = tuple(value for value in vars().values() if isinstance(value, Metric))
 
 
 class MetricsSink(ABC):
-    """Receives metric values; a call is cheap and never blocks."""
+    """Receives metric values; a call takes little time and never blocks."""
 
     @abstractmethod
     def put(self, metric: Metric, value: float, **labels: str) -> None:

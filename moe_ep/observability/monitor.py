@@ -252,7 +252,7 @@ class LayerMonitor(Listener):
 
 
 def _count(choices: _Choices) -> tuple[np.ndarray, int]:
-    """(assignments to the experts of each rank, int64 `[R]`; rows that travel, a token once to each rank)."""
+    """(assignments to the experts of each rank, int64 `[R]`; rows that are sent, a token once to each rank)."""
     ids, num_ranks = choices.ids.numpy(), choices.ep_size
     ranks = np.where(ids >= 0, choices.owners[np.maximum(ids, 0)], num_ranks)
     goes_to = np.zeros((len(ids), num_ranks + 1), dtype=bool)

@@ -93,7 +93,7 @@ def experts_moved(old: Array, new: Array, num_ranks: int) -> Array:
     """How many experts must come to a rank that did not hold them, int64 `[L]`, from one placement to another.
 
     A copy between two slots of a rank is local and costs nothing here. An expert that arrives once and fills two slots
-    of a rank counts once: it travels once.
+    of a rank counts once: it is sent once.
     """
     num_layers, num_slots = new.shape
     width = int(max(old.max(initial=0), new.max(initial=0))) + 1
