@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 
+from moe_ep.kernels import jit
 from moe_ep.kernels.triton_kernel import TritonKernel, comes_early, is_interpreted, libdevice, take_over, tl, triton_jit
 from moe_ep.routing.topk import topk_reference
 
@@ -12,6 +16,11 @@ MAX_EXPERTS = 4096
 
 # The kind of rows that hold scores, not logits.
 _SCORES = "scores"
+
+_SCORING_NUMBERS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+_LOGITS_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Experts whose keys the lanes of a warp keep in registers, and slots and groups, of which a lane has one.
+_MOST_ROUTED, _WARP = 512, 32
 
 
 @triton_jit
@@ -139,8 +148,12 @@ def fused_topk(
     topk_group: int = 1,
     e_score_correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The top-k in one launch; arguments and results as in `topk_reference`, on CUDA tensors, E up to 4096.
+
+    Args:
+        out: where weights and ids are written, f32 and int32; only where E is at most 4096.
 
     Softmax with a bias takes its scores from torch, a second launch: the choice then depends on the last bit of a sum
     over the row, and only the same sum gives the same bit. Larger E goes to the reference.
@@ -161,8 +174,8 @@ def fused_topk(
     kind, source = scoring_func, router_logits
     if kind == "softmax" and has_bias:
         kind, source = _SCORES, router_logits.float().softmax(dim=-1)
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
+    new = router_logits.new_empty
+    weights, ids = out or (new((num_tokens, top_k), dtype=torch.float32), new((num_tokens, top_k), dtype=torch.int32))
     if num_tokens == 0:
         return weights, ids
     group_size = num_experts // num_expert_group
@@ -177,6 +190,80 @@ def fused_topk(
         launch_pdl=early, num_warps=1 if block_groups * block_members <= 512 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return weights, ids
+
+
+class RouterParams(ctypes.Structure):
+    """`RouterParams` of cuda/router.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "bias", "weights", "ids")),
+        ("scaling_factor", ctypes.c_float),
+        ("num_tokens", ctypes.c_int),
+    )
+
+
+class PendingTopK:
+    """The choice of some tokens' experts, still to be made: by `settle`, or by a kernel that contains cuda/router.cuh.
+
+    Args:
+        router_logits: `[T, E]`, contiguous; the others are those of `fused_topk`.
+
+    Attributes:
+        topk_weights, topk_ids: f32 and int32 `[T, top_k]`, without values before.
+        defines: what such a kernel is compiled with.
+    """
+
+    def __init__(self, router_logits: torch.Tensor, top_k: int, **options: Any) -> None:
+        num_tokens, self.num_experts = router_logits.shape
+        self._logits, self.top_k, self._options, self._is_settled = router_logits, top_k, options, False
+        self.topk_weights = router_logits.new_empty((num_tokens, top_k), dtype=torch.float32)
+        self.topk_ids = router_logits.new_empty((num_tokens, top_k), dtype=torch.int32)
+        self._bias: torch.Tensor | None = options["e_score_correction_bias"]
+        self.defines = (
+            ("SCORING", str(_SCORING_NUMBERS[options["scoring_func"]])),
+            ("LOGITS", str(_LOGITS_NUMBERS[router_logits.dtype])),
+            ("NUM_EXPERTS", str(self.num_experts)),
+            ("TOP_K", str(top_k)),
+            ("NUM_GROUPS", str(options["num_expert_group"])),
+            ("TOPK_GROUP", str(options["topk_group"])),
+            ("HAS_BIAS", str(int(self._bias is not None))),
+            ("RENORMALIZE", str(int(options["renormalize"]))),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self._logits.size(0)
+
+    def settle(self) -> None:
+        """Makes the choice, unless it is made."""
+        if not self._is_settled:
+            fused_topk(self._logits, self.top_k, **self._options, out=(self.topk_weights, self.topk_ids))
+            self._is_settled = True
+
+    def take(self) -> RouterParams:
+        """What a kernel makes the choice from, which it must do."""
+        self._is_settled = True
+        return RouterParams(
+            self._logits.data_ptr(),
+            jit.pointer(self._bias),
+            self.topk_weights.data_ptr(),
+            self.topk_ids.data_ptr(),
+            self._options["routed_scaling_factor"],
+            self.num_tokens,
+        )
+
+
+def defer_topk(router_logits: torch.Tensor, top_k: int, **options: Any) -> PendingTopK | None:
+    """The choice that `fused_topk` makes of these arguments, to be made later; None where only that can make it."""
+    bias: torch.Tensor | None = options["e_score_correction_bias"]
+    fits = router_logits.size(1) <= _MOST_ROUTED and max(top_k, options["num_expert_group"]) <= _WARP
+    if bias is not None:
+        # With softmax the choice depends on the last bit of torch's sum.
+        fits &= options["scoring_func"] != "softmax" and bias.dtype is torch.float32 and bias.is_contiguous()
+    if not fits or router_logits.dtype not in _LOGITS_NUMBERS or not comes_early(router_logits.device):
+        return None
+    return PendingTopK(router_logits, top_k, **options)
 
 
 def _power_of_2(value: int) -> int:

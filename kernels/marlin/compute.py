@@ -29,6 +29,7 @@ from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.kernels.mul_sum import mul_sum
 from moe_ep.kernels.quantize import dequantize_codes
 from moe_ep.kernels.reference import to_local_ids
+from moe_ep.kernels.routing import PendingTopK
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, tl
 from moe_ep.registry import operator
 
@@ -287,6 +288,29 @@ def compute_arriving(
     hopper.launch_arriving(params, pair, partials, rows, arrival)
 
 
+def compute_pending(
+    pair: WeightPair,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    pending: PendingTopK,
+    intermediate_cache2: torch.Tensor | None,
+) -> bool:
+    """`compute_tokens` of tokens whose experts are still to be chosen, in one kernel; False, with nothing done, where
+    the choice must be made before (`pending.settle`)."""
+    num_slots = pending.num_tokens * pending.top_k
+    if not pair.once(_hopper_serves) or pair.w13.sort_indices is not None or pair.act_dtype is not torch.bfloat16:
+        return False
+    if pair.batch_invariant or pending.num_experts != pair.num_experts:
+        return False
+    if eight_bit.pays(pair, expected_rows(num_slots, pending.num_tokens, pair.num_experts, pair.num_experts)):
+        return False
+    pair.once(_check_starts)
+    hidden = _scratch(intermediate_cache2, num_slots * pair.w2.num_columns, hidden_states)
+    for name, tensor in (("intermediate_cache2", hidden), ("hidden_states", hidden_states), ("output", output)):
+        _check_start(name, tensor)
+    return hopper.launch_routed(experts_params(hidden_states, hidden, output, pair, None), pair, pending)
+
+
 class _Bf16Twin:
     """The weights for bf16 rows: the same codes, and what has the activations' dtype in bf16."""
 
@@ -420,9 +444,13 @@ def sort_by_expert(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.T
     slots, counts = sort_slots_by_expert(topk_ids, num_experts, expert_map)
     num_ids = num_experts if expert_map is None else expert_map.numel()
     num_slots = topk_ids.numel()
-    # At least one expert of every token is local, since it was sent here for one.
-    expected_m = max(num_slots / max(num_ids, 1), topk_ids.size(0) / max(num_experts, 1))
+    expected_m = expected_rows(num_slots, topk_ids.size(0), num_ids, num_experts)
     return Rows(counts, num_slots, slots, topk_ids.size(1), True, expected_m, most_rows=num_slots)
+
+
+def expected_rows(num_slots: int, num_tokens: int, num_ids: int, num_experts: int) -> float:
+    """Mean rows of an expert: at least one expert of every token is local, since it was sent here for one."""
+    return max(num_slots / max(num_ids, 1), num_tokens / max(num_experts, 1))
 
 
 def _plain_slots(

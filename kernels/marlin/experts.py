@@ -26,7 +26,14 @@ from moe_ep.kernels.marlin.checks import (
     check_tokens,
     check_weight_pair,
 )
-from moe_ep.kernels.marlin.compute import compute_arriving, compute_batch, compute_slots, compute_tokens, partials_numel
+from moe_ep.kernels.marlin.compute import (
+    compute_arriving,
+    compute_batch,
+    compute_pending,
+    compute_slots,
+    compute_tokens,
+    partials_numel,
+)
 from moe_ep.kernels.marlin.repack import has_all_groups, not_packed_reason, pack_experts
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, check_input_dtype, weight_type
 from moe_ep.kernels.marlin.weights import WeightPair
@@ -311,6 +318,9 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
             return dtype is not None
         return eight_bit.has_kernel(dtype, jit.capability(self._device.index or 0))
 
+    def takes_pending(self) -> bool:
+        return hopper.runs_on(self._device)
+
     def refuses_overlap(self) -> str | None:
         config, quant = self.moe_config, self.quant_config
         if not hopper.runs_on(self._device):
@@ -345,6 +355,11 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         shape = (*ids.shape, rows.size(1)) if self._leaves_slots() else rows.shape
         check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
         check_scratch(pair, rows, ids.numel(), ids.numel() if self._overlaps else None, _SCRATCH, *step.scratch)
+        if step.pending is not None:
+            fits = step.output.dtype == act_dtype and step.row_scales is None and not self._leaves_slots()
+            if fits and compute_pending(pair, step.output, rows, step.pending, step.scratch[1]):
+                return
+            step.pending.settle()
         if step.arrival is not None:
             arriving = (pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival, step.row_scales)
             compute_arriving(*arriving)

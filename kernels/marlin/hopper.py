@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, stream_flags, type_number
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import WeightPair
+from moe_ep.kernels.routing import PendingTopK, RouterParams
 
 _HOPPER = (9, 0)
 _DECODE_THREADS, _PREFILL_THREADS = 640, 384
@@ -47,6 +49,8 @@ _INVARIANT_TILE_TOKENS = 16  # kDecodeTileTokens of cuda/params.cuh there
 _MOST_TILES, _MOST_TILES_OF_BOTH = 512, 272
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
+# kRoutedTokens of cuda/decode_sm90.cu, and slots that they have at most.
+_ROUTED_TOKENS, _ROUTED_SLOTS = 16, 128
 _FIXUP_SUMS = 2  # where the decode kernel's partial sums begin in its flags, in units of 64 bits
 _PACKET_TOKENS = 8  # of tiles whose activations pass between blocks as flag-in-data packets
 _READ_TOKENS = 64  # of a tile's sums that the prefill kernel reads at once, also beyond the last one
@@ -75,11 +79,17 @@ class ArrivingExperts(ctypes.Structure):
 
     _fields_ = (*ExpertsParams._fields_, ("arrival", ArrivalParams))
 
-    @classmethod
-    def of(cls, params: ExpertsParams, arrival: ArrivalParams) -> ArrivingExperts:
-        joined = cls(arrival=arrival)
-        ctypes.memmove(ctypes.addressof(joined), ctypes.addressof(params), ctypes.sizeof(params))
-        return joined
+
+class RoutedExperts(ctypes.Structure):
+    """ExpertsParams of cuda/params.cuh with ROUTED."""
+
+    _fields_ = (*ExpertsParams._fields_, ("router", RouterParams), ("results", ctypes.c_void_p))
+
+
+def _begin_with(params: ExpertsParams, longer: Any) -> Any:
+    """Copies the parameters to the beginning of a structure that has more."""
+    ctypes.memmove(ctypes.addressof(longer), ctypes.addressof(params), ctypes.sizeof(params))
+    return longer
 
 
 class ArrivingParams(ctypes.Structure):
@@ -217,10 +227,31 @@ def launch_arriving(
     params.max_small_m, params.launch_overhead, params.max_tiles = 0, 0, params.num_experts
     _set_flags(params, common, f"{kernel.entry}_arriving", decode=False)
     plain = _prefill_params(params, pair.act_dtype)
-    given = ArrivingParams(tokens=plain.tokens, experts=ArrivingExperts.of(params, arrival.params))
+    given = ArrivingParams(tokens=plain.tokens, experts=_begin_with(params, ArrivingExperts(arrival=arrival.params)))
     blocks = min(common.num_blocks, arrival.most_blocks or common.num_blocks)
     arrival.start()
     kernel.launch(given, (blocks, 1, 1), _PREFILL_THREADS, common.shared_bytes, early=True)
+
+
+def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK) -> bool:
+    """Routes tokens, computes their experts and sums the slots in one kernel; returns False, with nothing done, for
+    more tokens than it has room for, or where it would have to be loaded while a CUDA graph is captured.
+
+    Args:
+        params: all but rows, flags and partial sums; w2's output is `[T, K]`.
+    """
+    common = pair.once(_Common)
+    kernel = common.routed_kernel(pending)
+    most_tokens = _ROUTED_TOKENS if pending.top_k < 8 else _ROUTED_SLOTS // pending.top_k
+    if kernel is None or pending.num_tokens > most_tokens:
+        return False
+    params.num_experts, params.max_rows, params.sorted = pair.num_experts, pending.num_tokens, 1
+    params.max_small_m, params.max_tiles = tuning.MOST_SMALL_M, min(pair.num_experts, _ROUTED_SLOTS)
+    _set_flags(params, common, kernel.entry, decode=True)
+    results = params.hidden_packets + 8 * common.num_hidden_packets
+    given = _begin_with(params, RoutedExperts(router=pending.take(), results=results))
+    kernel.launch(given, (common.num_blocks, 1, 1), _DECODE_THREADS, common.shared_bytes, early=True)
+    return True
 
 
 def _launch_decode(params: ExpertsParams, common: _Common, kernel: jit.Kernel, flags: str) -> None:
@@ -330,7 +361,22 @@ class _Common:
         self.hidden_packets = (flags + most_tiles * row_tiles + 1) // 2 * 2
         hidden = pair.num_experts * -(-w2.num_columns // _STEP_COLUMNS) * _PACKET_TOKENS * _STEP_COLUMNS // 2
         prefill_flags = 2 + 2 * _MAX_BLOCKS + pair.num_experts * max(row_tiles, 2)
-        self.num_flags = {True: 2 * (self.hidden_packets + hidden), False: prefill_flags}
+        self.num_hidden_packets = hidden
+        results = _ROUTED_SLOTS * w2.num_rows // 2
+        self.num_flags = {True: 2 * (self.hidden_packets + hidden + results), False: prefill_flags}
+        self._routed: dict[Any, jit.Kernel] = {}
+
+    def routed_kernel(self, pending: PendingTopK) -> jit.Kernel | None:
+        """The decode kernel that makes such a choice itself; None before the first pass that is not captured."""
+        kernel = self._routed.get(pending.defines)
+        if kernel is None and not torch.cuda.is_current_stream_capturing():
+            source = self._sources[True]
+            source = replace(source, defines=(*source.defines, *pending.defines, ("ROUTED", "1")))
+            # Together with those for more tokens, which may be captured next.
+            kernel = jit.load_all({"routed": source, **self._sources}, self.device)["routed"]
+            kernel.allow_shared(self.shared_bytes)
+            self._routed[pending.defines] = kernel
+        return kernel
 
     @functools.cached_property
     def kernels(self) -> dict[bool, jit.Kernel]:

@@ -85,10 +85,10 @@ class ExpertsParams(ctypes.Structure):
 
 
 def experts_params(
-    input: torch.Tensor, hidden: torch.Tensor, output: torch.Tensor, pair: WeightPair, rows: Rows
+    input: torch.Tensor, hidden: torch.Tensor, output: torch.Tensor, pair: WeightPair, rows: Rows | None
 ) -> ExpertsParams:
     """All but flags and partial sums, which only some kernels have."""
-    params = rows_params(rows)
+    params = ExpertsParams() if rows is None else rows_params(rows)
     params.gemm = pair.once(_gemms)
     first, second = params.gemm
     first.input, first.output = input.data_ptr(), hidden.data_ptr()

@@ -51,7 +51,7 @@ from moe_ep.layer.weight_loading import (
 )
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.modular_kernel.invariant_ops import invariant_ops
-from moe_ep.observability.stages import stage, tell_routing
+from moe_ep.observability.stages import hears_routing, stage, tell_routing
 from moe_ep.quantization.input_rows import InputRows, resolve_input_dtype
 from moe_ep.routing.router import PrecomputedRouter, Router, TopKRouter, append_shared_experts
 
@@ -524,21 +524,33 @@ class FusedMoE(MoELayer):
         self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, balanced: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Returns (shared output, routed output) of one pass."""
-        with stage("route"):
-            topk_weights, logical_ids, zero_expert_result = router.route(hidden_states, *inputs)
-            topk_weights, topk_ids = self.to_physical(topk_weights, logical_ids)
-        tell_routing(self, topk_ids)
-        result = None
-        if balanced and self.balancer is not None:
-            result = self.balancer.run(self, hidden_states, topk_weights, logical_ids)
-        if result is None:
-            result = self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
+        pending = None if balanced else self._defer(router, hidden_states, *inputs)
+        result = zero_expert_result = None
+        if pending is not None:
+            chosen = pending.topk_weights, pending.topk_ids
+            result = self.quant_method.apply(self, hidden_states, *chosen, pending=pending)
+        else:
+            with stage("route"):
+                topk_weights, logical_ids, zero_expert_result = router.route(hidden_states, *inputs)
+                topk_weights, topk_ids = self.to_physical(topk_weights, logical_ids)
+            tell_routing(self, topk_ids)
+            if balanced and self.balancer is not None:
+                result = self.balancer.run(self, hidden_states, topk_weights, logical_ids)
+            if result is None:
+                result = self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
         shared, routed = result if isinstance(result, tuple) else (None, result)
         if self.shared_experts is not None:
             self._check_shared(shared, routed)
         if zero_expert_result is not None and self.dispatcher.takes_complete_terms:
             routed += zero_expert_result
         return shared, routed
+
+    def _defer(self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        """The choice of the experts as one that the backend or the experts make (`Routing.pending`); None where it must
+        be known before, or nobody would make it."""
+        if not hidden_states.is_cuda or self.eplb_state is not None or self.num_fused_shared_experts or hears_routing():
+            return None
+        return router.defer(hidden_states, *inputs) if self.modular_kernel.takes_pending else None
 
     def to_physical(self, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turns logical ids into those of physical experts, recording the load, and appends fused shared experts."""

@@ -97,6 +97,8 @@ class Routing:
         expert_map: int32 `[num_experts]`, global -> local, -1 if not local; None if all are local, or if the backend
             knows where they are.
         apply_router_weight_on_input: multiply rows by their weight before they are sent; topk must be 1.
+        pending: the choice where it is still to be made, for those that say `takes_pending`; weights and ids have no
+            values before its `settle`.
     """
 
     topk_weights: torch.Tensor
@@ -104,6 +106,7 @@ class Routing:
     num_experts: int
     expert_map: torch.Tensor | None = None
     apply_router_weight_on_input: bool = False
+    pending: Any = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +122,7 @@ class Dispatched:
         topk_weights: f32 `[num_recv, topk]`, Standard only.
         rows_are_weighted: rows were multiplied by their weight before they were sent.
         arrival: rows are still to be sent, and the experts wait for each (`overlaps_experts`); None if all are here.
+        pending: as in `Routing`, where rows stay and the choice is left to the experts.
         handle: what the backend keeps for the combine; opaque to everything else, and good for one combine.
     """
 
@@ -129,6 +133,7 @@ class Dispatched:
     topk_weights: torch.Tensor | None = None
     rows_are_weighted: bool = False
     arrival: Any = None
+    pending: Any = None
     handle: Any = None
 
 
@@ -301,6 +306,10 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         finalize. The graph must have been captured while this returned a context manager.
         """
         return None
+
+    def takes_pending(self) -> bool:
+        """Whether `dispatch` takes a choice that is still to be made (`Routing.pending`), to make it or to hand it on."""
+        return False
 
     def overlaps_experts(self) -> bool:
         """Whether `dispatch` leaves rows in flight (`Dispatched.arrival`), and `combine` takes slots
@@ -605,6 +614,10 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         """Whether input batched by reference (expert_row_ids) is accepted."""
         return False
 
+    def takes_pending(self) -> bool:
+        """Whether `run` takes a choice that is still to be made (`ExpertsCall.pending`)."""
+        return False
+
     def refuses_overlap(self) -> str | None:
         """Why these experts cannot begin before their rows are here (`ExpertsCall.arrival`), in one clause; None if
         they can."""
@@ -720,7 +733,7 @@ class ExpertsCall(NamedTuple):
         meta: the number of rows of each expert, and where they are; batched rows have it.
         row_scales: as in `Dispatched`.
         global_num_experts: number of ids that can occur.
-        rows_are_weighted, arrival: as in `Dispatched`.
+        rows_are_weighted, arrival, pending: as in `Dispatched`.
     """
 
     output: torch.Tensor
@@ -737,6 +750,7 @@ class ExpertsCall(NamedTuple):
     global_num_experts: int = -1
     rows_are_weighted: bool = False
     arrival: Any = None
+    pending: Any = None
 
     @property
     def batch(self) -> ExpertTokensMetadata:

@@ -91,6 +91,8 @@ class FusedMoEModularKernel(nn.Module):
         # Rows computed at a time; None for all at once.
         is_chunked = self._standard and fused_experts.supports_chunking() and not overlaps
         self._chunk_size = env.CHUNK_SIZE.get() if is_chunked else None
+        # Whether a choice that is still to be made may be made by a kernel of backend or experts.
+        self.takes_pending = prepare_finalize.takes_pending() and (not self._standard or fused_experts.takes_pending())
         self._most_rows = prepare_finalize.most_rows()
         # The backend hands 8-bit rows over as codes only to experts that read them so.
         quant_config = fused_experts.quant_config
@@ -119,6 +121,7 @@ class FusedMoEModularKernel(nn.Module):
         expert_map: torch.Tensor | None = None,
         apply_router_weight_on_input: bool = False,
         shared_experts_input: torch.Tensor | None = None,
+        pending: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Runs the layer's experts on this rank's tokens; all ranks of the backend's group must call it.
 
@@ -132,6 +135,7 @@ class FusedMoEModularKernel(nn.Module):
             expert_map: int32 `[global_num_experts]`, global -> local, -1 if not local; None means all experts are
                 local, or in the batched format that the backend knows where they are.
             shared_experts_input: the input of the shared experts; None means hidden_states.
+            pending: as in `Routing`.
 
         Returns:
             `[T, K]`, contiguous unless inplace, or (shared output, `[T, K]`) if there are shared experts.
@@ -152,6 +156,7 @@ class FusedMoEModularKernel(nn.Module):
                 num_experts=w1.size(0) if global_num_experts == -1 else global_num_experts,
                 expert_map=expert_map,
                 apply_router_weight_on_input=apply_router_weight_on_input,
+                pending=pending,
             )
             self._check_map(routing, self.fused_experts.num_local_experts(w1))
             shared_output = self._start_shared_experts(
@@ -163,6 +168,9 @@ class FusedMoEModularKernel(nn.Module):
             output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape, dtype=partial)
             experts = self.fused_experts
             with stage("dispatch"):
+                if pending is not None and not self.takes_pending:
+                    pending.settle()
+                    routing.pending = None
                 dispatched = self._dispatcher.dispatch(hidden_states, routing, self._quant_config)
             with stage("experts"), invariant_ops(experts.moe_config.batch_invariant):
                 target = None if inplace else output
@@ -240,10 +248,13 @@ class FusedMoEModularKernel(nn.Module):
         call = ExpertsCall(
             output, rows, w1, w2, weights, ids, routing.expert_map, activation, (workspace13, workspace2), meta,
             dispatched.row_scales, routing.num_experts, dispatched.rows_are_weighted, dispatched.arrival,
+            dispatched.pending,
         )  # fmt: skip
         if limit is None or limit >= M:
             experts.run(call)
             return output
+        if call.pending is not None:
+            call.pending.settle()
         scales = dispatched.row_scales
         for part in (slice(start, start + limit) for start in range(0, M, limit)):
             # The metadata describes all rows together.
@@ -254,6 +265,7 @@ class FusedMoEModularKernel(nn.Module):
                     topk_weights=weights[part],
                     topk_ids=ids[part],
                     meta=None,
+                    pending=None,
                     row_scales=None if scales is None else scales[part],
                 )
             )

@@ -82,6 +82,11 @@ def stage(name: str) -> AbstractContextManager[None]:
     return _listeners[0].span(name) if len(_listeners) == 1 else _spans(name)
 
 
+def hears_routing() -> bool:
+    """Whether a listener wants to know which experts tokens use."""
+    return any(type(listener).routed is not Listener.routed for listener in _listeners)
+
+
 def tell_routing(layer: Any, topk_ids: torch.Tensor) -> None:
     """Tells the listeners which experts the tokens of a pass use."""
     for listener in _listeners:

@@ -64,6 +64,11 @@ class Router(ABC):
     def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
         """Chooses the experts of tokens `[T, K]`; the inputs `[T, ...]` have been checked."""
 
+    def defer(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        """What `route` would choose, as a choice that is still to be made (`Routing.pending`), so that a later kernel
+        can make it; None where it must be made at once."""
+        return None
+
     def of_rows(self, rows: slice) -> Router:
         """The router of a part of a pass's tokens, where the pass is cut into chunks."""
         return self
@@ -180,8 +185,20 @@ class TopKRouter(FixedTensors, Router):
     def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
         return self.complete(hidden_states, *self.choose(hidden_states, *inputs))
 
+    def defer(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        config, (router_logits,) = self.config, inputs
+        if type(self) is not TopKRouter or config.custom_routing_function is not None or config.zero_expert_num:
+            return None
+        topk = choose_form(_choose_at_once, "routing:defer_topk", router_logits)
+        return topk(router_logits.contiguous(), config.top_k, **topk_options(config, self._bias(hidden_states.device)))
+
     def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (router_logits,) = inputs
+        bias = self._bias(hidden_states.device)
+        return choose(self.config, hidden_states, router_logits.contiguous(), bias)
+
+    def _bias(self, device: torch.device) -> torch.Tensor | None:
+        """The bias on that device, checked."""
         bias = self.e_score_correction_bias
         if bias is not None:
             if bias.is_meta:
@@ -190,8 +207,8 @@ class TopKRouter(FixedTensors, Router):
                     "one that has, layer.e_score_correction_bias = ..."
                 )
             self.config.check_bias(self.num_columns, bias)
-            bias = bias.to(hidden_states.device)
-        return choose(self.config, hidden_states, router_logits.contiguous(), bias)
+            bias = bias.to(device)
+        return bias
 
     def weigh(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         config = self.config
@@ -279,17 +296,24 @@ def choose(
     if config.custom_routing_function is not None:
         return _custom_topk(config, hidden_states, router_logits)
     topk = choose_form(topk_reference, "routing:fused_topk", router_logits)
+    return topk(router_logits, config.top_k, **topk_options(config, bias))
+
+
+def topk_options(config: RoutingConfig, bias: torch.Tensor | None) -> dict[str, Any]:
+    """The keyword arguments of `topk_reference` and its forms."""
     num_groups, kept_groups = config.groups
-    return topk(
-        router_logits,
-        config.top_k,
-        scoring_func=config.scoring_func,
-        renormalize=config.renormalize,
-        num_expert_group=num_groups,
-        topk_group=kept_groups,
-        e_score_correction_bias=bias,
-        routed_scaling_factor=config.routed_scaling_factor,
-    )
+    return {
+        "scoring_func": config.scoring_func,
+        "renormalize": config.renormalize,
+        "num_expert_group": num_groups,
+        "topk_group": kept_groups,
+        "e_score_correction_bias": bias,
+        "routed_scaling_factor": config.routed_scaling_factor,
+    }
+
+
+def _choose_at_once(router_logits: torch.Tensor, top_k: int, **options: Any) -> None:
+    """On a CPU no choice is deferred."""
 
 
 def _custom_topk(

@@ -52,6 +52,11 @@ constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 constexpr u32 kTicketsPerLaunch = 4 * kMaxBlocks;
 
+#if ROUTED
+// Tokens of a launch, at most: a warp routes each, and sums over their slots fit in the fields of a word.
+constexpr int kRoutedTokens = TOP_K < 8 ? 16 : 128 / TOP_K;
+#endif
+
 // Tokens that a tile is computed for: its rows, padded to the N of an mma; in a batch-invariant build always as many,
 // because instructions and the split over groups of warps follow from them.
 DEVICE constexpr int tile_tokens(int rows) { return BATCH_INVARIANT ? kDecodeTileTokens : (rows + 7) / 8 * 8; }
@@ -75,7 +80,19 @@ enum class Partition : int {
 DEVICE int units_per_tile(Partition partition) { return (int)partition; }
 DEVICE bool is_split_k(Partition partition) { return (int)partition > 0; }
 
+#if ROUTED
+// The choices of all tokens.
+struct Routes {
+  u32 tokens[NUM_EXPERTS];  // of each expert, as bits
+  u16 ids[kRoutedTokens][TOP_K];
+  float weights[kRoutedTokens][TOP_K];
+};
+#endif
+
 struct Schedule {
+#if ROUTED
+  Routes routes;
+#endif
   int num_active, largest;       // active experts (those with rows here, parts counted), and the most rows of one
   int row_tiles[2], steps[2];    // of an expert, of a tile
   int start[2][kMaxBlocks + 1];  // first step of every unit, and the end of the last one
@@ -136,13 +153,47 @@ DEVICE Partition choose_partition(int phase, int tiles, int large_tiles, int ste
     bool is_short = total < 2 * small_m_cost(kDecodeTileTokens) * (int)gridDim.x;
     return is_short ? Partition::kStreamKEven : Partition::kStreamKByCost;
   }
-  int split_k = phase == 1 ? quotient(gridDim.x, tiles) : 0;
+  int split_k = phase == 1 && !ROUTED ? quotient(gridDim.x, tiles) : 0;
   return split_k >= kMinSplitK ? Partition(min(split_k, steps)) : Partition::kStreamKEven;
 }
 
+#if ROUTED
+// One warp lists the active experts. A lane has neighbouring experts, so that one prefix sum is enough.
+DEVICE void list_routed(Schedule& s, int lane, int& active, int& large, int& cost, int& largest) {
+  constexpr int kEach = (NUM_EXPERTS + 31) / 32;
+  // What precedes an expert: active experts and rows in 8 bits each, large ones in 4, their cost behind.
+  auto word_of = [](int rows) {
+    return rows == 0 ? 0 : 1 | rows << 8 | (rows > kSmallTileRows) << 16 | small_m_cost(rows) << 20;
+  };
+  int rows[kEach], own = 0;
+  largest = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    int expert = lane * kEach + i;
+    rows[i] = expert < NUM_EXPERTS ? __popc(s.routes.tokens[expert]) : 0;
+    own += word_of(rows[i]), largest = max(largest, rows[i]);
+  }
+  int before = sum_before(own, lane), all = __shfl_sync(~0u, before + own, 31);
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    if (rows[i] == 0) continue;
+    int first = before >> 8 & 255;
+    s.active()[before & 255] = {
+        lane * kEach + i,        first, first, before >> 20, (u16)rows[i], (u16)small_m_cost(rows[i]),
+        (u16)(before >> 16 & 15)};
+    before += word_of(rows[i]);
+  }
+  active = all & 255, large = all >> 16 & 15, cost = all >> 20;
+}
+#endif
+
 // One warp lists the active experts and chooses the partition of both phases.
 DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
-  int max_small_m = p.max_small_m, active, large, cost, largest;
+  int active, large, cost, largest;
+#if ROUTED
+  list_routed(s, lane, active, large, cost, largest);
+#else
+  int max_small_m = p.max_small_m;
   while (true) {
     int all = 0;
     bool more = false;
@@ -185,6 +236,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
     max_small_m = select_kernel(p, lane);
     if (max_small_m == p.max_small_m) break;
   }
+#endif
   largest = __reduce_max_sync(~0u, largest);
   if (BATCH_INVARIANT && largest > 0) largest = kDecodeTileTokens;  // as tiles are computed
   if (lane < 2 && active > 0) {
@@ -246,6 +298,10 @@ DEVICE void partition_phases(Schedule& s, int thread, int num_threads) {
 DEVICE TileSlice find_reduction(Schedule& s, int ticket) {
   TileSlice g = {};
   int split_k = units_per_tile(s.partition[1]), number = ticket - 2 * (int)gridDim.x, row_tiles = s.row_tiles[1];
+#if ROUTED
+  g.part = number;
+  return g;
+#endif
   g.part = split_k > 0 && number < split_k * s.num_active * row_tiles ? number : -1;
   if (g.part < 0) return g;
   int tile = quotient(number, split_k);
@@ -364,9 +420,10 @@ constexpr int kFlagWarp = 3;
 constexpr int kFirstConsumer = 4, kConsumerWarps = 16;
 constexpr int kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kThreads = 32 * kFirstConsumer + kConsumerThreads;
-constexpr int kSumsBarrier = 1, kTablesBarrier = 2, kPartitionBarrier = 3, kInitBarrier = 4;  // named barriers
-constexpr int kReleases = 8;    // arrivals that empty a stage
-constexpr int kRawTokens = 16;  // tokens up to which codes are multiplied raw
+constexpr int kSumsBarrier = 1, kTablesBarrier = 2, kPartitionBarrier = 3, kInitBarrier = 4,
+              kRoutedBarrier = 5;  // named barriers
+constexpr int kReleases = 8;       // arrivals that empty a stage
+constexpr int kRawTokens = 16;     // tokens up to which codes are multiplied raw
 
 struct Shared {
   u64 full[kMaxStages], empty[kMaxStages];
@@ -441,6 +498,42 @@ DEVICE const TileSlice& for_each_slice(Shared& shared, Work work) {
     i++;
   }
 }
+
+#if ROUTED
+// ==== Route ====
+//
+// A build that computes a whole layer of up to kRoutedTokens tokens: every CTA chooses the experts of all tokens from
+// the router's logits, a warp each, since that takes less time than a kernel before this one. Results of slots are not
+// stored but published as flag-in-data packets, as `hidden` is, and each CTA adds up a part of the outputs:
+//
+//   p.results    [token][slot][4 columns][2 packets]
+//   output[t] = sum over slots k, in their order, of weight[t, k] * result[t, k], in f32 without fused multiply-add
+//
+// A CTA waits for results only behind its own units, when all units have been claimed by running CTAs.
+
+// Row i of an expert is its i-th token.
+DEVICE int token_of_row(const Routes& routes, int expert, int i) {
+  u32 tokens = routes.tokens[expert];
+#pragma unroll 1
+  for (; i > 0; i--) tokens &= tokens - 1;
+  return __ffs(tokens) - 1;
+}
+
+// One warp: the experts of a token. CTA 0 also writes them down.
+DEVICE void route_token(const RouterParams& p, Routes& routes, int token) {
+  Choice choice = choose_experts(p, token);
+  int slot = threadIdx.x % 32;
+  if (slot >= TOP_K) return;
+  routes.ids[token][slot] = choice.id, routes.weights[token][slot] = choice.weight;
+  atomicOr(&routes.tokens[choice.id], 1u << token);
+  if (blockIdx.x == 0) p.ids[token * TOP_K + slot] = choice.id, p.weights[token * TOP_K + slot] = choice.weight;
+}
+
+DEVICE u64* result_packets(const ExpertsParams& p, int slot, int column) {
+  return p.results + ((i64)slot * p.gemm[1].rows + column) / 2;
+}
+
+#endif
 
 // ==== Fixup ====
 //
@@ -672,6 +765,60 @@ DEVICE void load_hidden_packets(const ExpertsParams& p, Shared& shared, const Ti
   }
 }
 
+#if ROUTED
+// 16 weight rows of a warp, as finish_rows passes them.
+template <int kTokens>
+DEVICE void store_results(const ExpertsParams& p, const Shared& shared, const TileSlice& g, int first,
+                          const float* sums, SumScale sum_scale) {
+  finish_rows<kTokens, false>(p, g.expert, g.rows, first, sums, 0, sum_scale, [&](int row, const u32* pairs) {
+    const Routes& routes = shared.schedule.routes;
+    int token = token_of_row(routes, g.expert, row), slot = 0;
+#pragma unroll
+    for (int k = 1; k < TOP_K; k++) slot = routes.ids[token][k] == g.expert ? k : slot;
+    u64* to = result_packets(p, token * TOP_K + slot, first + threadIdx.x % 4 * 4);
+    store_two_packets(to, pairs[0], pairs[1], shared.launch);
+  });
+}
+
+// The consumers of every CTA: part `part` of the outputs, four columns a thread.
+DEVICE void sum_results(const ExpertsParams& p, const Shared& shared, int part) {
+  constexpr int kAtOnce = TOP_K < 8 ? TOP_K : 8;
+  int columns = p.gemm[1].rows, quads = columns / 4, all = p.router.num_tokens * quads;
+  int end = quotient((part + 1) * all, gridDim.x);
+  for (int i = quotient(part * all, gridDim.x) + sums_thread(); i < end; i += kConsumerThreads) {
+    int token = quotient(i, quads), column = (i - token * quads) * 4;
+    const float* weights = shared.schedule.routes.weights[token];
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int first = 0; first < TOP_K; first += kAtOnce) {
+      TwoPackets packets[kAtOnce];
+      bool all_here;
+      do {
+        all_here = true;
+#pragma unroll
+        for (int k = 0; k < kAtOnce; k++) {
+          packets[k] = load_two_packets(result_packets(p, token * TOP_K + min(first + k, TOP_K - 1), column));
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; k++) all_here &= packets[k].is_of(shared.launch);
+      } while (!all_here);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; k++) {
+        if (first + k == TOP_K) break;
+        float weight = weights[first + k];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          u16 value = packets[k].value(j / 2) >> j % 2 * 16;
+          sums[j] = __fadd_rn(sums[j], __fmul_rn(to_float(value), weight));
+        }
+      }
+    }
+    u16* to = p.gemm[1].output + (i64)token * columns + column;
+    *reinterpret_cast<uint2*>(to) = make_uint2(to_pair(sums[0], sums[1]), to_pair(sums[2], sums[3]));
+  }
+}
+#endif
+
 // ==== Producers ====
 //
 // ---- weights ----
@@ -806,8 +953,11 @@ DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring, i
 
 // ---- activations ----
 
-DEVICE i64 input_row(const ExpertsParams& p, const TileSlice& g, int i) {
+DEVICE i64 input_row(const ExpertsParams& p, const Schedule& s, const TileSlice& g, int i) {
   if (g.phase == 1) return g.first_row + i;
+#if ROUTED
+  return token_of_row(s.routes, g.expert, i);
+#endif
   return p.row_ids == nullptr ? g.output_row + i : p.row_ids[g.output_row + i] / p.ids_divisor;
 }
 
@@ -844,7 +994,7 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const TileSlice&
   int stage_rows = BATCH_INVARIANT ? kDecodeTileTokens : g.rows;
   u32 offset = chunk / 8 * token_rows_of(stage_rows) * 128 + first * 128 + (chunk ^ first) % 8 * 16;
   // Each lane finds where one row begins, in units of 16 bytes, which 32 bits can count.
-  u32 start = lane < g.rows ? (u32)input_row(p, g, lane) * (u32)(gemm.columns / 8) : 0;
+  u32 start = lane < g.rows ? (u32)input_row(p, shared.schedule, g, lane) * (u32)(gemm.columns / 8) : 0;
   u32 from[kRows / kRowsAtOnce];
 #pragma unroll
   for (int i = 0; i < kRows / kRowsAtOnce; i++) from[i] = __shfl_sync(~0u, start, first + i * kRowsAtOnce);
@@ -959,6 +1109,9 @@ DEVICE void prefetch_weights(const ExpertsParams& p, int lane) {
 // Draws the first ticket, in lane 0, and lists the experts.
 DEVICE int begin_launch(const ExpertsParams& p, Shared& shared, int lane) {
   u64 ticket = lane == 0 ? draw_tickets(p, 1) : 0;
+#if ROUTED
+  named_barrier<kRoutedBarrier, kConsumerThreads + 32>();
+#endif
   make_tables(shared.schedule, p, lane);
   __syncwarp();
   if (lane != 0) return 0;
@@ -1272,7 +1425,11 @@ DEVICE void finish_slice(const ExpertsParams& p, Shared& shared, const TileSlice
   int first = g.row_tile * kTileRows + me.first_row(me.group);
   if (first >= p.gemm[g.phase].rows) return;
   if (g.phase == 1) {
+#if ROUTED
+    store_results<kTokens>(p, shared, g, first, total, kSumScale);
+#else
     store_rows<kTokens, false>(p, g.expert, g.first_row, g.output_row, g.rows, first, total, 0, kSumScale);
+#endif
   } else if constexpr (uses_packets(kTokens)) {
     store_hidden(p, shared.schedule, g, shared.launch, first, total, kSumScale);
   } else {
@@ -1365,12 +1522,20 @@ DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring ring) {
   const TileSlice& last = for_each_slice<true>(shared, [&](const TileSlice& g) {
     switch (tile_tokens(g.rows)) {
       case 8: compute_slice<8>(p, shared, g, ring); break;
+#if ROUTED
+      default: compute_slice<16>(p, shared, g, ring);
+#else
       case 16: compute_slice<16>(p, shared, g, ring); break;
       case 24: compute_slice<24>(p, shared, g, ring); break;
       default: compute_slice<kDecodeTileTokens>(p, shared, g, ring);
+#endif
     }
   });
+#if ROUTED
+  sum_results(p, shared, last.part);
+#else
   if (last.part >= 0) reduce_part(p, shared, last);
+#endif
 }
 
 // A thread that waits by parity must not miss two fillings of a stage. Split-K groups see every fourth step, so there
@@ -1413,16 +1578,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   int warp = threadIdx.x / 32, ticket = 0;
   if (threadIdx.x == 0) {
     place_schedule(shared, p.max_tiles);
-  } else if (warp == kFlagWarp) {
+  } else if (warp == kFlagWarp && !ROUTED) {  // which experts are active is unknown before
     prefetch_weights(p, threadIdx.x % 32);
   } else if (warp == kFirstConsumer) {
     if (threadIdx.x % 32 == 0) init_barriers(shared);
     __syncwarp();
     named_arrive<kInitBarrier, 64>();
   }
+#if ROUTED
+  for (int e = threadIdx.x; e < NUM_EXPERTS; e += kThreads) shared.schedule.routes.tokens[e] = 0;
+  __syncthreads();
+#endif
   __syncwarp();
   grid_dependency_wait();
   grid_dependency_launch();
+#if ROUTED
+  if (warp >= kFirstConsumer) {
+    int token = warp - kFirstConsumer;
+    if (token < p.router.num_tokens) route_token(p.router, shared.schedule.routes, token);
+    named_arrive<kRoutedBarrier, kConsumerThreads + 32>();
+  }
+#endif
   // The weight warp requests its first weights as soon as the tables exist; meanwhile the others partition both phases.
   if (warp == kWeightWarp) {
     ticket = begin_launch(p, shared, threadIdx.x);

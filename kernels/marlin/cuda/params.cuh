@@ -10,6 +10,14 @@
 #include "arrival.cuh"
 #endif
 
+// 1: a decode kernel that routes a few tokens itself and sums their slots (decode_sm90.cu, section "Route").
+#ifndef ROUTED
+#define ROUTED 0
+#endif
+#if ROUTED
+#include "router.cuh"
+#endif
+
 // A batch-invariant build computes every tile of the decode kernel in the same way: as one of 16 rows, whole.
 #ifndef BATCH_INVARIANT
 #define BATCH_INVARIANT 0
@@ -64,6 +72,10 @@ struct ExpertsParams {
   int max_tiles;        // tiles of tokens that all experts of the decode kernel may have together
 #if ARRIVALS
   Arrival arrival;
+#endif
+#if ROUTED
+  RouterParams router;
+  u64* results;  // of every slot, as flag-in-data packets
 #endif
 };
 

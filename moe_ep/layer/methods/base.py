@@ -191,9 +191,18 @@ class FusedMoEMethodBase(ABC):
         return choose_experts(layer.experts, self.moe_config, (), self.gemm_weights(layer)[0].device)
 
     def apply(
-        self, layer: MoELayer, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+        self,
+        layer: MoELayer,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        pending: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Runs the modular kernel; returns `[T, K]`, or (shared, `[T, K]`) with shared experts."""
+        """Runs the modular kernel; returns `[T, K]`, or (shared, `[T, K]`) with shared experts.
+
+        Args:
+            pending: as in `Routing`; given only where it is.
+        """
         kernel = layer.modular_kernel
         w1, w2 = self.gemm_weights(layer)
         return kernel(
@@ -206,6 +215,7 @@ class FusedMoEMethodBase(ABC):
             global_num_experts=self.moe_config.global_num_experts,
             expert_map=layer.expert_map,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            pending=pending,
         )
 
     @staticmethod
