@@ -308,7 +308,7 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         return None
 
     def takes_pending(self) -> bool:
-        """Whether `dispatch` takes a choice that is still to be made (`Routing.pending`), to make it or to hand it on."""
+        """Whether `dispatch` takes a choice that is still to be made (`Routing.pending`), to make or hand it on."""
         return False
 
     def overlaps_experts(self) -> bool:

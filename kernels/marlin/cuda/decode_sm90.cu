@@ -50,6 +50,7 @@
 constexpr int kTileRows = 256;
 constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
+constexpr int kStepBits = 22;  // of the number of a phase's steps
 constexpr u32 kTicketsPerLaunch = 4 * kMaxBlocks;
 
 #if ROUTED
@@ -93,9 +94,8 @@ struct Schedule {
 #if ROUTED
   Routes routes;
 #endif
-  int num_active, largest;       // active experts (those with rows here, parts counted), and the most rows of one
-  int row_tiles[2], steps[2];    // of an expert, of a tile
-  int start[2][kMaxBlocks + 1];  // first step of every unit, and the end of the last one
+  int num_active, largest;     // active experts (those with rows here, parts counted), and the most rows of one
+  int row_tiles[2], steps[2];  // of an expert, of a tile
   Partition partition[2];
   int list;  // where in shared memory, from here on, the list of active experts is
   struct Active {
@@ -104,7 +104,6 @@ struct Schedule {
     u16 rows, cost, large_before;       // its own, and how many of those before it are large
   };
   DEVICE Active* active() { return reinterpret_cast<Active*>(reinterpret_cast<u8*>(this) + list); }
-  DEVICE int start_of(int phase, int unit) const { return start[phase][unit]; }
 };
 
 // What a CTA computes next: some steps of one tile.
@@ -114,6 +113,7 @@ struct TileSlice {
   int active;  // index of its expert in the list, and what stands there
   int expert, rows, first_row, output_row;
   int row_tile, from, to;  // which tile, and which of its steps; from == to: there are no more slices
+  int units_behind;        // of its tile, where it has the first step of it
   int part;                // of a reduction: see find_reduction
 };
 
@@ -188,7 +188,7 @@ DEVICE void list_routed(Schedule& s, int lane, int& active, int& large, int& cos
 #endif
 
 // One warp lists the active experts and chooses the partition of both phases.
-DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
+DEVICE void make_tables(Schedule& s, const ExpertsParams& p, const int* rows_of_expert, int lane) {
   int active, large, cost, largest;
 #if ROUTED
   list_routed(s, lane, active, large, cost, largest);
@@ -200,7 +200,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
     active = 0, large = 0, cost = 0, largest = 0;
     for (int base = 0; base < p.num_experts; base += 32) {
       int e = base + lane;
-      int rows = e < p.num_experts ? rows_of(p, e) : 0;
+      int rows = e < p.num_experts ? rows_of_expert[e] : 0;
       int own_rows = rows <= max_small_m ? rows : 0;
       more |= rows > max_small_m;
       if (!__any_sync(~0u, own_rows > 0)) {  // none of them is active
@@ -285,15 +285,6 @@ DEVICE int find_unit_start(Schedule& s, int phase, int unit) {
   return expert * expert_steps + (is_large ? at / 2 * steps + at % 2 * ((steps + 1) / 2) : at * steps);
 }
 
-// By num_threads threads: the first steps of all units.
-DEVICE void partition_phases(Schedule& s, int thread, int num_threads) {
-  int starts = gridDim.x + 1;
-  for (int i = thread; i < 2 * starts; i += num_threads) {
-    int phase = i >= starts, unit = i - phase * starts;
-    s.start[phase][unit] = find_unit_start(s, phase, unit);
-  }
-}
-
 // What the CTA with this last ticket adds up behind all its slices: part `part` of a split-K tile, or nothing (-1).
 DEVICE TileSlice find_reduction(Schedule& s, int ticket) {
   TileSlice g = {};
@@ -320,17 +311,29 @@ DEVICE void for_each_slice_of(Schedule& s, int ticket, Work work) {
   TileSlice g;
   g.phase = ticket >= (int)gridDim.x;
   g.work_unit = (int)gridDim.x * (1 + g.phase) - 1 - ticket;
-  int mine = find_unit_start(s, g.phase, g.work_unit + threadIdx.x % 2);
-  int at = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
-  int steps = s.steps[g.phase], row_tiles = s.row_tiles[g.phase];
-  for (; at < end; at += g.to - g.from) {
-    int tile = quotient(at, steps);
+  // A lane has the first step of one unit from this one on.
+  int at = 0;
+  u32 end = 0, units = 0;
+#pragma unroll 1
+  for (u32 found = 32; found == 32; units += found) {
+    int unit = g.work_unit + units + threadIdx.x % 32, start = find_unit_start(s, g.phase, min(unit, (int)gridDim.x));
+    if (units == 0) at = __shfl_sync(~0u, start, 0), end = __shfl_sync(~0u, start, 1);
+    // Those that begin before the end of this one's last tile.
+    int steps = s.steps[g.phase];
+    found = __popc(__ballot_sync(~0u, start < quotient(end + steps - 1, steps) * steps));
+  }
+  end |= units << kStepBits;  // one register for both: the weight warp has few
+  for (; at < (int)(end & (1u << kStepBits) - 1); at += g.to - g.from) {
+    // volatile: read again for every slice, not kept
+    int steps = const_cast<volatile Schedule&>(s).steps[g.phase];
+    int row_tiles = const_cast<volatile Schedule&>(s).row_tiles[g.phase], tile = quotient(at, steps);
     g.active = quotient(tile, row_tiles);
     g.row_tile = tile - g.active * row_tiles;
     g.from = at - tile * steps;
-    g.to = min(steps, g.from + end - at);
+    g.to = min(steps, g.from + (int)(end & (1u << kStepBits) - 1) - at);
     Schedule::Active a = s.active()[g.active];
     g.expert = a.expert, g.rows = a.rows, g.first_row = a.first_row, g.output_row = a.output_row;
+    g.units_behind = g.from == 0 && g.to < steps ? (end >> kStepBits) - 1 : 0;
     work(g);
   }
 }
@@ -420,10 +423,9 @@ constexpr int kFlagWarp = 3;
 constexpr int kFirstConsumer = 4, kConsumerWarps = 16;
 constexpr int kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kThreads = 32 * kFirstConsumer + kConsumerThreads;
-constexpr int kSumsBarrier = 1, kTablesBarrier = 2, kPartitionBarrier = 3, kInitBarrier = 4,
-              kRoutedBarrier = 5;  // named barriers
-constexpr int kReleases = 8;       // arrivals that empty a stage
-constexpr int kRawTokens = 16;     // tokens up to which codes are multiplied raw
+constexpr int kSumsBarrier = 1, kTablesBarrier = 2, kRowsBarrier = 3, kInitBarrier = 4;  // named barriers
+constexpr int kReleases = 8;                                                             // arrivals that empty a stage
+constexpr int kRawTokens = 16;  // tokens up to which codes are multiplied raw
 
 struct Shared {
   u64 full[kMaxStages], empty[kMaxStages];
@@ -979,11 +981,6 @@ DEVICE bool is_completed(const Schedule& s, const TileSlice& g) {
   return g.from == 0 && (g.phase == 0 || !is_split_k(s.partition[1]));
 }
 
-// The end of the tile that a slice belongs to, in the steps of its phase.
-DEVICE int tile_end(const Schedule& s, const TileSlice& g) {
-  return s.start_of(g.phase, g.work_unit + 1) + s.steps[g.phase] - g.to;
-}
-
 // By kWarps warps, `thread` counted over them: each thread copies the same 16-byte chunk of every second or fourth of
 // at most kRows rows. `raw`: the copies arrive at `landed`, since tokens still must be prepared; otherwise at `full`.
 template <int kWarps, int kRows>
@@ -1081,11 +1078,21 @@ DEVICE void init_barriers(Shared& shared) {
   asm volatile("fence.mbarrier_init.release.cluster;");
 }
 
-// One thread: where the list of experts and the ring lie.
-DEVICE void place_schedule(Shared& shared, int max_tiles) {
+// Where in shared memory the list of experts lies.
+DEVICE u32 list_offset(int max_tiles) {
   u32 bytes;
   asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-  shared.end = (bytes - max_tiles * sizeof(Schedule::Active)) / 16 * 16;
+  return (bytes - max_tiles * sizeof(Schedule::Active)) / 16 * 16;
+}
+
+// The rows of all experts, where the split-K groups exchange sums later.
+DEVICE int* rows_in_shared(u8* memory, int max_tiles) {
+  return reinterpret_cast<int*>(memory + list_offset(max_tiles)) - kMaxExperts;
+}
+
+// One thread: where the list of experts and the ring lie.
+DEVICE void place_schedule(Shared& shared, int max_tiles) {
+  shared.end = list_offset(max_tiles);
   shared.schedule.list = shared.end - (u32)(reinterpret_cast<u8*>(&shared.schedule) - reinterpret_cast<u8*>(&shared));
   shared.issued = 0;
 }
@@ -1107,12 +1114,10 @@ DEVICE void prefetch_weights(const ExpertsParams& p, int lane) {
 }
 
 // Draws the first ticket, in lane 0, and lists the experts.
-DEVICE int begin_launch(const ExpertsParams& p, Shared& shared, int lane) {
+DEVICE int begin_launch(const ExpertsParams& p, Shared& shared, const int* rows_of_expert, int lane) {
   u64 ticket = lane == 0 ? draw_tickets(p, 1) : 0;
-#if ROUTED
-  named_barrier<kRoutedBarrier, kConsumerThreads + 32>();
-#endif
-  make_tables(shared.schedule, p, lane);
+  named_barrier<kRowsBarrier, kConsumerThreads + 32>();
+  make_tables(shared.schedule, p, rows_of_expert, lane);
   __syncwarp();
   if (lane != 0) return 0;
   if (shared.schedule.largest == 0) {
@@ -1373,13 +1378,6 @@ DEVICE void reduce_split_k(const Lane<kTokens, kSplitK>& me, Shared& shared, con
   if (me.lane == 0) barrier_arrive(&shared.exchange_free);
 }
 
-// Number of units that follow a slice's own in its tile.
-DEVICE int units_behind(const Schedule& s, const TileSlice& g) {
-  int end = tile_end(s, g), after = g.work_unit + 1;
-  while (after < (int)gridDim.x && s.start_of(g.phase, after) < end) after++;
-  return after - g.work_unit - 1;
-}
-
 // Sums a tile over the split-K groups, and over all CTAs if this one has its first step. Returns false if another CTA
 // has it, for which the sums are published.
 template <int kTokens, int kSplitK>
@@ -1389,7 +1387,7 @@ DEVICE bool complete_sums(const Lane<kTokens, kSplitK>& me, const ExpertsParams&
   bool completed = is_completed(s, g);
   if (completed && g.to < s.steps[g.phase]) {
     // Other CTAs' sums are loaded while the groups still add.
-    int others = units_behind(s, g);
+    int others = g.units_behind;
     uint4* from = fixup_sums(p, g.phase, g.work_unit + 1, sums_thread());
     FixupReader<kTokens == 8 ? 2 : 1, kTokens / 8> reader;
     reader.load(from, 0, others);
@@ -1592,26 +1590,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   __syncwarp();
   grid_dependency_wait();
   grid_dependency_launch();
-#if ROUTED
+  int* rows_of_expert = rows_in_shared(memory, p.max_tiles);
   if (warp >= kFirstConsumer) {
+#if ROUTED
     int token = warp - kFirstConsumer;
     if (token < p.router.num_tokens) route_token(p.router, shared.schedule.routes, token);
-    named_arrive<kRoutedBarrier, kConsumerThreads + 32>();
-  }
+#else
+    for (int e = threadIdx.x - 32 * kFirstConsumer; e < p.num_experts; e += kConsumerThreads) {
+      rows_of_expert[e] = rows_of(p, e);
+    }
 #endif
-  // The weight warp requests its first weights as soon as the tables exist; meanwhile the others partition both phases.
+    named_arrive<kRowsBarrier, kConsumerThreads + 32>();
+  }
+  // The weight warp requests its first weights as soon as the tables exist; the others wait, so that it runs alone.
   if (warp == kWeightWarp) {
-    ticket = begin_launch(p, shared, threadIdx.x);
+    ticket = begin_launch(p, shared, rows_of_expert, threadIdx.x);
     named_arrive<kTablesBarrier, kThreads>();
     named_barrier<kInitBarrier, 64>();
   } else {
     named_barrier<kTablesBarrier, kThreads>();
   }
   if (shared.schedule.largest == 0) return;  // nothing to do: all experts are large-M or empty
-  if (warp != kWeightWarp) {
-    partition_phases(shared.schedule, threadIdx.x - 32, kThreads - 32);
-    named_barrier<kPartitionBarrier, kThreads - 32>();
-  }
   Ring ring = make_ring(memory, shared.end, shared.schedule.largest);
   if (warp >= kFirstConsumer) {
     registers_grow<104>();
