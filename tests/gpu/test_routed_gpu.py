@@ -1,0 +1,92 @@
+"""A few tokens routed, computed and summed by one kernel: the bits of the separate kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.bench.geometries import MXFP4, Geometry
+from moe_ep.bench.layers import BenchLayers, make_weights
+from moe_ep.bench.workload import parse_routing
+from moe_ep.checkpoint.spec import RoutingSpec
+from moe_ep.kernels.marlin import hopper
+from moe_ep.kernels.routing import fused_topk
+
+pytestmark = pytest.mark.gpu
+GROUPED = RoutingSpec(
+    use_grouped_topk=True, num_expert_group=8, topk_group=4, routed_scaling_factor=2.5, scoring_func="sigmoid",
+    renormalize=True, has_correction_bias=True,
+)  # fmt: skip
+
+
+def _geometry(name: str, hidden_size: int, intermediate_size: int, num_experts: int, **more: Any) -> Geometry:
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
+    return Geometry(name=name, num_layers=1, **sizes, **({"top_k": 8} | more))
+
+
+SQRT = RoutingSpec(renormalize=True, scoring_func="sqrtsoftplus", routed_scaling_factor=1.5)
+# The separate kernels cut w2 of a few tiles into more units, and add these up in another order.
+SPLIT = _geometry("split", 512, 256, 32)
+GEOMETRIES = [
+    _geometry("softmax", 2048, 768, 128),
+    _geometry("grouped", 1536, 256, 256, routing=GROUPED),
+    _geometry("few", 3072, 1024, 40, top_k=3, weights=MXFP4, routing=SQRT),
+    SPLIT,
+]
+
+
+@pytest.fixture(scope="module", params=GEOMETRIES, ids=lambda geometry: geometry.name)
+def layers(request: pytest.FixtureRequest) -> BenchLayers:
+    geometry, device = request.param, torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    with torch.inference_mode():
+        return BenchLayers(
+            geometry, ep_size=1, ep_rank=0, group=None, backend="auto", capacity=32, dtype=torch.bfloat16,
+            device=device, dispatch_dtype=None, eplb=False, weights=make_weights(geometry, 1, device, 0)[:1],
+        )  # fmt: skip
+
+
+@torch.inference_mode()
+def test_bits_are_those_of_separate_kernels(layers: BenchLayers, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, done = layers.layers[0], []
+    launch = hopper.launch_routed
+    monkeypatch.setattr(hopper, "launch_routed", lambda *args: done.append(launch(*args)) or done[-1])
+    for num_tokens in (1, 2, 5, 16, 17):
+        for batch in layers.batches(parse_routing("uniform"), num_tokens, 3, seed=num_tokens):
+            rows, logits = batch.hidden_states, batch.router_logits
+            pending = layer.router.defer(rows, logits)
+            weights, ids = pending.topk_weights, pending.topk_ids
+            output = layer.quant_method.apply(layer, rows, weights, ids, pending=pending)
+            expected_weights, expected_ids = fused_topk(logits, **_options(layers))
+            assert torch.equal(ids, expected_ids)
+            torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=0)
+            separate = layer(rows, topk_weights=weights, topk_ids=ids)
+            if layers.geometry is SPLIT:
+                torch.testing.assert_close(output, separate, rtol=2e-2, atol=2e-2)
+            else:
+                assert torch.equal(output, separate)
+    assert done == [True] * 12 + [False] * 3
+
+
+@torch.inference_mode()
+def test_replays_have_the_same_bits(layers: BenchLayers) -> None:
+    layer, (batch, *_) = layers.layers[0], layers.batches(parse_routing("uniform"), 4, 1, seed=3)
+    expected = layer(batch.hidden_states, batch.router_logits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [layer(batch.hidden_states, batch.router_logits) for _ in range(4)]
+    for _ in range(50):
+        graph.replay()
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
+def _options(layers: BenchLayers) -> dict[str, Any]:
+    config = layers.layers[0].router.config
+    num_groups, kept = config.groups
+    return {
+        "top_k": config.top_k, "scoring_func": config.scoring_func, "renormalize": config.renormalize,
+        "num_expert_group": num_groups, "topk_group": kept, "routed_scaling_factor": config.routed_scaling_factor,
+        "e_score_correction_bias": layers.layers[0].e_score_correction_bias,
+    }  # fmt: skip
