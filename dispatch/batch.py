@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ class Batch(NamedTuple):
         expert_map: int32 `[E]`: index of each id on this rank, -1 where it is on another.
         code_dtype: rows are transferred in int8 or e4m3; None for their own dtype.
         keeps_codes: the experts read rows as they were transferred, so they are handed over with their scales.
+        pending: as in `Routing`, for backends that take it.
     """
 
     rows: torch.Tensor
@@ -37,6 +38,7 @@ class Batch(NamedTuple):
     code_dtype: torch.dtype | None = None
     keeps_codes: bool = False
     scales: torch.Tensor | None = None
+    pending: Any = None
 
     def wire_rows(self) -> torch.Tensor:
         """Rows as they are transferred: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`)."""

@@ -282,6 +282,10 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             scales: of hidden_states that are codes, as `pass_on` has them.
         """
         weights, ids, is_weighted = routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input
+        pending_choice = routing.pending
+        if pending_choice is not None and is_weighted:
+            pending_choice.settle()
+            pending_choice = None
         with self.ranks.detector:
             known_ids = self.placement.num_ids
             if routing.num_experts != known_ids:
@@ -307,6 +311,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
                 code_dtype=code_dtype,
                 keeps_codes=scales is not None or (code_dtype is not None and code_dtype == quant_config.input_dtype),
                 scales=scales,
+                pending=pending_choice,
             )
             pending = self._send(batch)
 

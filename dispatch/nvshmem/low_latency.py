@@ -34,7 +34,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -53,6 +53,7 @@ from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Limits
 from moe_ep.kernels.quantize import quantized_row_bytes
+from moe_ep.kernels.routing import RouterParams
 from moe_ep.modular_kernel.contracts import (
     Compilation,
     Dispatched,
@@ -80,6 +81,8 @@ _EPOCH_SHIFT = 32
 _NUM_EPOCHS = 1 << 32
 SEND, RECEIVE = 1, 2
 KERNELS = ("low_latency_dispatch", "low_latency_combine")
+# Tokens whose experts the dispatch chooses itself: with more, a block would choose for several, one after the other.
+_MOST_ROUTED = 32
 _THREADS = 512
 # Warps of a block that receive.
 WARPS = _THREADS // 64
@@ -302,13 +305,14 @@ def common_type(num_ranks: int) -> Any:
 
 
 @functools.cache
-def dispatch_type(num_ranks: int) -> Any:
-    """`Params` of cuda/low_latency_dispatch.cu."""
+def dispatch_type(num_ranks: int, routed: bool = False) -> Any:
+    """`Params` of cuda/low_latency_dispatch.cu, built with ROUTED or without."""
     pointers = ("rows", "weights", "locals", "out", "expert_num_tokens", "expert_row_ids", "positions")
     return structure(
         ("common", common_type(num_ranks)),
         *((name, ctypes.c_void_p) for name in pointers),
         *((name, ctypes.c_int) for name in ("num_local_experts", "shares", "take_parts")),
+        *((("router", RouterParams),) if routed else ()),
     )
 
 
@@ -427,6 +431,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.kernels = jit.load_all(
             {name: kernel_source(name, self.layout, moe_config.in_dtype) for name in KERNELS}, device
         )
+        self._routed: dict[Any, jit.Kernel] = {}
         self._owner_table = self.placement.owners(device)
         self.placement.expert_map(device)  # not made under capture
         self._local_table = local_indices(self.placement.on_host).to(device)
@@ -482,6 +487,18 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def hand_over_row_ids(self) -> None:
         self.by_reference = True
 
+    def takes_pending(self) -> bool:
+        return not self.layout.device_api and self.layout.topk == self.moe_config.experts_per_token
+
+    def _routed_kernel(self, pending: Any) -> jit.Kernel | None:
+        """The dispatch that makes such a choice itself; None before the first pass that is not captured."""
+        kernel = self._routed.get(pending.defines)
+        if kernel is None and not torch.cuda.is_current_stream_capturing():
+            source = kernel_source("low_latency_dispatch", self.layout, self.moe_config.in_dtype)
+            source = replace(source, defines=(*source.defines, *pending.defines, ("ROUTED", "1")))
+            kernel = self._routed[pending.defines] = jit.load(source, self.channel.order.device)
+        return kernel
+
     def _in_flight(
         self, device: torch.device, begin: Callable[[], Pending[Result]], inputs: Sequence[object]
     ) -> Pending[Result]:
@@ -508,7 +525,14 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         rows = self.channel.rows(index, config.in_dtype) if out is None else out
         num_tokens = batch.topk_ids.size(0)
         shares = 1 if self.by_reference else self._blocks_of_expert(num_tokens)
-        params = dispatch_type(layout.num_ranks)(
+        kernel, router = self.kernels["low_latency_dispatch"], {}
+        if batch.pending is not None:
+            routed = self._routed_kernel(batch.pending)
+            if routed is None or num_tokens > _MOST_ROUTED:
+                batch.pending.settle()
+            else:
+                kernel, router = routed, {"router": batch.pending.take()}
+        params = dispatch_type(layout.num_ranks, bool(router))(
             common=self._common(index, batch.topk_ids),
             rows=batch.rows.data_ptr(),
             weights=batch.topk_weights.data_ptr(),
@@ -520,6 +544,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             num_local_experts=El,
             shares=shares,
             take_parts=self.tuning.take_parts,
+            **router,
         )
         to_send = 1 + num_tokens * self.tuning.packet_parts
         to_receive = El * shares
@@ -529,7 +554,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         made = [tensor for tensor in (out, row_ids) if tensor is not None]
         check = self._begin_batch()
         launch = Halves(
-            self.kernels["low_latency_dispatch"], params, to_send, to_receive, self.tuning.blocks,
+            kernel, params, to_send, to_receive, self.tuning.blocks,
             self.channel.order, check, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
         )  # fmt: skip
         meta = ExpertTokensMetadata(counts, None, row_ids)

@@ -12,7 +12,11 @@ from moe_ep.bench.layers import BenchLayers, make_weights
 from moe_ep.bench.workload import parse_routing
 from moe_ep.checkpoint.spec import RoutingSpec
 from moe_ep.kernels.marlin import hopper
-from moe_ep.kernels.routing import fused_topk
+from moe_ep.kernels.routing import defer_topk, fused_topk
+from moe_ep.modular_kernel.contracts import Routing
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate
+from tests.dispatch.backend_cases import Case
+from tests.gpu.ranks_of_one_gpu import LOW_LATENCY, Ranks, on_one_gpu
 
 pytestmark = pytest.mark.gpu
 GROUPED = RoutingSpec(
@@ -26,6 +30,10 @@ def _geometry(name: str, hidden_size: int, intermediate_size: int, num_experts: 
     return Geometry(name=name, num_layers=1, **sizes, **({"top_k": 8} | more))
 
 
+OF_SIGMOID: dict[str, Any] = {
+    "scoring_func": "sigmoid", "renormalize": True, "num_expert_group": 8, "topk_group": 4,
+    "e_score_correction_bias": None, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 SQRT = RoutingSpec(renormalize=True, scoring_func="sqrtsoftplus", routed_scaling_factor=1.5)
 # The separate kernels cut w2 of a few tiles into more units, and add these up in another order.
 SPLIT = _geometry("split", 512, 256, 32)
@@ -90,3 +98,57 @@ def _options(layers: BenchLayers) -> dict[str, Any]:
         "num_expert_group": num_groups, "topk_group": kept, "routed_scaling_factor": config.routed_scaling_factor,
         "e_score_correction_bias": layers.layers[0].e_score_correction_bias,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn], ids=str)
+@torch.inference_mode()
+def test_dispatch_chooses_experts(monkeypatch: pytest.MonkeyPatch, code_dtype: torch.dtype | None) -> None:
+    num_ranks, num_experts = 2, 64
+    on_one_gpu(monkeypatch, num_ranks)
+    for tokens in ((1,), (9, 32), (3, 33)):
+        case = Case(
+            dtype=torch.bfloat16, hidden_size=256, topk=8, num_experts=num_experts, tokens=tokens, capacity=40,
+            code_dtype=code_dtype,
+        )  # fmt: skip
+        ranks = Ranks(case, num_ranks, LOW_LATENCY, by_reference=True)
+        found = [_step(ranks, num_experts, settled) for settled in (False, True, False)]
+        for mine, expected in zip([*found[0], *found[2]], found[1] * 2, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+
+
+def _step(ranks: Ranks, num_experts: int, settled: bool) -> list[torch.Tensor]:
+    """Dispatch and combine of all ranks: ids, rows of each expert, and outputs."""
+    choices = []
+    for rank, args in enumerate(ranks.args):
+        generator = torch.Generator("cuda").manual_seed(rank)
+        logits = torch.randn(args[0].size(0), num_experts, device="cuda", generator=generator)
+        choices.append(defer_topk(logits, 8, **OF_SIGMOID))
+        if settled:
+            choices[-1].settle()
+
+    def dispatch(rank: int) -> Any:
+        choice, args = choices[rank], ranks.args[rank]
+        routing = Routing(
+            topk_weights=choice.topk_weights, topk_ids=choice.topk_ids, num_experts=num_experts,
+            pending=None if settled else choice,
+        )  # fmt: skip
+        return ranks.backends[rank].dispatch(args[0], routing, args[-1])
+
+    def combine(rank: int) -> None:
+        ranks.backends[rank].combine(outputs[rank], results[rank], dispatched[rank], TopKWeightAndReduceDelegate())
+
+    dispatched = ranks.together(dispatch)
+    metas = [each.expert_tokens_meta for each in dispatched]
+    counts = [meta.expert_num_tokens for meta in metas]
+    listed = [
+        meta.expert_row_ids.masked_fill(torch.arange(meta.expert_row_ids.size(1), device="cuda") >= count[:, None], -1)
+        for meta, count in zip(metas, counts, strict=True)
+    ]
+    outputs = [torch.full_like(args[0], float("nan")) for args in ranks.args]
+    generator = torch.Generator("cuda").manual_seed(7)
+    sizes = [(*meta.expert_row_ids.shape, 256) for meta in metas]
+    results = [torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16) for size in sizes]
+    ranks.together(combine)
+    for each in ranks.backends:
+        each.check()
+    return [*(choice.topk_ids for choice in choices), *counts, *listed, *outputs]

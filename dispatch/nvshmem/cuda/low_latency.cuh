@@ -126,11 +126,15 @@ struct Common {
 
   DEVICE u32 alive() const { return limits.status->alive; }
 
-  // The ranks of a token's experts, as bits; owner_of(id) is the rank of an id.
-  template <typename OwnerOf>
-  DEVICE u32 destinations(int token, u32 alive, const OwnerOf& owner_of) const {
+  // The expert of this lane's slot, -1 for none.
+  DEVICE int id_of_slot(int token) const {
     const int lane = threadIdx.x % 32;
-    const int id = lane < TOPK ? topk_ids[token * TOPK + lane] : -1;
+    return lane < TOPK ? topk_ids[token * TOPK + lane] : -1;
+  }
+
+  // The ranks of a token's experts, as bits: `id` is that of this lane's slot, owner_of(id) its rank.
+  template <typename OwnerOf>
+  DEVICE u32 destinations(int id, u32 alive, const OwnerOf& owner_of) const {
     int owner = id >= 0 && id < num_ids ? owner_of(id) : -1;
     if (owner >= 0 && !(alive >> owner & 1)) {
       owner = -1;

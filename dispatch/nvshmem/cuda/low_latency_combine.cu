@@ -404,7 +404,7 @@ DEVICE void receive_all(const Params& p, Shared& shared) {
     const float weight = p.weighted && lane < TOPK ? p.weights[token * TOPK + lane] : 1.0f;
     receive(p, wait, token, task % p.output_parts, due, owner, weight);
 #else
-    const u32 ranks = c.destinations(token, alive, [&](int id) { return c.owners[id]; });
+    const u32 ranks = c.destinations(c.id_of_slot(token), alive, [&](int id) { return c.owners[id]; });
     receive(p, wait, shared, turn, token, task % p.output_parts, ranks);
 #endif
   }

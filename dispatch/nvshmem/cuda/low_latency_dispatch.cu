@@ -16,6 +16,16 @@
 //              0: rank 0 has expert_row_ids [[0, 4]], rank 1 [[0]].
 #include "low_latency.cuh"
 
+// 1: the tokens' experts are still to be chosen. Each block chooses those of the tokens that it sends, and who sends a
+// token's meta writes them down, for the combine and for others.
+#ifndef ROUTED
+#define ROUTED 0
+#endif
+#if ROUTED
+#include "router.cuh"
+static_assert(TOP_K == TOPK && !DEVICE_API, "slots are those of the router, and every block sends");
+#endif
+
 // ==== Parameters and shared memory ====
 
 using Waits = Wait<PHASE_DISPATCH>;
@@ -32,12 +42,15 @@ struct Params {
   int num_local_experts;
   int shares;      // groups that list the same expert and share the copying of its rows, in the expanded form
   int take_parts;  // most parts of a row that is copied
+#if ROUTED
+  RouterParams router;
+#endif
 
   // Parts of a row, each copied by a warp.
   DEVICE int parts_of_row(int warps, int rows) const { return max(1, min(take_parts, warps / max(rows, 1))); }
 };
 
-constexpr int kMetaTokens = 16;  // tokens whose meta one task sends
+constexpr int kMetaTokens = ROUTED ? kWarps : 16;  // tokens whose meta one task sends
 constexpr int kListed = 2 * kThreads;
 constexpr int kCachedLocations = 512;  // ids whose locations are kept in shared memory
 
@@ -145,6 +158,17 @@ DEVICE void store_meta(const Params& p, const Shared& shared, u8* at, int peer, 
 DEVICE void send_meta(const Params& p, const Shared& shared, int task, u32 epoch, u32 alive) {
   const Buffers& b = p.common.buffers;
   const int first = task * kMetaTokens, lines = (min(first + kMetaTokens, p.common.num_tokens) - first) * kMetaLines;
+#if ROUTED
+  const int routed = first + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (routed < p.common.num_tokens) {
+    const Choice choice = choose_experts(p.router, routed);
+    if (lane < TOPK) {
+      p.router.ids[routed * TOPK + lane] = choice.id;
+      p.router.weights[routed * TOPK + lane] = choice.weight;
+    }
+  }
+  Senders::sync();
+#endif
   for (int i = threadIdx.x; i < lines * RANKS; i += kThreads) {
     const int peer = i / lines, token = first + i % lines / kMetaLines, line = i % lines % kMetaLines;
     if (b.reaches(peer) && alive >> peer & 1) {
@@ -164,7 +188,13 @@ DEVICE const Vec* row_of(const Params& p, int token) {
 
 // The ranks that have an expert of the token, as bits.
 DEVICE u32 destinations(const Params& p, const Shared& shared, int token, u32 alive) {
-  return p.common.destinations(token, alive, [&](int id) { return location_of(p, shared, id).owner; });
+#if ROUTED
+  const Choice choice = choose_experts(p.router, token);
+  const int id = threadIdx.x % 32 < TOPK ? choice.id : -1;
+#else
+  const int id = p.common.id_of_slot(token);
+#endif
+  return p.common.destinations(id, alive, [&](int id) { return location_of(p, shared, id).owner; });
 }
 
 // Those within reach.
