@@ -285,12 +285,17 @@ DEVICE int find_unit_start(Schedule& s, int phase, int unit) {
   return expert * expert_steps + (is_large ? at / 2 * steps + at % 2 * ((steps + 1) / 2) : at * steps);
 }
 
+#if ROUTED
+// CTAs that add up outputs: those with the last tickets. The others make room for the next kernel's.
+DEVICE int summing_blocks() { return (gridDim.x + 1) / 2; }
+#endif
+
 // What the CTA with this last ticket adds up behind all its slices: part `part` of a split-K tile, or nothing (-1).
 DEVICE TileSlice find_reduction(Schedule& s, int ticket) {
   TileSlice g = {};
   int split_k = units_per_tile(s.partition[1]), number = ticket - 2 * (int)gridDim.x, row_tiles = s.row_tiles[1];
 #if ROUTED
-  g.part = number;
+  g.part = number - ((int)gridDim.x - summing_blocks());
   return g;
 #endif
   g.part = split_k > 0 && number < split_k * s.num_active * row_tiles ? number : -1;
@@ -786,8 +791,8 @@ DEVICE void store_results(const ExpertsParams& p, const Shared& shared, const Ti
 DEVICE void sum_results(const ExpertsParams& p, const Shared& shared, int part) {
   constexpr int kAtOnce = TOP_K < 8 ? TOP_K : 8;
   int columns = p.gemm[1].rows, quads = columns / 4, all = p.router.num_tokens * quads;
-  int end = quotient((part + 1) * all, gridDim.x);
-  for (int i = quotient(part * all, gridDim.x) + sums_thread(); i < end; i += kConsumerThreads) {
+  int blocks = summing_blocks(), end = quotient((part + 1) * all, blocks);
+  for (int i = quotient(part * all, blocks) + sums_thread(); i < end; i += kConsumerThreads) {
     int token = quotient(i, quads), column = (i - token * quads) * 4;
     const float* weights = shared.schedule.routes.weights[token];
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -1060,21 +1065,20 @@ DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
 
 constexpr int kPrefetchSteps = 3;
 
-// One otherwise idle thread: it takes half a microsecond. Spread over lanes, which diverge, it takes 1.5 us more.
-DEVICE void init_barriers(Shared& shared) {
-#pragma unroll
-  for (int i = 0; i < kMaxStages; i++) {
+// One thread of each consumer warp: one takes half a microsecond for all, and lanes of a warp diverge.
+static_assert(kMaxStages <= kConsumerWarps && kQueuedSlices <= kConsumerWarps, "a warp has a stage and a slice");
+DEVICE void init_barriers(Shared& shared, int i) {
+  if (i < kMaxStages) {
     barrier_init(&shared.full[i], 1 + 32 * kTokenWarps);
     barrier_init(&shared.empty[i], kReleases);
     barrier_init(&shared.landed[i], 32 * kTokenWarps);
   }
-#pragma unroll
-  for (int i = 0; i < kQueuedSlices; i++) {
+  if (i < kQueuedSlices) {
     barrier_init(&shared.slice_full[i], 1);
     barrier_init(&shared.slice_done[i], kConsumerWarps);
     barrier_init(&shared.slice_empty[i], kTokenWarps + 1 + kConsumerWarps);
   }
-  barrier_init(&shared.exchange_free, kConsumerWarps);
+  if (i == 0) barrier_init(&shared.exchange_free, kConsumerWarps);
   asm volatile("fence.mbarrier_init.release.cluster;");
 }
 
@@ -1530,7 +1534,7 @@ DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring ring) {
     }
   });
 #if ROUTED
-  sum_results(p, shared, last.part);
+  if (last.part >= 0) sum_results(p, shared, last.part);
 #else
   if (last.part >= 0) reduce_part(p, shared, last);
 #endif
@@ -1578,10 +1582,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     place_schedule(shared, p.max_tiles);
   } else if (warp == kFlagWarp && !ROUTED) {  // which experts are active is unknown before
     prefetch_weights(p, threadIdx.x % 32);
-  } else if (warp == kFirstConsumer) {
-    if (threadIdx.x % 32 == 0) init_barriers(shared);
+  } else if (warp >= kFirstConsumer) {
+    if (threadIdx.x % 32 == 0) init_barriers(shared, warp - kFirstConsumer);
     __syncwarp();
-    named_arrive<kInitBarrier, 64>();
+    named_arrive<kInitBarrier, kConsumerThreads + 32>();
   }
 #if ROUTED
   for (int e = threadIdx.x; e < NUM_EXPERTS; e += kThreads) shared.schedule.routes.tokens[e] = 0;
@@ -1606,7 +1610,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   if (warp == kWeightWarp) {
     ticket = begin_launch(p, shared, rows_of_expert, threadIdx.x);
     named_arrive<kTablesBarrier, kThreads>();
-    named_barrier<kInitBarrier, 64>();
+    named_barrier<kInitBarrier, kConsumerThreads + 32>();
   } else {
     named_barrier<kTablesBarrier, kThreads>();
   }
