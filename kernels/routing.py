@@ -209,13 +209,14 @@ class PendingTopK:
         router_logits: `[T, E]`, contiguous; the others are those of `fused_topk`.
 
     Attributes:
+        logits, top_k: the arguments.
         topk_weights, topk_ids: f32 and int32 `[T, top_k]`, without values before.
         defines: what such a kernel is compiled with.
     """
 
     def __init__(self, router_logits: torch.Tensor, top_k: int, **options: Any) -> None:
         num_tokens, self.num_experts = router_logits.shape
-        self._logits, self.top_k, self._options, self._is_settled = router_logits, top_k, options, False
+        self.logits, self.top_k, self._options, self._is_settled = router_logits, top_k, options, False
         self.topk_weights = router_logits.new_empty((num_tokens, top_k), dtype=torch.float32)
         self.topk_ids = router_logits.new_empty((num_tokens, top_k), dtype=torch.int32)
         self._bias: torch.Tensor | None = options["e_score_correction_bias"]
@@ -233,19 +234,19 @@ class PendingTopK:
     @property
     def num_tokens(self) -> int:
         """T."""
-        return self._logits.size(0)
+        return self.logits.size(0)
 
     def settle(self) -> None:
         """Makes the choice, unless it is made."""
         if not self._is_settled:
-            fused_topk(self._logits, self.top_k, **self._options, out=(self.topk_weights, self.topk_ids))
+            fused_topk(self.logits, self.top_k, **self._options, out=(self.topk_weights, self.topk_ids))
             self._is_settled = True
 
     def take(self) -> RouterParams:
         """What a kernel makes the choice from, which it must do."""
         self._is_settled = True
         return RouterParams(
-            self._logits.data_ptr(),
+            self.logits.data_ptr(),
             jit.pointer(self._bias),
             self.topk_weights.data_ptr(),
             self.topk_ids.data_ptr(),

@@ -12,6 +12,8 @@ import torch
 from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.dispatch.nvshmem import low_latency
 from moe_ep.dispatch.nvshmem.low_latency import KERNELS, RECEIVE, SEND, BatchLayout, local_indices
+from moe_ep.kernels.routing import PendingTopK
+from moe_ep.routing.topk import topk_reference
 from tests.dispatch.backend_cases import (
     Case,
     Setting,
@@ -24,6 +26,7 @@ from tests.dispatch.emulated_gpu import Session, compile_kernels
 
 HIDDEN, TOPK, CAPACITY = 128, 4, 5
 GROUP_THREADS = 64
+NUM_ROUTED = 7  # experts where the dispatch chooses them
 # Packets of 8-bit rows are put together by so many.
 QUANTIZING_THREADS = 256
 
@@ -34,13 +37,24 @@ def compile_decode(
     code_dtype: torch.dtype | None = None,
     slot_results: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    routed: bool = False,
 ) -> ctypes.CDLL:
-    """Both kernels, with packets and flags."""
+    """Both kernels, with packets and flags; `routed`: the dispatch chooses experts from ROUTER's logits."""
     defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": int(code_dtype is not None)}
     defines |= {"INT8": int(code_dtype == torch.int8), "ACT_BF16": int(dtype is torch.bfloat16)}
     defines["SLOT_RESULTS"] = int(slot_results)
+    if routed:
+        defines |= {"ROUTED": 1, **{name: int(value) for name, value in choice_of(torch.empty(1, NUM_ROUTED)).defines}}
     threads = GROUP_THREADS if code_dtype is None else QUANTIZING_THREADS
     return compile_kernels(folder, dict.fromkeys(KERNELS, threads), **defines)
+
+
+def choice_of(logits: torch.Tensor) -> PendingTopK:
+    """The choice that the dispatch makes of a rank's logits `[T, NUM_ROUTED]`."""
+    return PendingTopK(
+        logits, TOPK, scoring_func="sigmoid", renormalize=True, num_expert_group=1, topk_group=1,
+        e_score_correction_bias=None, routed_scaling_factor=1.0,
+    )  # fmt: skip
 
 
 @dataclass
@@ -60,6 +74,7 @@ class Batch:
     positions: torch.Tensor
     dequantized: torch.Tensor
     slot_results: bool
+    choice: PendingTopK | None
 
     @property
     def global_ids(self) -> list[int]:
@@ -69,6 +84,10 @@ class Batch:
 
     @property
     def is_right(self) -> bool:
+        if self.choice is not None and not torch.equal(
+            self.choice.topk_ids, self.setting.inputs[self.setting.rank].ids
+        ):
+            return False
         if self.slot_results:
             return torch.equal(self.output, expected_of_slots(self.setting))
         return torch.equal(self.output, expected_output(self.setting, len(self.setting.inputs)))
@@ -85,6 +104,7 @@ class Decode(Session):
         code_dtype: of rows on the wire.
         slot_results: as the layout has it.
         dtype: of rows. Results of f16 rows are 2**16 times as large as those of bf16 ones, and weights as much smaller.
+        routed: of compile_decode.
     """
 
     def __init__(
@@ -97,8 +117,10 @@ class Decode(Session):
         code_dtype: torch.dtype | None = None,
         slot_results: bool = False,
         dtype: torch.dtype = torch.bfloat16,
+        routed: bool = False,
     ) -> None:
         super().__init__(library, num_ranks, seed, blocks)
+        self.routed = routed
         self.dtype, self.gain = dtype, 2.0**16 if dtype is torch.float16 else 1.0
         self.timeout_ns, self._blocks = timeout_ns, blocks
         self.layout = BatchLayout(
@@ -140,11 +162,11 @@ class Decode(Session):
     def draw_case(self) -> Case:
         return Case(
             tokens=tuple(self.random.randint(0, CAPACITY) for _ in range(self.num_ranks)),
-            num_experts=self.random.choice([4, 5, 7]),
+            num_experts=NUM_ROUTED if self.routed else self.random.choice([4, 5, 7]),
             topk=TOPK,
             hidden_size=HIDDEN,
             dtype=self.dtype,
-            routing=self.random.choice(["random", "random", "masked", "any", "one_rank"]),
+            routing="random" if self.routed else self.random.choice(["random", "random", "masked", "any", "one_rank"]),
             placement=self.random.choice(["linear", "round_robin"]),
             capacity=CAPACITY,
             code_dtype=self.layout.code_dtype,
@@ -162,6 +184,10 @@ class Decode(Session):
 
     def _make_batch(self, setting: Setting, by_reference: bool) -> Batch:
         num_local, most = setting.config.num_local_experts, self.num_ranks * CAPACITY
+        choice, weights = None, setting.inputs[setting.rank].weights / self.gain
+        if self.routed:
+            setting, choice = _with_logits(setting)
+            weights = choice.topk_weights
         owners = torch.tensor([setting.owner[i] for i in range(setting.case.num_experts)], dtype=torch.int32)
         return Batch(
             setting=setting,
@@ -173,10 +199,11 @@ class Decode(Session):
             row_ids=torch.zeros(num_local, most, dtype=torch.int32),
             rows=torch.full((num_local, most, HIDDEN), float("nan"), dtype=self.dtype),
             results=torch.full((num_local, most, HIDDEN), float("nan"), dtype=wire_dtype(self.dtype)),
-            weights=setting.inputs[setting.rank].weights / self.gain,
+            weights=weights,
             positions=torch.zeros(most, TOPK, dtype=torch.int32),
             dequantized=torch.full((most, HIDDEN), float("nan"), dtype=torch.bfloat16),
             slot_results=self.layout.slot_results,
+            choice=choice,
         )
 
     def _queue_dispatch(self, batch: Batch) -> None:
@@ -184,7 +211,8 @@ class Decode(Session):
         out = None if batch.by_reference else batch.rows
         if batch.by_reference and self.layout.is_quantized:
             out = batch.dequantized
-        params = low_latency.dispatch_type(self.num_ranks)(
+        router = {"router": batch.choice.take()} if batch.choice is not None else {}
+        params = low_latency.dispatch_type(self.num_ranks, self.routed)(
             common=self._common(batch),
             rows=rows.data_ptr(),
             weights=batch.weights.data_ptr(),
@@ -196,6 +224,7 @@ class Decode(Session):
             num_local_experts=len(batch.counts),
             shares=1 if batch.by_reference else self.random.choice([1, 2]),
             take_parts=self.random.choice([1, 8]),
+            **router,
         )
         self._queue_halves(batch.setting.rank, "low_latency_dispatch", params)
 
@@ -239,7 +268,7 @@ class Decode(Session):
             record=self.record[rank].data_ptr(),
             timeout_ns=self.timeout_ns,
             counters=self.counters[rank].data_ptr(),
-            topk_ids=inputs.ids.data_ptr(),
+            topk_ids=(inputs.ids if batch.choice is None else batch.choice.topk_ids).data_ptr(),
             owners=batch.owners.data_ptr(),
             num_ids=len(batch.owners),
             num_tokens=len(inputs.rows),
@@ -254,3 +283,15 @@ class Decode(Session):
         for phases in (SEND, RECEIVE) if in_halves else (SEND | RECEIVE,):
             params.common.phases = phases
             self.queue_kernel(rank, name, params, blocks, groups=2, early=True)
+
+
+def _with_logits(setting: Setting) -> tuple[Setting, PendingTopK]:
+    """The setting with ids that its rank's logits choose, and that choice, whose weights the expected output has."""
+    rank, generator = setting.rank, torch.Generator().manual_seed(setting.case.seed)
+    mine = setting.inputs[rank]
+    choice = choice_of(torch.randn(len(mine.rows), NUM_ROUTED, generator=generator))
+    choice.topk_ids.fill_(-7)
+    _, ids = topk_reference(choice.logits, TOPK, scoring_func="sigmoid")
+    inputs = list(setting.inputs)
+    inputs[rank] = mine._replace(ids=ids, weights=choice.topk_weights)
+    return setting._replace(inputs=inputs), choice

@@ -44,6 +44,7 @@ BODIES = {
         "float high_half(u32 pair)": "return emulated::of_half(pair >> 16);",
         "u32 larger(u32 a, u32 b)": "return emulated::larger(a, b);",
     },
+    "router.cuh": {"float divide(float a, float b)": "return a / b;"},
     "high_throughput.cuh": {
         "bool failed() const": "return emulated::load_of_warp(&limits.status->failed);",
     },
@@ -115,7 +116,9 @@ def scheduler() -> list[str]:
 def compile_kernels(folder: Path, threads: Mapping[str, int], **defines: int) -> ctypes.CDLL:
     """Kernels, each with so many threads, and what runs them, in bf16 unless said otherwise, without the device
     library."""
-    of_kernels = [path for name in ("deadline.cuh", "arrival.cuh", "batch_*") for path in batch_plan.CUDA.glob(name)]
+    of_kernels = [
+        path for name in ("deadline.cuh", "arrival.cuh", "batch_*", "router.cuh") for path in batch_plan.CUDA.glob(name)
+    ]
     for path in (*kernels.CUDA.glob("*.cu*"), *SOURCES.glob("*.cu"), *of_kernels):
         (folder / path.name).write_text(for_cpu(path.name, path.read_text()))
     (folder / "ptx.cuh").write_text(instructions_for_cpu())

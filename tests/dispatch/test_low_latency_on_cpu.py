@@ -50,10 +50,10 @@ def test_rows_of_8_bits(tmp_path: Path) -> None:
 
 
 def test_results_of_slots_are_added_in_their_order(tmp_path: Path) -> None:
-    """As batch-invariant layers combine."""
-    library = compile_decode(tmp_path, 3, slot_results=True)
+    """As batch-invariant layers combine, of experts that the dispatch chose."""
+    library = compile_decode(tmp_path, 3, slot_results=True, routed=True)
     for seed in range(12):
-        session = Decode(library, 3, seed, slot_results=True)
+        session = Decode(library, 3, seed, slot_results=True, routed=True)
         for _ in range(4):
             session.queue_step(session.draw_case(), by_reference=seed % 2 == 0)
         assert session.run(), f"seed {seed} does not end"

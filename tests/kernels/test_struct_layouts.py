@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from moe_ep.kernels import align, eplb_map, jit
 from moe_ep.kernels.marlin import ampere, eight_bit, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.scalar_type import scalar_types
+from tests.dispatch.emulated_decode import NUM_ROUTED, TOPK, choice_of
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import sanitize_planted
@@ -77,6 +79,9 @@ def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
         (False, hopper.PrefillParams, "PrefillParams"),
     ):
         yield name, hopper.kernel_source(UINT4B8, BF16, BF16, 1, SILU, small_m), mirror, name
+    routed = (*choice_of(torch.empty(1, NUM_ROUTED)).defines, ("ROUTED", "1"))
+    source = hopper.kernel_source(UINT4B8, BF16, BF16, 1, SILU, True)
+    yield "RoutedExperts", replace(source, defines=(*source.defines, *routed)), hopper.RoutedExperts, "ExpertsParams"
     sources = eight_bit.kernel_sources(UINT4B8, torch.int8, BF16, 1, SILU)
     yield "RowsParams", sources["rows"], eight_bit.RowsParams, "RowsParams"
     yield "EightBitParams", sources["experts"], eight_bit.EightBitParams, "EightBitParams"
@@ -91,6 +96,9 @@ def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
     small, large = BatchLayout(**SHAPE), high_throughput.Layout(**SHAPE)
     for mirror, name in ((low_latency.dispatch_type(RANKS), "dispatch"), (low_latency.combine_type(RANKS), "combine")):
         yield name, kernels.kernel_source(f"low_latency_{name}", small, BF16), mirror, "Params"
+    source = kernels.kernel_source("low_latency_dispatch", BatchLayout(**{**SHAPE, "topk": TOPK}), BF16)
+    source = replace(source, defines=(*source.defines, *routed))
+    yield "routed_dispatch", source, low_latency.dispatch_type(RANKS, True), "Params"
     for name, (pointers, numbers) in PREFILL.items():
         mirror = named(high_throughput.params_type(RANKS, len(pointers), len(numbers)), pointers, numbers)
         yield f"high_throughput_{name}", high_throughput.kernel_source(name, large, BF16), mirror, "Params"

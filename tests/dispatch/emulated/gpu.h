@@ -345,10 +345,14 @@ inline unsigned __float_as_uint(float f) {
   memcpy(&bits, &f, sizeof bits);
   return bits;
 }
+inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+inline int __float_as_int(float f) { return __float_as_uint(f); }
 // Compiled with -ffp-contract=off, so that these are rounded each.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline int __float2int_rn(float f) { return (int)std::nearbyint(f); }
 
