@@ -81,8 +81,6 @@ _EPOCH_SHIFT = 32
 _NUM_EPOCHS = 1 << 32
 SEND, RECEIVE = 1, 2
 KERNELS = ("low_latency_dispatch", "low_latency_combine")
-# Tokens whose experts the dispatch chooses itself: with more, a block would choose for several, one after the other.
-_MOST_ROUTED = 32
 _THREADS = 512
 # Warps of a block that receive.
 WARPS = _THREADS // 64
@@ -339,6 +337,8 @@ class Tuning:
             is known on the device alone.
         list_blocks: blocks that list experts where received rows are copied, at most.
         blocks: of a kernel, at most.
+        routed_tokens: tokens whose experts the dispatch chooses itself, at most; with many, a block would choose for
+            several, one after the other. 0 for none: how fast that is was not measured.
     """
 
     packet_parts: int = 8
@@ -348,6 +348,7 @@ class Tuning:
     expected_tokens: int = 4
     list_blocks: int = 264
     blocks: int = 264
+    routed_tokens: int = 0
 
     def blocks_of_expert(self, mean_rows: float, num_local_experts: int) -> int:
         """How many blocks list the same expert and share its rows: one for each row that a full expert has.
@@ -488,7 +489,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.by_reference = True
 
     def takes_pending(self) -> bool:
-        return not self.layout.device_api and self.layout.topk == self.moe_config.experts_per_token
+        has_router = not self.layout.device_api and self.layout.topk == self.moe_config.experts_per_token
+        return has_router and self.tuning.routed_tokens > 0
 
     def _routed_kernel(self, pending: Any) -> jit.Kernel | None:
         """The dispatch that makes such a choice itself; None before the first pass that is not captured."""
@@ -528,7 +530,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         kernel, router = self.kernels["low_latency_dispatch"], {}
         if batch.pending is not None:
             routed = self._routed_kernel(batch.pending)
-            if routed is None or num_tokens > _MOST_ROUTED:
+            if routed is None or num_tokens > self.tuning.routed_tokens:
                 batch.pending.settle()
             else:
                 kernel, router = routed, {"router": batch.pending.take()}

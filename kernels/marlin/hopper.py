@@ -49,6 +49,7 @@ _INVARIANT_TILE_TOKENS = 16  # kDecodeTileTokens of cuda/params.cuh there
 _MOST_TILES, _MOST_TILES_OF_BOTH = 512, 272
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
+_MIN_SPLIT_K = 4  # kMinSplitK of cuda/decode_sm90.cu
 # kRoutedTokens of cuda/decode_sm90.cu, and slots that they have at most.
 _ROUTED_TOKENS, _ROUTED_SLOTS = 16, 128
 _FIXUP_SUMS = 2  # where the decode kernel's partial sums begin in its flags, in units of 64 bits
@@ -234,8 +235,10 @@ def launch_arriving(
 
 
 def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK) -> bool:
-    """Routes tokens, computes their experts and sums the slots in one kernel; returns False, with nothing done, for
-    more tokens than it has room for, or where it would have to be loaded while a CUDA graph is captured.
+    """Routes tokens, computes their experts and sums the slots in one kernel, with the bits of separate ones.
+
+    Returns False, with nothing done, for more tokens than it has room for, where w2 may have so few tiles that all
+    blocks share each (split-K), and where the kernel would have to be loaded while a CUDA graph is captured.
 
     Args:
         params: all but rows, flags and partial sums; w2's output is `[T, K]`.
@@ -243,7 +246,8 @@ def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK)
     common = pair.once(_Common)
     kernel = common.routed_kernel(pending)
     most_tokens = _ROUTED_TOKENS if pending.top_k < 8 else _ROUTED_SLOTS // pending.top_k
-    if kernel is None or pending.num_tokens > most_tokens:
+    least_tiles = pending.top_k * -(-pair.w2.num_rows // _TILE_ROWS)
+    if kernel is None or pending.num_tokens > most_tokens or common.num_blocks // least_tiles >= _MIN_SPLIT_K:
         return False
     params.num_experts, params.max_rows, params.sorted = pair.num_experts, pending.num_tokens, 1
     params.max_small_m, params.max_tiles = tuning.MOST_SMALL_M, min(pair.num_experts, _ROUTED_SLOTS)
