@@ -75,22 +75,26 @@ class PrefillParams(ctypes.Structure):
     )
 
 
-class ArrivingExperts(ctypes.Structure):
+class _BeginsWithExperts:
+    """A structure that begins as ExpertsParams does."""
+
+    @classmethod
+    def of(cls, params: ExpertsParams, **more: Any) -> Any:
+        joined: Any = cls(**more)
+        ctypes.memmove(ctypes.addressof(joined), ctypes.addressof(params), ctypes.sizeof(params))
+        return joined
+
+
+class ArrivingExperts(_BeginsWithExperts, ctypes.Structure):
     """ExpertsParams of cuda/params.cuh with ARRIVALS."""
 
     _fields_ = (*ExpertsParams._fields_, ("arrival", ArrivalParams))
 
 
-class RoutedExperts(ctypes.Structure):
+class RoutedExperts(_BeginsWithExperts, ctypes.Structure):
     """ExpertsParams of cuda/params.cuh with ROUTED."""
 
     _fields_ = (*ExpertsParams._fields_, ("router", RouterParams), ("results", ctypes.c_void_p))
-
-
-def _begin_with(params: ExpertsParams, longer: Any) -> Any:
-    """Copies the parameters to the beginning of a structure that has more."""
-    ctypes.memmove(ctypes.addressof(longer), ctypes.addressof(params), ctypes.sizeof(params))
-    return longer
 
 
 class ArrivingParams(ctypes.Structure):
@@ -228,7 +232,7 @@ def launch_arriving(
     params.max_small_m, params.launch_overhead, params.max_tiles = 0, 0, params.num_experts
     _set_flags(params, common, f"{kernel.entry}_arriving", decode=False)
     plain = _prefill_params(params, pair.act_dtype)
-    given = ArrivingParams(tokens=plain.tokens, experts=_begin_with(params, ArrivingExperts(arrival=arrival.params)))
+    given = ArrivingParams(tokens=plain.tokens, experts=ArrivingExperts.of(params, arrival=arrival.params))
     blocks = min(common.num_blocks, arrival.most_blocks or common.num_blocks)
     arrival.start()
     kernel.launch(given, (blocks, 1, 1), _PREFILL_THREADS, common.shared_bytes, early=True)
@@ -253,7 +257,7 @@ def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK)
     params.max_small_m, params.max_tiles = tuning.MOST_SMALL_M, min(pair.num_experts, _ROUTED_SLOTS)
     _set_flags(params, common, kernel.entry, decode=True)
     results = params.hidden_packets + 8 * common.num_hidden_packets
-    given = _begin_with(params, RoutedExperts(router=pending.take(), results=results))
+    given = RoutedExperts.of(params, router=pending.take(), results=results)
     kernel.launch(given, (common.num_blocks, 1, 1), _DECODE_THREADS, common.shared_bytes, early=True)
     return True
 

@@ -85,7 +85,7 @@ def test_forced_rows_decide_alone() -> None:
 
 
 def test_experts_that_wait_for_rows_are_told_of_both() -> None:
-    joined = hopper.ArrivingExperts.of(ExpertsParams(sync=3, max_tiles=7), ArrivalParams(epoch=5, leaving=9))
+    joined = hopper.ArrivingExperts.of(ExpertsParams(sync=3, max_tiles=7), arrival=ArrivalParams(epoch=5, leaving=9))
     assert (joined.sync, joined.max_tiles, joined.arrival.epoch, joined.arrival.leaving) == (3, 7, 5, 9)
 
 
