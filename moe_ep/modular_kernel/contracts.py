@@ -507,7 +507,9 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
     def _dispatch_call(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Routing, FusedMoEQuantConfig]:
         """The arguments of prepare, as dispatch takes them."""
         call = _bound(FusedMoEPrepareAndFinalize.prepare, self, *args, **kwargs)
-        routing = Routing(**{item.name: getattr(call, item.name) for item in dataclasses.fields(Routing)})
+        # Whoever calls prepare has made the choice.
+        given = [item.name for item in dataclasses.fields(Routing) if item.name != "pending"]
+        routing = Routing(**{name: getattr(call, name) for name in given})
         return call.a1, routing, call.quant_config
 
     # Batches between `prepare` and `finalize`, each with the topk_ids that finalize will be given.
