@@ -43,6 +43,7 @@ HERE = {
     "plot results.jsonl --out plots/",
 }
 # Run by tests of their own, with smaller sizes.
+_JOIN_AND_LEAVE = "test_elastic_gang.py::test_actors_join_and_leave_and_are_killed_and_replaced"
 ELSEWHERE = {
     "bench scaling --geometry qwen3-30b --routing uniform,zipf:0.5 --eplb off,on --json results.jsonl":
         "test_scaling.py::test_the_same_rows_from_every_launcher_and_their_pictures",
@@ -62,8 +63,8 @@ ELSEWHERE = {
     "run --ep-size 4": "test_ray_job.py::test_jobs_of_a_bare_checkout",
     "generate --elastic --launcher local --ep-size 4 --prompts prompts.txt --output completions.jsonl":
         "test_elastic_gang.py::test_ranks_that_are_killed_and_stopped",
-    "join --address 127.0.0.1:40123": "test_elastic_gang.py::test_workers_join_and_leave",
-    "leave 2 --address 127.0.0.1:40123": "test_elastic_gang.py::test_workers_join_and_leave",
+    "join --address 127.0.0.1:40123": _JOIN_AND_LEAVE,
+    "leave 2 --address 127.0.0.1:40123": _JOIN_AND_LEAVE,
     "run --eplb --routing zipf:0.8": "test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "run --eplb --routing zipf:0.8 --device cpu --launcher local --ep-size 2 --tokens-per-rank 64":
         "test_run_eplb.py::test_experts_move_and_everything_is_verified",
