@@ -562,7 +562,10 @@ class Membership:
             self._end_waits("the ranks go on in another store")
 
     def _end_waits(self, why: str) -> None:
-        failure_detection.end_all_waits(why)
+        try:
+            failure_detection.end_all_waits(why)
+        except Exception:  # of the GPU, say; this thread shows the others that the rank lives
+            logger.warning("rank %d could not end its kernels' waits", self.rank, exc_info=True)
         group = dist.group.WORLD
         if self.device.type == "cuda" and group is not None and group not in self._aborted:
             self._aborted.add(group)

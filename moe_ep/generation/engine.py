@@ -555,9 +555,14 @@ class Generation:
         They are what the model says: no kernel of their step has waited in vain.
         """
         # One more reduction on the device, and no more transfers. The largest of a row with NaN is NaN.
-        values = torch.where(logits.amax(dim=-1).isfinite(), tokens, _NO_TOKEN).tolist()
+        values = torch.where(logits.amax(dim=-1).isfinite(), tokens, _NO_TOKEN)
+        if self._membership is not None and values.is_cuda:
+            # A copy to pageable memory may keep the driver from other threads while it waits, and the one that sees
+            # the ranks change ends this wait through the driver.
+            torch.cuda.current_stream(values.device).synchronize()
+        found = values.tolist()
         self._decoder.steps.check()
-        return values
+        return found
 
     def _take(self, slot: int, token: int, logprobs: TokenLogprobs | None) -> None:
         """Adds a sequence's next token, and ends the sequence where it is its last."""
