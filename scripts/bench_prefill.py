@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from moe_ep.bench.layers import Batch, BenchLayers, SyntheticConfig
 
 CHAIN, REPEATS, LIMIT_S = 4, 10, 1.0
+# mean |d| / mean |ref| of values that are rounded alike, and of rows that one way rounds to 8 bits once more.
+_EXACT, _ROUNDED = 0.01, 0.08
 _HOT = 2  # experts of rank 0 that nearly every token takes
 _HOT_SHARE, _FIRST_SHARE = 0.9, 0.7
 
@@ -267,10 +269,11 @@ def _Copies() -> Any:
 
 
 def wrong(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """What differs by more than rounding does."""
+    """What differs by more than rounding does. Separate kernels round 8-bit rows once more than overlapped ones."""
     for row in rows:
+        rounds = row["layer"].count(":") == 2
         for key, value in row.items():
-            if key.endswith("difference") and not value < 0.01:
+            if key.endswith("difference") and not value < (_ROUNDED if rounds else _EXACT):
                 yield f"{row['layer']} with {row['tokens']} tokens: {key} is {value}"
 
 
