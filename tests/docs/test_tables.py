@@ -95,5 +95,14 @@ def test_scaling() -> None:
     assert [row for row in shown if row not in recorded] == []
 
 
+def test_beside_megamoe() -> None:
+    """Our rows of that table are those of the file, at EP 2."""
+    recorded = read_lines(SCALING / "scaling_2xh200_megamoe.jsonl")
+    times = [f"{row['us']:,.1f}" for row in recorded if row["ep_size"] == 2]
+    text = (BENCHMARKS / "scaling.md").read_text().partition("## Beside MegaMoE")[2].partition("## Where")[0]
+    shown = [cell.strip() for row in rows_of(text) if "moe_ep" in row for cell in row.split("|")[3:-1]]
+    assert sorted(shown) == sorted(times)
+
+
 def scaling(file: str) -> str:
     return as_markdown(read_scaling(SCALING / file)[0])
