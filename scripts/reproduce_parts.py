@@ -72,7 +72,7 @@ _RUN_TESTS = "tests/gpu/test_run_gpu.py tests/gpu/test_transformers_gpu.py tests
 _OTHER_TESTS = f"{_DISPATCH_TESTS} {_RUN_TESTS}"
 _TESTS = (
     # Of one GPU. Those of the packed experts mostly compile, and would in each of several processes.
-    _tests("tests-marlin", 1, 200, _OF_ONE, "tests/gpu/test_marlin_gpu.py"),
+    _tests("tests-marlin", 1, 200, _OF_ONE, "tests/gpu/test_marlin_gpu.py tests/gpu/test_routed_gpu.py"),
     _tests(
         "tests-prefill", 1, 220, _OF_ONE,
         "tests/gpu/test_marlin_prefill_gpu.py tests/gpu/test_marlin_act_order_gpu.py "
