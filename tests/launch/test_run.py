@@ -207,7 +207,7 @@ def test_a_signal_ends_everything(launcher: str, number: signal.Signals, code: i
     output, errors = process.communicate(timeout=60)
     assert process.returncode == code, (output, errors)
     # The signal may come before the first measured step or after: then what was measured is shown.
-    measured = errors.removesuffix(words).removeprefix("moe-ep: waiting for Ray\n")  # on a busy machine
+    measured = re.sub("moe-ep: waiting for .*\\n", "", errors.removesuffix(words))  # a busy machine says so
     if measured:
         assert re.fullmatch(r"ended after \d+ measured steps?; .*\n", measured), errors
         assert output.endswith("verification: not reached\n"), output
