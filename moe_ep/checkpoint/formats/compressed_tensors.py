@@ -19,7 +19,9 @@ from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
 from moe_ep.checkpoint.formats.fp4 import PACKED_MXFP4, PACKED_NVFP4
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.layout import (
+    ASYMMETRIC,
     FLOATS,
+    SYMMETRIC,
     QuantizationConfig,
     Role,
     ScaleShape,
@@ -56,9 +58,6 @@ from moe_ep.scalar_type import scalar_types
 # format is that of compressed-tensors (https://github.com/vllm-project/compressed-tensors, compressors/pack_quantized).
 #
 # Example, 4 bits: the values -7, -6, ... 0 of columns 0..7 are the int32 0x87654321.
-
-_SYMMETRIC = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}
-_ASYMMETRIC = {4: scalar_types.uint4, 8: scalar_types.uint8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +139,7 @@ class PackQuantizedConfig(QuantizationConfig):
             scales=scales,
             zero_points=zero_points,
             g_idx=g_idx,
-            quant_type_id=(_SYMMETRIC if self.symmetric else _ASYMMETRIC)[self.bits].id,
+            quant_type_id=(SYMMETRIC if self.symmetric else ASYMMETRIC)[self.bits].id,
             group_size=self.scale.group_size,
         )
 

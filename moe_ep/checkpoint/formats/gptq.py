@@ -24,7 +24,9 @@ import torch
 
 from moe_ep.checkpoint.config_values import QUANT_CONFIG
 from moe_ep.checkpoint.formats.layout import (
+    ASYMMETRIC,
     FLOATS,
+    SYMMETRIC,
     QuantizationConfig,
     Role,
     TensorLayout,
@@ -36,10 +38,8 @@ from moe_ep.checkpoint.formats.layout import (
 )
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.quantization.canonical_weights import CanonicalWeights
-from moe_ep.scalar_type import ScalarType, scalar_types
+from moe_ep.scalar_type import ScalarType
 
-_SYMMETRIC = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}
-_ASYMMETRIC = {4: scalar_types.uint4, 8: scalar_types.uint8}
 _STORED_LESS = {"gptq": 1, "gptq_v2": 0}
 
 
@@ -67,8 +67,8 @@ class GPTQConfig(QuantizationConfig):
     checkpoint_format: str = "gptq"
 
     def __post_init__(self) -> None:
-        if self.bits not in tuple(_SYMMETRIC):
-            raise ValueError(one_of("bits", self.bits, [str(known) for known in _SYMMETRIC]))
+        if self.bits not in tuple(SYMMETRIC):
+            raise ValueError(one_of("bits", self.bits, [str(known) for known in SYMMETRIC]))
         if self.checkpoint_format not in tuple(_STORED_LESS):
             raise ValueError(one_of("checkpoint_format", self.checkpoint_format, list(_STORED_LESS)))
         if not isinstance(self.group_size, int) or (self.group_size < 1 and self.group_size != -1):
@@ -174,7 +174,7 @@ def unpack_gptq(
     codes = unpack_words(qweight.transpose(-1, -2), config.bits)
     zero_points = None if qzeros is None else _zero_points(qzeros, config)
     g_idx = None if g_idx is None else _needed_g_idx(g_idx, config, groups)
-    types = _SYMMETRIC if zero_points is None else _ASYMMETRIC
+    types = SYMMETRIC if zero_points is None else ASYMMETRIC
     return CanonicalWeights(
         codes, scales.transpose(-1, -2).contiguous(), zero_points, g_idx, types[config.bits].id, config.group_size
     )

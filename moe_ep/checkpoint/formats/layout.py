@@ -13,8 +13,12 @@ import torch
 from moe_ep.errors import CheckpointError
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 from moe_ep.quantization.canonical_weights import CanonicalWeights
+from moe_ep.scalar_type import scalar_types
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Types of integer codes, by their bits: with an offset, and with zero points.
+SYMMETRIC = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}
+ASYMMETRIC = {4: scalar_types.uint4, 8: scalar_types.uint8}
 
 
 class Role(Enum):
