@@ -359,9 +359,19 @@ def main() -> int:
     bench.parser.add_argument("--tokens", default="256,1024,4096", help="of each rank")
     bench.parser.add_argument("--timeline", action="store_true", help="keep one call's kernels, of a rank per GPU")
     options = bench.parse()
-    cases = [(size, int(tokens)) for size in options.sizes.split(",") for tokens in options.tokens.split(",")]
+    sizes = options.sizes.split(",")
+    for size in sizes:
+        if size not in SIZES:
+            bench.parser.error(f"--sizes has {size!r}; choose from {', '.join(SIZES)}")
+    counts = [int(tokens) if tokens.isdecimal() else 0 for tokens in options.tokens.split(",")]
+    if min(counts) < 1:
+        bench.parser.error(f"--tokens is {options.tokens!r}; it must be whole numbers from 1 on, separated by commas")
+    bench.check_at_least(1, ranks=options.ranks)
+    cases = [(size, tokens) for size in sizes for tokens in counts]
     is_gang = "LOCAL_RANK" in os.environ
-    if is_gang:
+    if not is_gang:
+        this_gpu()
+    else:
         use_gpu_of_rank()
         dist.init_process_group("cpu:gloo,cuda:nccl")
     if not is_gang or dist.get_rank() == 0:

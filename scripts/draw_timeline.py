@@ -10,10 +10,11 @@ number in it says how many blocks it has, at most one an SM.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from moe_ep.bench.results import read_lines
 
 # Parts by what kernels' names contain, from top to bottom.
 PARTS = {
@@ -65,8 +66,13 @@ def main() -> None:
     parser.add_argument("rows", type=Path, help="JSON lines; the last one with a timeline is drawn")
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
-    draw([row for row in rows if "timeline" in row][-1], options.picture)
+    try:
+        rows = [row for row in read_lines(options.rows) if "timeline" in row]
+    except (OSError, ValueError) as error:
+        parser.error(f"rows cannot be read: {error}")
+    if not rows:
+        parser.error(f"{options.rows} has no row with a timeline; bench_overlap.py --timeline writes them")
+    draw(rows[-1], options.picture)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,12 @@ class Bench:
         self._json = options.json
         return options
 
+    def check_at_least(self, least: int, **given: int) -> None:
+        """Ends with a sentence where an option is less."""
+        for name, value in given.items():
+            if value < least:
+                self.parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+
     def keep(self, row: dict[str, Any]) -> dict[str, Any]:
         """Records a row, and gives it back."""
         self.rows.append(row)

@@ -18,7 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 from bench_overlap import ROUTINGS, SIZES, RankLayer, draw, layers_of_one_gpu, ranks_on_one_gpu, run_together
-from harness import Bench, use_gpu_of_rank
+from harness import Bench, this_gpu, use_gpu_of_rank
 
 CYCLES = (0, 0, 20_000, 200_000)
 
@@ -66,6 +66,7 @@ def main() -> int:
     add("--seconds", type=float, default=float("inf"), help="end after about so long")
     add("--row-tolerance", type=float, default=0.05)
     options = bench.parse()
+    bench.check_at_least(1, ranks=options.ranks, capacity=options.capacity, steps=options.steps)
     size, rest = SIZES[options.size], (options.capacity, options.steps, options.seconds, options.row_tolerance)
     begin = time.perf_counter()
     if "LOCAL_RANK" in os.environ:
@@ -77,6 +78,7 @@ def main() -> int:
         dist.all_reduce(found)
         steps, rows, wrong = int(found[0]) // num_ranks, int(found[1]), int(found[2])
     else:
+        this_gpu()
         rank, num_ranks = 0, options.ranks
         with ranks_on_one_gpu(num_ranks):
             layers = layers_of_one_gpu(size, num_ranks, options.capacity)

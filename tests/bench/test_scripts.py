@@ -17,7 +17,7 @@ import gemm_peers
 import gemm_tables
 import megamoe_peer
 from gemm_cases import OF_PEERS, WEIGHTS
-from harness import measure_on_gang, this_gpu, use_gpu_of_rank
+from harness import Bench, measure_on_gang, this_gpu, use_gpu_of_rank
 
 from moe_ep.launch.cli.gang_options import GangConfig
 
@@ -28,6 +28,14 @@ def test_a_machine_without_gpus_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     for ask in (this_gpu, use_gpu_of_rank):
         with pytest.raises(SystemExit, match="^bench_some.py measures on a GPU, and torch sees none here"):
             ask()
+
+
+def test_an_option_below_its_least_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(None)
+    bench.check_at_least(1, ranks=1)
+    with pytest.raises(SystemExit):
+        bench.check_at_least(1, ranks=2, row_tokens=0)
+    assert capsys.readouterr().err.endswith("--row-tokens is 0; it must be at least 1\n")
 
 
 def test_a_script_for_several_gpus_says_how_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
