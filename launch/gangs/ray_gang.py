@@ -18,6 +18,7 @@ import subprocess
 import sysconfig
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from moe_ep.layer.elastic import ElasticConfig
 
 _POLL_S = 0.5
+# Reports that a worker keeps until the driver asks for them; the oldest are dropped.
+_MOST_REPORTS = 64
 # Starting a cluster, or workers that import torch, takes seconds on a busy machine.
 _START_QUIET_S = 15.0
 # Ray frees the resources of an earlier gang a moment after its workers have ended.
@@ -415,13 +418,10 @@ class _Worker:
         # process.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._store: Any = None
-        self._progress: progress.Progress | None = None
+        self._reports: deque[progress.Progress] = deque(maxlen=_MOST_REPORTS)
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        progress.set_sink(self._note)
+        progress.set_sink(self._reports.append)
         progress.set_receiver(self._items.put)
-
-    def _note(self, report: progress.Progress) -> None:
-        self._progress = report
 
     def _leave(self) -> None:
         if self._membership is not None:
@@ -455,9 +455,10 @@ class _Worker:
         store = open_clients_store(rank_env.master_addr, rank_env.master_port, timeout_s)
         return run_member(rank_env, fn, args, store, timeout_s, on_membership=note)
 
-    def news(self) -> tuple[progress.Progress | None, list[Any]]:
-        """The latest report, and the items since the last call."""
-        return self._progress, [self._items.get() for _ in range(self._items.qsize())]
+    def news(self) -> tuple[list[progress.Progress], list[Any]]:
+        """The reports and the items since the last call."""
+        reports = [self._reports.popleft() for _ in range(len(self._reports))]
+        return reports, [self._items.get() for _ in range(self._items.qsize())]
 
 
 class _News:
@@ -480,8 +481,8 @@ class _News:
             if not ray.wait([self._asked], timeout=wait_s)[0]:
                 return
             with contextlib.suppress(ray.exceptions.RayError):
-                report, items = ray.get(self._asked)
-                if report is not None:
+                reports, items = ray.get(self._asked)
+                for report in reports:
                     self._display(report)
                 for item in items:
                     self._on_item(item)

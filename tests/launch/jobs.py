@@ -94,6 +94,13 @@ def unpicklable(rank_env: RankEnv) -> Any:
     return (value for value in range(3))
 
 
+def describe_aloud(rank_env: RankEnv, start: int) -> dict[str, Any]:
+    """`describe`, after a sentence and longer than a driver takes to ask twice."""
+    progress.say(f"rank {rank_env.rank} speaks")
+    time.sleep(1.2)
+    return describe(rank_env, start)
+
+
 def report_progress(rank_env: RankEnv) -> None:
     for done in range(3):
         progress.report("work", done, 3)

@@ -53,10 +53,11 @@ def no_group_is_left() -> bool:
     return all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
 
 
-def test_every_rank_answers_and_everything_is_given_back(cluster: object) -> None:
+def test_every_rank_answers_and_everything_is_given_back(cluster: object, capsys: pytest.CaptureFixture[str]) -> None:
     total = ray.cluster_resources()["CPU"]
     items: list[dict[str, int]] = []
-    results = RayGang(2, "cpu").run(jobs.describe, 10, on_item=items.append)
+    results = RayGang(2, "cpu").run(jobs.describe_aloud, 10, on_item=items.append)
+    assert capsys.readouterr().err.count("rank 0 speaks") == 1
     assert items == [{"rank": 0, "sum": 21}]
     assert [(r["rank"], r["world_size"], r["local_rank"], r["sum"], r["source"]) for r in results] == [
         (0, 2, 0, 21, "ray"),
