@@ -78,6 +78,11 @@ class Registry:
         if name not in [*self.entries, *also]:  # it may be of any type
             raise ValueError(one_of(self.kind, name, [*also, *self.entries]))
 
+    def name_of(self, choice: Any) -> str:
+        """The name of an instance's class, or its "module:Class" if it is not registered."""
+        target = f"{type(choice).__module__}:{type(choice).__name__}"
+        return next((name for name, entry in self.entries.items() if entry.target == target), target)
+
     def load(self, name: str) -> Any:
         """Imports and returns the class behind `name`.
 

@@ -266,7 +266,7 @@ class ElasticOptions(ModelConfig):
         "N",
     )
     when_uncovered: str = option(
-        "wait", one_of("wait", "skip"), "tokens whose experts are being reloaded: wait for them"
+        "wait", one_of("wait", "skip"), "what tokens do whose experts are being reloaded: wait for them, or skip them"
     )
 
     def check_elastic(self) -> None:

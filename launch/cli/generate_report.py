@@ -353,7 +353,8 @@ class CompletionLines:
 
 
 class CompletionRelay:
-    """Sends the completions of all ranks to rank 0, which hands them to the driver.
+    """Passes the completions of all ranks on to the driver: rank 0 hands them over, or in an elastic gang each rank its
+    own.
 
     A rank puts a completion into the job's store before it counts it as finished in a step, so the store holds all that
     a step counts.
@@ -362,20 +363,23 @@ class CompletionRelay:
         refused: lines of the prompts that the model refuses, of all ranks.
     """
 
-    def __init__(self, rank: int, num_prompts: int, refused: Sequence[dict[str, Any]] = ()) -> None:
-        from moe_ep.distributed.store import rendezvous_store
-
-        self._rank, self._num_prompts = rank, num_prompts - len(refused)
-        if rank == 0:
-            for told in refused:
-                progress.hand_over(told)
-        self._store = rendezvous_store()
+    def __init__(
+        self, rank: int, num_prompts: int, refused: Sequence[dict[str, Any]] = (), *, is_elastic: bool = False
+    ) -> None:
+        self._rank, self._num_prompts, self._is_elastic = rank, num_prompts - len(refused), is_elastic
+        self._hands_over = is_elastic or rank == 0
         self._num_left = 0
         self._collected: dict[int, int] = {}
+        if not is_elastic:
+            from moe_ep.distributed.store import rendezvous_store
+
+            self._store = rendezvous_store()
+        for told in refused if self._hands_over else ():
+            progress.hand_over(told)
 
     def leave(self, completion: dict[str, Any]) -> None:
         """Passes on a completion of this rank."""
-        if self._rank == 0:
+        if self._hands_over:
             progress.hand_over(completion)
         else:
             self._store.set(self._key(self._rank, self._num_left), json.dumps(completion))
@@ -383,9 +387,9 @@ class CompletionRelay:
 
     def collect(self, finished: Sequence[int]) -> None:
         """Passes on the completions of other ranks, given how many sequences each rank has finished."""
-        if self._rank != 0:
+        if not self._hands_over:
             return
-        for rank, count in enumerate(finished[1:], start=1):
+        for rank, count in () if self._is_elastic else enumerate(finished[1:], start=1):
             for number in range(self._collected.get(rank, 0), count):
                 key = self._key(rank, number)
                 progress.hand_over(json.loads(self._store.get(key)))
@@ -396,24 +400,3 @@ class CompletionRelay:
     @staticmethod
     def _key(rank: int, number: int) -> str:
         return f"moe_ep/completion/{rank}/{number}"
-
-
-class DirectRelay:
-    """Hands completions to the driver from every rank of an elastic gang.
-
-    Args:
-        refused: lines of the prompts that the model refuses.
-    """
-
-    def __init__(self, num_prompts: int, refused: Sequence[dict[str, Any]]) -> None:
-        self._num_prompts = num_prompts - len(refused)
-        for told in refused:
-            progress.hand_over(told)
-
-    def leave(self, completion: dict[str, Any]) -> None:
-        """Passes on a completion of this rank."""
-        progress.hand_over(completion)
-
-    def collect(self, finished: Sequence[int]) -> None:
-        """Shows progress, given how many sequences each rank has finished."""
-        progress.report("sequences", sum(finished), self._num_prompts)

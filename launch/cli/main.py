@@ -7,6 +7,7 @@ ctrl-C, 141 the reader of the output has ended, 129 the terminal was closed, 143
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import select
@@ -17,24 +18,14 @@ from collections.abc import Sequence
 
 from moe_ep import __version__, env
 from moe_ep.errors import ConfigError, MoeEpError
-from moe_ep.launch.cli.commands import (
-    bench,
-    completion,
-    convert,
-    doctor,
-    eplb,
-    generate,
-    join,
-    leave,
-    plan,
-    plot,
-    run,
-    tune,
-)
 from moe_ep.launch.cli.options import OptionError, Parser, refusing
 from moe_ep.launch.cli.outputs import show
 from moe_ep.launch.gangs import interrupts
 
+# Modules of launch/cli/commands, in the order of --help.
+_COMMANDS = (
+    "run", "generate", "members", "convert", "bench", "plot", "plan", "eplb", "tune", "doctor", "completion",
+)  # fmt: skip
 _DESCRIPTION = "Expert parallelism for mixture-of-experts models: run, generate, measure and balance over many GPUs."
 
 
@@ -45,8 +36,8 @@ def make_parser() -> Parser:
     subparsers = parser.add_subparsers(
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=Parser
     )
-    for command in (run, generate, join, leave, convert, bench, plot, plan, eplb, tune, doctor, completion):
-        command.add_parser(subparsers)
+    for command in _COMMANDS:
+        importlib.import_module(f"moe_ep.launch.cli.commands.{command}").add_parser(subparsers)
     return parser
 
 

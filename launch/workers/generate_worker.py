@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 
 import moe_ep
-from moe_ep.bench.results import peak_memory
+from moe_ep.bench.results import device_name, peak_memory, versions
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.distributed.exchange import gather_values
@@ -32,11 +32,11 @@ from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.steps import StepCoordinator
 from moe_ep.launch.cli.gang_options import layer_input_dtype, torch_dtype
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
-from moe_ep.launch.cli.generate_report import CompletionRelay, DirectRelay, RankGeneration
+from moe_ep.launch.cli.generate_report import CompletionRelay, RankGeneration
 from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.rank_env import RankEnv
-from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions
 from moe_ep.modular_kernel.choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.rollouts.recording import num_columns
 from moe_ep.rollouts.routing_file import RoutingFile
 
@@ -92,11 +92,7 @@ def run_generate(
     steps = steps_of(model)
     for layer in steps.layers:
         layer.counts_load = True
-    relay: CompletionRelay | DirectRelay
-    if membership is None:
-        relay = CompletionRelay(rank_env.rank, len(prompts), refused)
-    else:
-        relay = DirectRelay(len(prompts), refused)
+    relay = CompletionRelay(rank_env.rank, len(prompts), refused, is_elastic=membership is not None)
 
     def leave(completion: Completion) -> None:
         told = _told(tokenizer, completion, rank_env.rank, config.stop)
@@ -141,7 +137,7 @@ def run_generate(
         device=rank_env.device,
         device_name=device_name(device),
         backends=_backends(steps, config.batch_size),
-        experts_name=experts_name(steps.layers[0].modular_kernel.fused_experts),
+        experts_name=EXPERTS.name_of(steps.layers[0].modular_kernel.fused_experts),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=len(steps.layers),
         num_experts=steps.layers[0].num_experts,
@@ -278,9 +274,9 @@ def _token(tokenizer: ModelTokenizer, index: int, logprob: float) -> dict[str, A
 def _backends(steps: StepCoordinator, batch_size: int) -> tuple[str, str]:
     """Names of the backends of prompts and of decoding."""
     layer = steps.layers[0]
-    prefill = backend_name(layer.prepare_finalize)
+    prefill = ALL2ALL_BACKENDS.name_of(layer.prepare_finalize)
     with steps.pretending(batch_size):
-        return prefill, backend_name(layer.prepare_finalize)
+        return prefill, ALL2ALL_BACKENDS.name_of(layer.prepare_finalize)
 
 
 def _rank_loads(steps: StepCoordinator) -> list[list[int]]:

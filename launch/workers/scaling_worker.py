@@ -30,7 +30,6 @@ from moe_ep.launch.cli.scaling_config import ScalingConfig
 from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.interrupts import ending_after
 from moe_ep.launch.gangs.rank_env import RankEnv
-from moe_ep.launch.workers.facts import backend_name
 from moe_ep.modular_kernel.contracts import Compilation
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 
@@ -312,7 +311,7 @@ class ScalingBench:
             seed=config.seed,
             group=group,
         )
-        chosen = backend_name(layers.layers[0].prepare_finalize)
+        chosen = ALL2ALL_BACKENDS.name_of(layers.layers[0].prepare_finalize)
         asked = setting._asdict() | {"asked_backend": setting.backend, "backend": chosen}
         asked["routing"] = Path(setting.routing).name
         took = {"took_s": round(time.monotonic() - started, 2)}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_ep.bench.results import peak_memory
+from moe_ep.bench.results import device_name, peak_memory, versions
 from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
@@ -31,7 +31,6 @@ from moe_ep.launch.gangs import progress
 from moe_ep.launch.gangs.gang import ignore
 from moe_ep.launch.gangs.rank_env import RankEnv
 from moe_ep.launch.workers import verify
-from moe_ep.launch.workers.facts import backend_name, device_name, experts_name, versions
 from moe_ep.launch.workers.inputs import RoutingSource, TokenSource
 from moe_ep.launch.workers.steps import Balancing, MeasuredSteps
 from moe_ep.layer import FusedMoE
@@ -41,6 +40,7 @@ from moe_ep.modular_kernel.choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.observability.metrics import MetricsSink, PrometheusSink, RaySink, Sinks
 from moe_ep.observability.monitor import LayerMonitor
 from moe_ep.observability.trace import trace_to
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 
 _WARM_UP_STEPS = {"cpu": 1, "cuda": 3}
 # How often a run that has no steps left looks whether lost experts have been read.
@@ -188,8 +188,8 @@ class Run:
         """The reports of all ranks as plain values, in rank order; a collective step, behind a pass, which has made the
         layers' backends."""
         layers = [block.moe for block in self.stack.layers()]
-        self.report.backend = backend_name(layers[0].prepare_finalize)
-        self.report.experts_name = experts_name(layers[0].modular_kernel.fused_experts)
+        self.report.backend = ALL2ALL_BACKENDS.name_of(layers[0].prepare_finalize)
+        self.report.experts_name = EXPERTS.name_of(layers[0].modular_kernel.fused_experts)
         self.report.tolerance = max(verify.tolerance(self.dtype, layer.rounds_rows_to) for layer in layers)
         self.report.rows = list(dict.fromkeys(str(layer.input_rows) for layer in layers))
         return gather_values("reports", asdict(self.report))

@@ -1,6 +1,6 @@
 """Records of benchmarks: JSON lines that say what was run where, and tables for people.
 
-Without torch but for `facts` and `peak_memory`: a driver writes rows and needs none.
+Without torch but for what describes this process: a driver writes rows and needs none.
 """
 
 from __future__ import annotations
@@ -39,6 +39,23 @@ def checkout_commit() -> str | None:
     return asked.stdout.strip()
 
 
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide how fast a process runs and what it computes."""
+    import torch
+
+    found = {"moe_ep": moe_ep.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found |= {"cuda": torch.version.cuda or "", "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's architecture."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
 def facts(*, seed: int, commit: str | None = None, command: str | None = None) -> dict[str, Any]:
     """The facts by which results are compared: versions, device, commit, seed and command.
 
@@ -51,14 +68,12 @@ def facts(*, seed: int, commit: str | None = None, command: str | None = None) -
     on_gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if on_gpu else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,  # type: ignore[arg-type]
+        "cuda": None,
+        "nccl": None,
+        **versions(),
         "triton": _installed("triton"),
         "nvshmem4py": _installed("nvshmem4py-cu13"),
         "ray": _installed("ray"),
-        "moe_ep": moe_ep.__version__,
         "commit": commit or checkout_commit() or "unknown",
         "seed": seed,
         "command": command or shlex.join(["python", *sys.argv]),
