@@ -339,11 +339,18 @@ class FailureDetector:
     # The verdict.
 
     def dead(self) -> list[int]:
-        """Ranks of the group whose processes are known to have ended."""
+        """Ranks of the group whose processes have ended, or whose machines are out of reach."""
         if self._processes is None or self._members is None:
             return []
         ended = self._processes.ended(self._members)
         return [rank for rank in self.live if self._members[rank] in ended] if ended else []
+
+    def unreachable(self) -> list[int]:
+        """Those of `dead` whose machines are out of reach: the processes may live."""
+        if self._processes is None or self._members is None:
+            return []
+        unreachable = self._processes.unreachable()
+        return [rank for rank in self.live if self._members[rank] in unreachable]
 
     def verdict(self) -> Verdict:
         """After a wait that failed: which ranks failed; the same on every rank.

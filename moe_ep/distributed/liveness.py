@@ -1,12 +1,13 @@
 """Finds processes of the job that have ended, through the operating system.
 
 On one machine a process is looked up by its number and start time. Across machines each rank holds an idle connection
-to the others. The kernel resets it when the process ends, and if the machine is gone, keepalive probes fail within
-seconds.
+to the others. The kernel resets it when the process ends, and if the machine is gone or out of reach, keepalive probes
+fail within seconds.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import ipaddress
 import json
@@ -27,8 +28,9 @@ from moe_ep.distributed.store import listen_to_store, name_in_store, rendezvous_
 # Processes are looked up this often at most.
 _LOOK_S = 0.2
 _CONNECT_S = 1.0
-# Seconds between keepalive probes, and how many fail before the kernel gives a peer up.
+# Seconds between keepalive probes, and how many fail before the kernel gives a peer up, with one of these errors.
 _PROBE_S, _PROBES = 1, 2
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 @functools.cache
@@ -64,9 +66,14 @@ def _start_of(pid: int) -> str | None:
 
 
 class PeerConnection:
-    """Shows that a process on another machine lives. TimeoutError or OSError if it cannot be reached."""
+    """Shows that a process on another machine lives. TimeoutError or OSError if it cannot be reached.
+
+    Attributes:
+        is_unreachable: it was given up because nothing comes from there: the process may live.
+    """
 
     def __init__(self, address: tuple[str, int]) -> None:
+        self.is_unreachable = False
         self._socket = socket.create_connection(address, _CONNECT_S)
         self._socket.setblocking(False)
         for option, value in (("KEEPIDLE", _PROBE_S), ("KEEPINTVL", _PROBE_S), ("KEEPCNT", _PROBES)):
@@ -79,7 +86,8 @@ class PeerConnection:
             return self._socket.recv(1) == b""
         except BlockingIOError:
             return False
-        except OSError:
+        except OSError as error:
+            self.is_unreachable |= error.errno in _UNREACHABLE
             return True
 
 
@@ -101,6 +109,10 @@ class _Peer:
         if self._is_here:
             return _start_of(self._pid) != self._start
         return self._connection is not None and self._connection.has_ended()
+
+    @property
+    def is_unreachable(self) -> bool:
+        return self._connection is not None and self._connection.is_unreachable
 
 
 class Processes:
@@ -127,7 +139,7 @@ class Processes:
         return _processes[group]
 
     def ended(self, ranks: Iterable[int]) -> dict[int, str]:
-        """The ranks of the default group whose processes are known to have ended, each with its process."""
+        """The ranks of the default group whose processes have ended or are out of reach, each with its process."""
         ranks = set(ranks) - {self._rank}
         self._wanted |= ranks
         with self._lock:
@@ -137,6 +149,11 @@ class Processes:
                         self._ended[rank] = peer.name
                 self._looked = time.monotonic()
             return {rank: name for rank, name in self._ended.items() if rank in ranks}
+
+    def unreachable(self) -> set[int]:
+        """Those ranks of `ended` that are out of reach, and may live."""
+        with self._lock:
+            return {rank for rank in self._ended if self._peers[rank].is_unreachable}
 
     def listen(self, store: dist.Store) -> None:
         """Learns of the processes of ranks that were asked for."""

@@ -68,6 +68,8 @@ _GRACE_S = 0.3
 _SILENT = 0.8
 # If most others have been silent for this share of that time, this rank may be the one that is out of reach.
 _SUSPECT = 0.5
+# A rank of a machine that is out of reach has a heartbeat of this age, unless it reaches the store.
+_STALE_S = 2.0
 # A call to the store is stuck after this time.
 _STUCK_S = 1.0
 # Limit for the launcher to report that a process ended.
@@ -316,6 +318,7 @@ class Membership:
         self._watching = MembershipLog(_clone(store))
         # The last heartbeat of each other rank, and when this process first saw it.
         self._beats: dict[int, tuple[float, float]] = {}
+        self._looked_at = time.monotonic()
         # The standby stores, once they are known; whether this member looks for the one that was chosen, and whether it
         # has moved there and not settled yet.
         self._num_standbys, self._standbys = self.log.num_standbys(), list[tuple[str, int]]()
@@ -323,6 +326,8 @@ class Membership:
         self._on_move: list[Callable[[], None]] = []
         self._preparing: list[Callable[[int], None]] = []
         self._wants_to_leave, self._prepared = False, set[int]()
+        # Why this side cannot go on, once most other ranks are silent.
+        self._cut_off: GangError | None = None
         self._aborted: WeakSet[dist.ProcessGroup] = WeakSet()
         # When the watching thread last began to ask the store.
         self._turned = time.monotonic()
@@ -613,6 +618,9 @@ class Membership:
         now, epoch = time.monotonic(), self._watching.latest()
         silent, suspects = [], 0
         limit_s = _SILENT * self.timeout_s
+        if now - self._looked_at > _SUSPECT * limit_s:  # this process was stopped, and maybe the others with it
+            self._beats.clear()
+        self._looked_at = now
         for rank in set(epoch.ranks) - {self.rank}:
             beat = self._watching.last_seen(rank)
             if beat is None:  # it has not started
@@ -623,9 +631,23 @@ class Membership:
                 silent.append(rank)
             elif self._silent_s(rank) > _SUSPECT * limit_s:
                 suspects += 1
-        if silent and self.rank in epoch.ranks and 2 * (len(silent) + suspects) <= len(epoch.ranks):
+        if not silent or self.rank not in epoch.ranks:
+            return
+        if 2 * (len(silent) + suspects) <= len(epoch.ranks):
             why = f"has not shown for {limit_s:g} s that it lives (stopped, or out of reach)"
             self._watching.propose(remove=dict.fromkeys(silent, why))
+        elif 2 * len(silent) > len(epoch.ranks):
+            self._cut_off = self._lost_majority(silent, _SUSPECT * limit_s)
+            self._end_waits("most ranks are out of reach")
+
+    def _lost_majority(self, unreachable: Collection[int], silent_s: float) -> GangError:
+        """Why this rank cannot go on without these, which are out of the store's reach too if silent for so long."""
+        # Those that still reach the store go on, and this rank alone is cut off.
+        is_side = all(self._silent_s(rank) > silent_s for rank in unreachable)
+        return (MinorityError if is_side else GangError)(
+            f"rank {self.rank} cannot reach {rank_list(sorted(unreachable))}, the majority of the {self.ep_size} "
+            f"ranks, which may go on without it; this side ends"
+        )
 
     def _silent_s(self, rank: int) -> float:
         """Seconds since another rank last showed in the store that it is alive."""
@@ -640,6 +662,8 @@ class Membership:
                 raise error
             if self.log.is_finished:
                 raise FinishedError("the work is done")
+            if self._cut_off is not None:
+                raise self._cut_off from error
             # A launcher that sees the death knows the cause.
             if waited > _LAUNCHER_S and isinstance(error, DispatchTimeoutError) and error.ranks:
                 self._remove_failed(error)
@@ -655,20 +679,24 @@ class Membership:
     def _remove_failed(self, error: DispatchTimeoutError) -> None:
         """Removes the ranks that a verdict names, if the others may go on without them."""
         group = self.group
-        dead = set() if group is None else set(failure_detection.FailureDetector.of(group).dead())
-        found = {self.ranks[at]: at in dead for at in error.ranks if at < self.ep_size}
-        unreachable = [rank for rank, is_dead in found.items() if not is_dead]
-        if self.rank in found:
-            raise error
-        if 2 * len(unreachable) > self.ep_size - (len(found) - len(unreachable)):
-            # Those that still reach the store go on, and this rank alone is cut off.
-            is_side = all(self._silent_s(rank) > _SUSPECT * _SILENT * self.timeout_s for rank in unreachable)
-            raise (MinorityError if is_side else GangError)(
-                f"rank {self.rank} cannot reach {rank_list(unreachable)}, the majority of the {self.ep_size} ranks, "
-                f"which may go on without it; this side ends"
-            ) from error
+        detector = None if group is None else failure_detection.FailureDetector.of(group)
+        dead, cut = (set(), set()) if detector is None else (set(detector.dead()), set(detector.unreachable()))
         late = f"did not answer within {self.timeout_s:g} s (stuck, or out of reach)"
-        self.remove({rank: "died (its process ended)" if is_dead else late for rank, is_dead in found.items()})
+        causes = {
+            self.ranks[at]: "is out of reach" if at in cut else "died (its process ended)" if at in dead else late
+            for at in error.ranks
+            if at < self.ep_size
+        }
+        if self.rank in causes:
+            raise error
+        ended = {self.ranks[at] for at in dead - cut}
+        silent_s = _STALE_S if cut else _SUSPECT * _SILENT * self.timeout_s
+        unreachable = causes.keys() - ended
+        # With them those that nobody has missed yet.
+        lost = {*unreachable, *(rank for rank in self.ranks if self._silent_s(rank) > silent_s)} - ended
+        if unreachable and 2 * len(lost) > self.ep_size - len(ended):
+            raise self._lost_majority(lost, silent_s) from error
+        self.remove(causes)
 
     # ---- Groups
 

@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -102,28 +102,46 @@ def test_ray(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     assert sorted(nodes_of(out)) == ["alpha", "beta"]
 
 
-def test_the_wire_is_cut(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """Three agents of a rank each: the two of one host go on without the one that leads, and then one of them alone."""
-    pytest.importorskip("transformers")
-    alpha, beta = hosts
-    model, jobs = make_demo_checkpoint(tmp_path / "model", progress=False), []
-    where = ["--launcher", "torchrun", "--nnodes", "3", "--rdzv-endpoint", "alpha:29503", "--ep-size", "3"]
-    for number, host in enumerate((alpha, beta, beta)):
-        (tmp_path / str(number)).mkdir()
-        command, output = generating(model, tmp_path / str(number), "--elastic", "--device", "cpu", *where)
+def elastic_agents(model: Path, folder: Path, hosts: Sequence[Host], port: int, num_ranks: int) -> list[Job]:
+    """Agents of one generation, the first of which has the endpoint."""
+    where = ["--launcher", "torchrun", "--nnodes", str(len(hosts)), "--rdzv-endpoint", f"alpha:{port}"]
+    jobs = []
+    for number, host in enumerate(hosts):
+        (own := folder / f"{port}.{number}").mkdir()
+        command, output = generating(
+            model, own, "--elastic", "--device", "cpu", *where, "--ep-size", str(num_ranks * len(hosts))
+        )
         process = host.start("-m", "moe_ep.launch", *command, environment={"MOE_EP_DISPATCH_TIMEOUT_S": "10"})
         jobs.append(Job(process, output))
+    return jobs
+
+
+def test_the_wire_is_cut(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """Three agents of a rank each: the two of one host go on without the one that leads, and then one of them alone.
+    Beside them two agents of two ranks each: at a tie the one that leads goes on."""
+    pytest.importorskip("transformers")
+    alpha, beta = hosts
+    model = make_demo_checkpoint(tmp_path / "model", progress=False)
+    with_store, without = elastic_agents(model, tmp_path, hosts, 29504, 2)
+    jobs = elastic_agents(model, tmp_path, (alpha, beta, beta), 29503, 1)
     for job in jobs:
         job.until("rank [012]: ")
     leading, second, third = sorted(jobs, key=lambda job: min(job.pids))
+    with_store.until("serving: 4 ranks")
     leading.until("serving: 3 ranks")
     with alpha.without(beta), beta.without(alpha):
         second.until("serving: [23] ranks")  # with a rank in place of the lost one, or without it yet
         agent = Path(f"/proc/{second.process.pid}/task/{second.process.pid}/children").read_text()
         os.kill(int(agent), signal.SIGKILL)
         code, lines, summary = third.end()
-        said = "".join(leading.lines())
-        assert leading.process.wait(60) == 1 and "the majority of the 3 ranks" in said, said
-    assert code == 0 and [line["text"] for line in lines] == texts_alone(model), "".join(third.said)
+        # Of a tie, and of the side that has fewer ranks.
+        for job, why in ((without, "this side has 2 of 4 ranks"), (leading, "the majority of the 3 ranks")):
+            said = "".join(job.lines())
+            assert job.process.wait(60) == 1 and why in said, said
+        code_of_tie, lines_of_tie, summary_of_tie = with_store.end()
+    texts = texts_alone(model)
+    assert code == 0 and [line["text"] for line in lines] == texts, "".join(third.said)
     assert {loss["rank"] for loss in summary["recoveries"]} >= {0, 1}
     assert all("agent" in loss["cause"] for loss in summary["recoveries"])
+    assert code_of_tie == 0 and [line["text"] for line in lines_of_tie] == texts, "".join(with_store.said)
+    assert {loss["rank"] for loss in summary_of_tie["recoveries"]} == {2, 3}
