@@ -139,7 +139,14 @@ def ending_after(seconds: float, doing: str, way_out: str | None = None) -> Iter
         where = way_out or f"it was here:\n{''.join(_stack_of(thread)[-_SHOWN_CALLS:])}".rstrip()
         _end(f"{doing} has not ended within {seconds:.3g} s, and the process ends; {where}\n", 1)
 
-    timer = threading.Timer(seconds, end, (threading.get_ident(),))
+    with calling_after(seconds, end, threading.get_ident()):
+        yield
+
+
+@contextlib.contextmanager
+def calling_after(seconds: float, function: Callable[..., None], *args: object) -> Iterator[None]:
+    """Calls a function, in a thread, if the block is not left within this time."""
+    timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()
     try:

@@ -5,10 +5,10 @@ Each wait reports what it waits for, has a limit and reacts to ctrl-C.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from moe_ep import env
@@ -73,16 +73,9 @@ class Wait:
         time.sleep(max(0.0, min(seconds, self.left_s)))
 
 
-@contextlib.contextmanager
-def said(what: str, quiet_s: float = QUIET_S) -> Iterator[None]:
+def said(what: str, quiet_s: float = QUIET_S) -> AbstractContextManager[None]:
     """Reports what the block waits for if it takes longer; for a library's wait, which has its own limit."""
-    timer = threading.Timer(quiet_s, progress.say, (f"waiting for {what}",))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return interrupts.calling_after(quiet_s, progress.say, f"waiting for {what}")
 
 
 def call(function: Callable[[], T], wait: Wait, why: Callable[[], str] | None = None) -> T:

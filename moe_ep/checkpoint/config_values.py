@@ -28,6 +28,13 @@ def unexpected(key: str, expected: object, found: object, way_out: str = "") -> 
     return CheckpointError(f"config.json: {key}: expected {expected}, found {found!r:.200}{way_out}")
 
 
+def as_object(value: Any, key: str) -> Mapping[str, Any]:
+    """The value of a key of quantization_config; CheckpointError unless it is an object."""
+    if not isinstance(value, Mapping):
+        raise unexpected(f"quantization_config: {key}", "an object", value)
+    return value
+
+
 def required(config: Config, *keys: str) -> Any:
     """The first of these keys that has a value; CheckpointError where none has."""
     for key in keys:

@@ -13,6 +13,8 @@ from typing import Any
 from moe_ep.errors import check_below, missing_extra
 
 _MOST_PORTS = 1 << 16
+# The method of both libraries that takes a value, by the kind of metric.
+_METHODS = {"histogram": "observe", "gauge": "set", "counter": "inc"}
 _SECONDS = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3, 25.6e-3, 0.1, 0.4, 1.6)
 
 
@@ -113,12 +115,7 @@ class PrometheusSink(MetricsSink):
         child = self._children.get(key)
         if child is None:
             child = self._children[key] = self._made[metric.name].labels(*(labels[name] for name in metric.labels))
-        if metric.kind == "histogram":
-            child.observe(value)
-        elif metric.kind == "gauge":
-            child.set(value)
-        else:
-            child.inc(value)
+        getattr(child, _METHODS[metric.kind])(value)
 
     def close(self) -> None:
         self._server.shutdown()
@@ -140,13 +137,8 @@ class RaySink(MetricsSink):
             self._made[metric] = getattr(metrics, metric.kind.title())(metric.name, **options)
 
     def put(self, metric: Metric, value: float, **labels: str) -> None:
-        made = self._made[metric]
-        if metric.kind == "histogram":
-            made.observe(value, tags=labels)
-        elif metric.kind == "gauge":
-            made.set(value, tags=labels)
-        elif value:
-            made.inc(value, tags=labels)
+        if value or metric.kind != "counter":  # Ray's counters refuse 0
+            getattr(self._made[metric], _METHODS[metric.kind])(value, tags=labels)
 
 
 class Sinks(MetricsSink):

@@ -41,7 +41,7 @@ def test_modules_that_gptqmodel_leaves_out_or_quantizes_otherwise() -> None:
     assert found.of_module(GATE_PROJ) == GPTQConfig(bits=4, group_size=32)
     assert found.of_module("model.layers.3.mlp.experts.0.down_proj") == GPTQConfig(bits=8, group_size=64)
     assert found.of_module("model.layers.4.mlp.experts.0.down_proj") == GPTQConfig(bits=4, group_size=32, desc_act=True)
-    for wrong, message in {"8": ".*down: expected an object of settings, found '8'", "bits": "bits is 3"}.items():
+    for wrong, message in {"8": ".*down: expected an object, found '8'", "bits": "bits is 3"}.items():
         changed = settings | {"dynamic": {".*down": {"bits": 3} if wrong == "bits" else wrong}}
         with pytest.raises(CheckpointError, match=message):
             quantization_config({"quantization_config": changed}).of_module("model.layers.4.mlp.experts.0.down_proj")
@@ -55,7 +55,7 @@ def test_modules_that_gptqmodel_leaves_out_of_awq() -> None:
     assert found.of_module(GATE_PROJ.replace(".3.", ".4.")) is None
     assert found.of_module("model.layers.5.mlp.experts.0.up_proj") == AWQConfig(group_size=32)
     assert found.of_module("model.layers.5.mlp.experts.0.down_proj") == AWQConfig(group_size=64)
-    with pytest.raises(CheckpointError, match="dynamic: .*down: expected an object of settings, found 8"):
+    with pytest.raises(CheckpointError, match="dynamic: .*down: expected an object, found 8"):
         quantization_config({"quantization_config": settings | {"dynamic": {".*down": 8}}})
 
 
@@ -83,7 +83,7 @@ def test_auto_round_has_the_tensors_of_gptq_or_awq() -> None:
     }.items():
         with pytest.raises(CheckpointError, match=message):
             found(GATE_PROJ, **{wrong: "x"})
-    with pytest.raises(CheckpointError, match="extra_config: gate: expected an object of settings, found 16"):
+    with pytest.raises(CheckpointError, match="extra_config: gate: expected an object, found 16"):
         found(GATE_PROJ, extra_config={"gate": 16})
 
 
@@ -177,7 +177,7 @@ def test_modules_that_model_optimizer_lists() -> None:
             "quant_algo is 'W4A8'; it must be one of NVFP4, W4A16_NVFP4, FP8, .*, MIXED_PRECISION",
         ),
         ({"quantized_layers": {}}, "quantized_layers: expected an object of modules, found {}"),
-        ({"quantized_layers": {"a.b": 4}}, "quantized_layers: a.b: expected an object of settings, found 4"),
+        ({"quantized_layers": {"a.b": 4}}, "quantized_layers: a.b: expected an object, found 4"),
         ({"quantized_layers": {"mlp": {"quant_algo": "MIXED_PRECISION"}}}, "mlp: quant_algo is 'MIXED_PRECISION'; it"),
     ):
         with pytest.raises(CheckpointError, match=message):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, QUANT_CONFIG, unexpected
+from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, QUANT_CONFIG, as_object, unexpected
 from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt, quark
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.compressed_tensors import IntQuantizedConfig
@@ -59,20 +59,13 @@ def _dynamic(
     values: Mapping[str, Any], scheme_of: Callable[[Mapping[str, Any]], QuantizationConfig]
 ) -> list[tuple[tuple[str, ...], Scheme]]:
     """The first matching expression decides; "-:" excludes modules, "+:" or no prefix changes settings."""
-    exceptions = values.get("dynamic") or {}
-    if not isinstance(exceptions, Mapping):
-        raise unexpected("quantization_config: dynamic", "an object", exceptions)
     schemes: list[tuple[tuple[str, ...], Scheme]] = []
-    for name, changes in exceptions.items():
-        changed = None if name.startswith("-:") else if_readable(partial(scheme_of, _changed(values, name, changes)))
-        schemes.append(((f"re:{name.removeprefix('-:').removeprefix('+:')}",), changed))
+    for name, changes in as_object(values.get("dynamic") or {}, "dynamic").items():
+        scheme = None
+        if not name.startswith("-:"):
+            scheme = if_readable(partial(scheme_of, {**values, **as_object(changes, f"dynamic: {name}")}))
+        schemes.append(((f"re:{name.removeprefix('-:').removeprefix('+:')}",), scheme))
     return schemes
-
-
-def _changed(values: Mapping[str, Any], name: str, changes: Any) -> dict[str, Any]:
-    if not isinstance(changes, Mapping):
-        raise unexpected(f"quantization_config: dynamic: {name}", "an object of settings", changes)
-    return {**values, **changes}
 
 
 def _fp8(values: Mapping[str, Any]) -> ModelQuantization:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
+from moe_ep.checkpoint.config_values import QUANT_CONFIG, as_object
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import PACKED_MXFP4, PACKED_NVFP4
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
@@ -67,16 +67,13 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     Raises:
         CheckpointError: another packing, or bits and groups that it does not have.
     """
-    exceptions = values.get("extra_config") or {}
-    if not isinstance(exceptions, Mapping):
-        raise unexpected("quantization_config: extra_config", "an object", exceptions)
+    exceptions = as_object(values.get("extra_config") or {}, "extra_config")
     settings = {key: values[key] for key in _SETTINGS if key in values}
     of_settings = partial(_scheme_beside_activations, values)
     names: list[tuple[str, Scheme]] = []
     expressions: list[tuple[list[str], Scheme]] = []
     for name, changes in exceptions.items():
-        if not isinstance(changes, Mapping):
-            raise unexpected(f"quantization_config: extra_config: {name}", "an object of settings", changes)
+        changes = as_object(changes, f"extra_config: {name}")
         changed = settings | {key: changes[key] for key in _SETTINGS if key in changes}
         scheme = if_readable(partial(of_settings, changed))
         if _NAME.fullmatch(name):

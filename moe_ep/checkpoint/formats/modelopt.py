@@ -2,7 +2,8 @@
 
 fp8 has a scale per tensor, row or block of 128 x 128, and int8 a scale per row.
 
-Settings are in config.json's quantization_config, or in a hf_quant_config.json beside it, which the reader merges (https://github.com/NVIDIA/Model-Optimizer).
+Settings are in config.json's quantization_config, or in a hf_quant_config.json beside it, which the reader merges
+(https://github.com/NVIDIA/Model-Optimizer).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
+from moe_ep.checkpoint.config_values import QUANT_CONFIG, as_object, unexpected
 from moe_ep.checkpoint.formats.compressed_tensors import IntQuantizedConfig
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
@@ -133,14 +134,13 @@ def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
 
 def _listed_schemes(layers: Any) -> list[tuple[list[str], Scheme]]:
     """The schemes of all listed modules; the others are plain."""
-    if not isinstance(layers, Mapping) or not layers:
+    if not as_object(layers, "quantized_layers"):
         raise unexpected("quantization_config: quantized_layers", "an object of modules", layers)
     # Every matrix of every expert may be listed, with few different settings.
     schemes: dict[str, tuple[list[str], Scheme]] = {}
     for name, settings in layers.items():
         where = f"{QUANT_CONFIG}quantized_layers: {name}: "
-        if not isinstance(settings, Mapping):
-            raise CheckpointError(f"{where}expected an object of settings, found {settings!r}")
+        settings = as_object(settings, f"quantized_layers: {name}")
         key = repr(sorted(settings.items(), key=str))
         if key not in schemes:
             schemes[key] = [], if_readable(partial(scheme_of, settings, where))

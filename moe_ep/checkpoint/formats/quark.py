@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
+from moe_ep.checkpoint.config_values import QUANT_CONFIG, as_object, unexpected
 from moe_ep.checkpoint.formats.compressed_tensors import IntQuantizedConfig
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4_GROUP, NVFP4_GROUP, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
@@ -30,6 +30,7 @@ from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 METHOD = "quark"
+_BY_TYPE = "layer_type_quant_config"
 _PLAIN = ("bfloat16", "float16", "float32")
 _SHAPES = {"per_tensor": ScaleShape(Kind.TENSOR), "per_channel": ScaleShape(Kind.CHANNEL)}
 # Schemes by the description that `_said` makes.
@@ -50,7 +51,7 @@ def quark_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
         CheckpointError: an unknown scheme of all layers or none, or rotated activations.
     """
     _check_algorithms(values.get("algo_config"))
-    by_name, by_type = _object(values, "layer_quant_config"), _object(values, "layer_type_quant_config")
+    by_name, by_type = (as_object(values.get(key) or {}, key) for key in ("layer_quant_config", _BY_TYPE))
     # Names take precedence over patterns, which are tried in order.
     names: list[tuple[str, Scheme]] = []
     patterns: list[tuple[list[str], Scheme]] = []
@@ -60,19 +61,12 @@ def quark_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
             patterns.append(([_as_module(name)], scheme))
         else:
             names.append((name, scheme))
-    of_all = "layer_type_quant_config: Linear" if EVERY_LINEAR in by_type else "global_quant_config"
+    of_all = f"{_BY_TYPE}: {EVERY_LINEAR}" if EVERY_LINEAR in by_type else "global_quant_config"
     every = if_readable(partial(_scheme, of_all, by_type.get(EVERY_LINEAR, values.get("global_quant_config"))))
     excluded = values.get("exclude") or ()
     if isinstance(excluded, list):
         excluded = [_as_module(name) for name in excluded]
     return ModuleSchemes(METHOD, [*by_scheme(names), *patterns, ([EVERY_LINEAR], every)], excluded)
-
-
-def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = values.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise unexpected(f"quantization_config: {key}", "an object", found)
-    return found
 
 
 def _check_algorithms(algorithms: Any) -> None:
@@ -100,8 +94,7 @@ def _as_module(name: Any) -> Any:
 
 
 def _scheme(key: str, layer: Any) -> QuantizationConfig | None:
-    if not isinstance(layer, Mapping):
-        raise unexpected(f"quantization_config: {key}", "an object", layer)
+    layer = as_object(layer, key)
     weight = layer.get("weight")
     if weight is None:
         return None
