@@ -268,14 +268,15 @@ def quantize_kernel(
     rows_ptr, codes_ptr, scales_ptr,
     hidden_size, num_groups, row_stride, code_stride, scale_stride,
     TINY: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
-    HAS_E4M3: tl.constexpr, CORRECTIONS: tl.constexpr,
+    INT8: tl.constexpr, HAS_E4M3: tl.constexpr, CORRECTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes BLOCK_GROUPS groups of one row.
+    """Quantizes BLOCK_GROUPS groups of one row, to e4m3 or INT8.
 
     Before: rows `[T, K]`. After: codes uint8 `[T, K]` and scales f32 `[T, ceil(K / GROUP)]`, both inside wire rows.
     Program (t, b) holds a tile `[BLOCK_GROUPS, GROUP]`: its maximum along the columns gives the scales.
 
     Example: GROUP=2, row [1, -448, 3.5, 0]: scales [1, 3.5 / 448], codes [0x38, 0xfe, 0x7e, 0x00].
+    INT8, row [1, -127, 2, 0]: scales [1, 2 / 127], codes [1, -127, 127, 0].
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
@@ -286,9 +287,16 @@ def quantize_kernel(
     if CORRECTIONS == 0:
         # A GPU's maximum leaves NaN out; the interpreter's does not.
         magnitude = tl.where(values != values, 0.0, magnitude)
-    scale = tl.maximum(tl.div_rn(tl.max(magnitude, axis=1), 448.0), TINY)
+    scale = tl.maximum(tl.div_rn(tl.max(magnitude, axis=1), 127.0 if INT8 else 448.0), TINY)
+    if INT8:
+        has_nan = tl.max(tl.where(values != values, 1, 0), axis=1) > 0
+        scale = tl.where(has_nan, float("nan"), scale)
     scaled = _divide(values, scale[:, None], CORRECTIONS)
-    if HAS_E4M3:
+    if INT8:
+        scaled = tl.where(scaled == scaled, scaled, 0.0)
+        # The sum has a whole number in its last bits, rounded to nearest with ties to even.
+        codes = ((scaled + 12582912.0) - 12582912.0).to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
+    elif HAS_E4M3:
         codes = _convert_e4m3(scaled, values)
     else:
         clamped = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
@@ -302,13 +310,14 @@ def quantize_kernel(
 def dequantize_kernel(
     codes_ptr, scales_ptr, rows_ptr,
     hidden_size, code_stride, scale_stride, row_stride,
-    GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr, HAS_E4M3: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr, INT8: tl.constexpr, HAS_E4M3: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """rows[t, c] = decode(codes[t, c]) * scales[t, c / GROUP], for BLOCK_GROUPS groups of one row.
 
     Before: wire rows, as codes uint8 and scales f32. After: rows `[T, K]`.
 
-    Example: GROUP=2, codes [0x38, 0xfe, 0x7e, 0x00], scales [1, 2]: [1, -448, 896, 0].
+    Example: GROUP=2, codes [0x38, 0xfe, 0x7e, 0x00], scales [1, 2]: [1, -448, 896, 0]. INT8, codes [1, -127], scale 2:
+    [2, -254].
     """
     take_over(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -317,57 +326,14 @@ def dequantize_kernel(
     in_row = column < hidden_size
     codes = tl.load(codes_ptr + row * code_stride + column, mask=in_row, other=0)
     scale = tl.load(scales_ptr + row * scale_stride + group, mask=group * GROUP < hidden_size, other=0.0)
-    if HAS_E4M3:
+    if INT8:
+        values = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    elif HAS_E4M3:
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         values = decode_e4m3(codes)
     target = rows_ptr + row * row_stride + column
     tl.store(target, (values * scale[:, None]).to(rows_ptr.dtype.element_ty), mask=in_row)
-
-
-@TritonKernel
-def _quantize_int8_kernel(
-    rows_ptr, codes_ptr, scales_ptr,
-    hidden_size, num_groups, row_stride, code_stride, scale_stride,
-    TINY: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
-):  # fmt: skip
-    """As quantize_kernel, to int8.
-
-    Example: GROUP=2, row [1, -127, 2, 0]: scales [1, 2 / 127], codes [1, -127, 127, 0].
-
-    Adding 1.5 * 2**23 leaves a number below 2**22 as an integer in the last bits, rounded to nearest even.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    in_row = column < hidden_size
-    values = tl.load(rows_ptr + row * row_stride + column, mask=in_row, other=0.0).to(tl.float32)
-    largest = tl.max(tl.where(values != values, 0.0, tl.abs(values)), axis=1)
-    has_nan = tl.max(tl.where(values != values, 1, 0), axis=1) > 0
-    scale = tl.maximum(tl.div_rn(largest, 127.0), TINY)
-    scale = tl.where(has_nan, float("nan"), scale)
-    quotient = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
-    quotient = tl.where(quotient == quotient, quotient, 0.0)
-    codes = ((quotient + 12582912.0) - 12582912.0).to(tl.int32)
-    tl.store(codes_ptr + row * code_stride + column, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=in_row)
-    tl.store(scales_ptr + row * scale_stride + group, scale, mask=group < num_groups)
-
-
-@TritonKernel
-def _dequantize_int8_kernel(
-    codes_ptr, scales_ptr, rows_ptr,
-    hidden_size, code_stride, scale_stride, row_stride,
-    GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
-):  # fmt: skip
-    """As dequantize_kernel, from int8. Example: GROUP=2, codes [1, -127], scale 2: [2, -254]."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    in_row = column < hidden_size
-    codes = tl.load(codes_ptr + row * code_stride + column, mask=in_row, other=0).to(tl.int8, bitcast=True)
-    scale = tl.load(scales_ptr + row * scale_stride + group, mask=group * GROUP < hidden_size, other=0.0)
-    target = rows_ptr + row * row_stride + column
-    tl.store(target, (codes.to(tl.float32) * scale[:, None]).to(rows_ptr.dtype.element_ty), mask=in_row)
 
 
 def triton_quantize_rows(
@@ -383,15 +349,14 @@ def triton_quantize_rows(
         quantized[:, hidden_size:start].zero_()
     block = min(_MOST_COLUMNS, row_blocks(num_tokens, hidden_size, rows.element_size())[0])
     block_groups = max(1, block // GROUP_SIZE)
-    kernel, more = _quantize_int8_kernel, {}
-    if dtype != torch.int8:
-        corrections = 0 if is_interpreted() else 1 if rows.element_size() == 2 else 2
-        kernel, more = quantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "CORRECTIONS": corrections}
-    kernel[(num_tokens, cdiv(num_groups, block_groups))](
+    is_int8 = dtype == torch.int8
+    corrections = 0 if is_interpreted() or is_int8 else 1 if rows.element_size() == 2 else 2
+    quantize_kernel[(num_tokens, cdiv(num_groups, block_groups))](
         rows, quantized, quantized[:, start:].view(torch.float32),
         hidden_size, num_groups, rows.stride(0), quantized.stride(0), quantized.stride(0) // 4,
-        TINY=TINY_SCALE, GROUP=GROUP_SIZE, BLOCK_GROUPS=block_groups,
-        num_warps=max(1, block // _WARP_COLUMNS), **more,
+        TINY=TINY_SCALE, GROUP=GROUP_SIZE, BLOCK_GROUPS=block_groups, INT8=is_int8, HAS_E4M3=_has_e4m3(rows.device),
+        CORRECTIONS=corrections,
+        num_warps=max(1, block // _WARP_COLUMNS),
     )  # fmt: skip
     return quantized
 
@@ -411,14 +376,13 @@ def triton_dequantize_codes(codes: torch.Tensor, scales: torch.Tensor, rows: tor
     num_tokens, hidden_size = rows.shape
     block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
     block_groups = max(1, block // GROUP_SIZE)
-    kernel, more = _dequantize_int8_kernel, {}
-    if codes.dtype != torch.int8:
-        early = comes_early(rows.device)
-        kernel, more = dequantize_kernel, {"HAS_E4M3": _has_e4m3(rows.device), "EARLY": early, "launch_pdl": early}
-    kernel[(num_tokens, cdiv(hidden_size, block_groups * GROUP_SIZE))](
+    early = comes_early(rows.device)
+    dequantize_kernel[(num_tokens, cdiv(hidden_size, block_groups * GROUP_SIZE))](
         codes.view(torch.uint8), scales, rows,
         hidden_size, codes.stride(0), scales.stride(0), rows.stride(0),
-        GROUP=GROUP_SIZE, BLOCK_GROUPS=block_groups, num_warps=num_warps, **more,
+        GROUP=GROUP_SIZE, BLOCK_GROUPS=block_groups, INT8=codes.dtype == torch.int8, HAS_E4M3=_has_e4m3(rows.device),
+        EARLY=early,
+        num_warps=num_warps, launch_pdl=early,
     )  # fmt: skip
     return rows
 

@@ -59,18 +59,23 @@ def test_rows_compile(arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_plan_and_quantize_compile(arch: int) -> None:
+def test_plans_compile(arch: int) -> None:
     types = {"ids_ptr": "*i32", "owners_ptr": "*i32", "slots_ptr": "*i32", "counts_ptr": "*i32"}
     for exact in (True, False):
         compiled_ptx(
             send_plan_kernel.function, types, {"NUM_RANKS": 8, "TOPK": 8, "EXACT": exact, "BLOCK": 1024}, (), arch
         )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_quantized_rows_compile(arch: int, int8: bool) -> None:
     types = {"rows_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
-    constants = {"GROUP": 128, "BLOCK_GROUPS": 8, "HAS_E4M3": arch >= 90}
+    constants = {"GROUP": 128, "BLOCK_GROUPS": 8, "INT8": int8, "HAS_E4M3": arch >= 90}
     ptx = compiled_ptx(
         quantize_kernel.function,
         types,
-        constants | {"TINY": 2.0**-126, "CORRECTIONS": 1},
+        constants | {"TINY": 2.0**-126, "CORRECTIONS": 0 if int8 else 1},
         ("rows_ptr", "codes_ptr"),
         arch,
     )
