@@ -169,8 +169,10 @@ class _DeviceCopies:
         def receive() -> Copied:
             exchange.wait_for(lambda: self.copies_of(epoch) is not None)
             total, here = self.copies_of(epoch) or (0, 0)
+            if not total:
+                return Copied(0, 0)
             torch.cuda.current_stream(exchange.device).wait_event(done)
-            return Copied(total, here, release) if total else Copied(0, 0)
+            return Copied(total, here, release)
 
         return Pending(lambda: None, receive)
 

@@ -2,14 +2,14 @@
 // this rank's rows; the rule of moe_ep/eplb/batch_rounds.py in one launch of one block.
 //
 // Layout in:   counts [RANKS, EXPERTS], rows of each source rank; slots [SLOTS], the expert in each slot, -1 for none,
-//              slots in rank order.
+//              slots in rank order. All rows are fewer than 2^27.
 // Layout out:  shares [EXPERTS, RANKS], this rank's rows of each expert that each rank computes; places [EXPERTS,
 //              RANKS], ids of the slots they go to, -1 for none; sources [RANKS, SPARE], the resident slot that is
 //              copied into each scratch slot, -1 for none.
 // Warp roles:  a thread has an expert: it adds up its rows and lists its places. Then each of the first kTries warps makes
-//              a try with a target of its own: a lane has a rank, and a round takes two or three reductions of the warp.
-//              All threads write the best try, each one expert's place on one rank; of an expert with several places a
-//              warp divides this rank's rows, a lane having a rank.
+//              a try with a target of its own: a lane has a rank, and a round takes two reductions of the warp, one
+//              after the other. All threads write the best try; of an expert with several places a warp divides this
+//              rank's rows, a lane having a rank.
 // Example:     two ranks with one expert each, counts [[90, 10], [0, 0]], SPARE 1, rank 0: expert 0 is copied to rank 1,
 //              sources [[-1], [0]], shares [[51, 39], [0, 10]], places [[0, 3], [-1, 2]].
 #include "ptx.cuh"
@@ -22,6 +22,7 @@ constexpr int kTolerance = 26;        // 1024ths of the mean
 constexpr int kCopies = RANKS * SPARE;
 constexpr int kMostSlots = 1024;
 constexpr int kAtOnce = 4;  // slots whose experts are read together
+constexpr int kAnyRank = RANKS;
 constexpr u32 kAll = 0xFFFFFFFFu;
 static_assert(RANKS <= 32 && SLOTS <= kMostSlots && kTries <= kWarps, "a lane is a rank, a warp a try");
 
@@ -51,31 +52,36 @@ struct Shared {
   short first_place[EXPERTS];
   int own[EXPERTS];           // this rank's rows
   bool has_several[EXPERTS];  // places
+  int num_slots[EXPERTS];
+  short several[EXPERTS];  // experts that have them, in any order
+  int num_several;
   int loads[RANKS];
   Try tries[kTries];
 };
 
 DEVICE int first_slot(int rank) { return rank * (SLOTS / RANKS) + min(rank, SLOTS % RANKS); }
 
-// The largest number of a warp's lanes, and the lowest index that has it; number 0 and no index if none is above 0.
-struct Best {
-  int number;
-  u32 index;
+// The largest positive number of a warp's lanes and the lowest lane that has it, in one word, so that one reduction of the
+// warp finds both; 0 if no lane has one. All rows of a batch are fewer than 2^27.
+DEVICE u32 largest_of_warp(int number) {
+  return __reduce_max_sync(kAll, number > 0 ? static_cast<u32>(number) << 5 | (31 - threadIdx.x % 32) : 0u);
+}
+DEVICE int number_of(u32 largest) { return static_cast<int>(largest >> 5); }
+DEVICE int lane_of(u32 largest) { return static_cast<int>(31 - largest % 32); }
 
-  DEVICE void take(int other, u32 its_index) {
-    if (other > number || (other == number && its_index < index)) {
-      number = other;
-      index = its_index;
+// The way by which a lane can pass most rows on, of equal ones the first.
+struct Way {
+  int rows = 0, slot = -1;
+  int other = -1;  // slot that they go to, or copy
+
+  DEVICE void take(int its_rows, int its_slot, int to) {
+    if (its_rows > rows) {
+      rows = its_rows;
+      slot = its_slot;
+      other = to;
     }
   }
 };
-
-DEVICE Best none() { return Best{0, kAll}; }
-
-DEVICE Best best_of_warp(Best own) {
-  const int most = __reduce_max_sync(kAll, own.number);
-  return Best{most, __reduce_min_sync(kAll, own.number == most ? own.index : kAll)};
-}
 
 // Adds up an expert's rows.
 DEVICE int rows_of(const Params& p, int expert) {
@@ -91,7 +97,8 @@ DEVICE int rows_of(const Params& p, int expert) {
   return total;
 }
 
-// Lists the places of an expert, and divides its rows evenly over them, the first ones taking the remainder.
+// Lists the places of an expert that has several slots, one on a rank, and divides its rows evenly over them, the first
+// ones taking the remainder.
 DEVICE void divide(Shared& shared, int expert, int total) {
   int num = 0, first = -1, last = -1;
   for (int begin = 0; begin < SLOTS; begin += kAtOnce) {
@@ -110,14 +117,9 @@ DEVICE void divide(Shared& shared, int expert, int total) {
     }
   }
   shared.first_place[expert] = static_cast<short>(first);
-  shared.has_several[expert] = num > 1;
-  if (num == 1) {
-    shared.rows[first] = total;
-  } else if (num > 1) {
-    shared.next[last] = static_cast<short>(first);
-    for (int i = 0, slot = first; i < num; ++i, slot = shared.next[slot]) {
-      shared.rows[slot] = total / num + (i < total % num);
-    }
+  shared.next[last] = static_cast<short>(first);
+  for (int i = 0, slot = first; i < num; ++i, slot = shared.next[slot]) {
+    shared.rows[slot] = total / num + (i < total % num);
   }
 }
 
@@ -135,6 +137,8 @@ DEVICE int slot_on(const Shared& shared, int slot, int rank) {
 
 // By a warp: passes rows on until no rank is above the target, or the fullest one can pass nothing on.
 DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int copy_cost) {
+  // Slots of the fullest rank that a lane looks at: neighbours, so that the first lane has the first ones.
+  constexpr int kEach = ((SLOTS + RANKS - 1) / RANKS + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int slot = lane; slot < SLOTS; slot += 32) {
     t.rows[slot] = shared.rows[slot];
@@ -144,75 +148,76 @@ DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int co
     t.copy_rows[copy] = 0;
   }
   int load = lane < RANKS ? shared.loads[lane] : 0, used = 0, copies = 0;
-  int sources[SPARE];  // of this rank's copies
+  int sources[SPARE], homes[SPARE];  // of this rank's copies, and the only rank that has the expert, or kAnyRank
 #pragma unroll
   for (int i = 0; i < SPARE; ++i) {
-    sources[i] = -1;
+    homes[i] = -1;
   }
   if (lane < RANKS) {
     t.loads[lane] = load;
   }
   __syncwarp();
-  Best fullest;
+  u32 fullest;
   for (;;) {
-    fullest = none();
-    Best best = none(), emptiest = none(), hottest = none();
-    if (lane < RANKS) {
-      fullest.take(load, lane);
-    }
-    if (lane < RANKS && used < spare) {
-      emptiest.take(target - load, lane);
-    }
     // Reductions that do not depend on each other take as long as one of them.
-    fullest = best_of_warp(fullest);
-    emptiest = best_of_warp(emptiest);
-    const int from = static_cast<int>(fullest.index), surplus = fullest.number - target;
+    fullest = largest_of_warp(load);
+    const u32 emptiest = largest_of_warp(lane < RANKS && used < spare ? target - load : 0);
+    const int from = lane_of(fullest), surplus = number_of(fullest) - target;
     if (surplus <= 0) {
       break;
     }
     // To another place of one of its experts, or else by a copy of the one with most rows.
-    for (int slot = first_slot(from) + lane; slot < first_slot(from + 1); slot += 32) {
-      const int rows = t.rows[slot];
-      hottest.take(rows, slot);
-      if (rows > 0) {
+    Way to_slot, to_copy, hottest;
+    const int end = first_slot(from + 1);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int slot = first_slot(from) + lane * kEach + i;
+      if (slot < end) {
+        const int rows = t.rows[slot], most = min(rows, surplus);
+        hottest.take(rows, slot, -1);
         for (int other = shared.next[slot]; other != slot; other = shared.next[other]) {
-          const int passed = min(min(rows, surplus), target - t.loads[shared.rank[other]]);
-          best.take(passed, slot * kMostSlots + other);
+          const int passed = min(most, target - t.loads[shared.rank[other]]);
+          if (passed > to_slot.rows || (passed == to_slot.rows && slot == to_slot.slot && other < to_slot.other)) {
+            to_slot = {passed, slot, other};
+          }
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < SPARE; ++i) {
-      const int slot = sources[i] < 0 ? -1 : slot_on(shared, sources[i], from);
+      const int slot = homes[i] == from ? sources[i] : homes[i] == kAnyRank ? slot_on(shared, sources[i], from) : -1;
       if (slot >= 0) {
-        best.take(min(min(t.rows[slot], surplus), target - load), kMostSlots * kMostSlots + lane * SPARE + i);
+        to_copy.take(min(min(t.rows[slot], surplus), target - load), slot, lane * SPARE + i);
       }
     }
-    best = best_of_warp(best);
-    hottest = best_of_warp(hottest);
-    int passed = best.number, slot, other = -1, copy = -1, to;
-    if (passed > 0) {
-      const int index = static_cast<int>(best.index);
-      if (index < kMostSlots * kMostSlots) {
-        slot = index / kMostSlots;
-        other = index % kMostSlots;
-        to = shared.rank[other];
-      } else {
-        copy = index - kMostSlots * kMostSlots;
-        slot = slot_on(shared, t.source[copy], from);
-        to = copy / SPARE;
-      }
+    const u32 by_slot = largest_of_warp(to_slot.rows), by_copy = largest_of_warp(to_copy.rows);
+    const u32 hot = largest_of_warp(hottest.rows);
+    int passed, slot, other = -1, copy = -1, to;
+    if (by_slot != 0 && number_of(by_slot) >= number_of(by_copy)) {
+      passed = number_of(by_slot);
+      slot = __shfl_sync(kAll, to_slot.slot, lane_of(by_slot));
+      other = __shfl_sync(kAll, to_slot.other, lane_of(by_slot));
+      to = shared.rank[other];
+    } else if (by_copy != 0) {
+      to = lane_of(by_copy);
+      passed = number_of(by_copy);
+      slot = __shfl_sync(kAll, to_copy.slot, to);
+      copy = __shfl_sync(kAll, to_copy.other, to);
     } else {
-      if (emptiest.number == 0) {
+      if (emptiest == 0) {
         break;
       }
-      to = static_cast<int>(emptiest.index);
-      slot = static_cast<int>(hottest.index);
-      passed = min(min(hottest.number, surplus), emptiest.number);
+      to = lane_of(emptiest);
+      slot = __shfl_sync(kAll, hottest.slot, lane_of(hot));
+      passed = min(min(number_of(hot), surplus), number_of(emptiest));
       copy = to * SPARE + __shfl_sync(kAll, used, to);
+      const bool is_single = shared.next[slot] == slot;
 #pragma unroll
       for (int i = 0; i < SPARE; ++i) {
-        sources[i] = lane == to && i == used ? slot : sources[i];
+        if (lane == to && i == used) {
+          sources[i] = slot;
+          homes[i] = is_single ? from : kAnyRank;
+        }
       }
       used += lane == to;
       ++copies;
@@ -233,7 +238,7 @@ DEVICE void make_try(const Shared& shared, Try& t, int target, int spare, int co
     __syncwarp();
   }
   if (lane == 0) {
-    t.cost = fullest.number + copy_cost * copies;
+    t.cost = number_of(fullest) + copy_cost * copies;
     t.copies = copies;
   }
 }
@@ -290,18 +295,43 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_plan(const __gri
     shared.next[slot] = static_cast<short>(slot);
     shared.rows[slot] = 0;
   }
-  if (thread < RANKS) {
-    shared.loads[thread] = 0;
+  for (int expert = thread; expert < EXPERTS; expert += kThreads) {
+    shared.num_slots[expert] = 0;
+    shared.first_place[expert] = -1;
+  }
+  if (thread == 0) {
+    shared.num_several = 0;
   }
   const int first_total = thread < EXPERTS ? rows_of(p, thread) : 0;  // loaded before the barrier
   __syncthreads();
+  for (int slot = thread; slot < SLOTS; slot += kThreads) {
+    const int expert = shared.expert[slot];
+    if (expert >= 0 && atomicAdd(&shared.num_slots[expert], 1) == 0) {
+      shared.first_place[expert] = static_cast<short>(slot);  // of several below
+    }
+  }
+  __syncthreads();
   for (int expert = thread; expert < EXPERTS; expert += kThreads) {
-    divide(shared, expert, expert == thread ? first_total : rows_of(p, expert));
+    const int total = expert == thread ? first_total : rows_of(p, expert), num = shared.num_slots[expert];
+    if (num == 1) {
+      shared.rows[shared.first_place[expert]] = total;
+    } else if (num > 1) {
+      divide(shared, expert, total);
+    }
+    const int first = shared.first_place[expert];
+    shared.has_several[expert] = first >= 0 && shared.next[first] != first;
     shared.own[expert] = p.counts[p.rank * EXPERTS + expert];
   }
   __syncthreads();
-  for (int slot = thread; slot < SLOTS; slot += kThreads) {
-    atomicAdd(&shared.loads[shared.rank[slot]], shared.rows[slot]);
+  for (int rank = warp; rank < RANKS; rank += kWarps) {
+    int load = 0;
+    for (int slot = first_slot(rank) + lane; slot < first_slot(rank + 1); slot += 32) {
+      load += shared.rows[slot];
+    }
+    load = __reduce_add_sync(kAll, load);
+    if (lane == 0) {
+      shared.loads[rank] = load;
+    }
   }
   __syncthreads();
   if (warp < kTries) {
@@ -314,12 +344,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_plan(const __gri
              p.copy_cost);
   }
   __syncthreads();
-  int best = 0;
-  for (int i = 1; i < kTries; ++i) {
-    const Try &one = shared.tries[i], &other = shared.tries[best];
-    best = one.cost < other.cost || (one.cost == other.cost && one.copies < other.copies) ? i : best;
-  }
-  const Try& t = shared.tries[best];
+  // The cheapest try, of equal ones that with the fewest copies, then the first.
+  const u32 cost = lane < kTries ? shared.tries[lane].cost : ~0u, least = __reduce_min_sync(kAll, cost);
+  const u32 rank_of_try = lane < kTries && cost == least ? shared.tries[lane].copies * 32 + lane : ~0u;
+  const Try& t = shared.tries[__reduce_min_sync(kAll, rank_of_try) % 32];
   for (int copy = thread; copy < kCopies; copy += kThreads) {
     const int source = t.source[copy];
     p.sources[copy] = source;
@@ -328,19 +356,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) batch_plan(const __gri
     }
   }
   __syncthreads();
-  for (int i = thread; i < EXPERTS * RANKS; i += kThreads) {
-    const int expert = i / RANKS, id = place_of(shared, t, expert, i % RANKS).id;
-    p.places[i] = id;
-    if (!shared.has_several[expert]) {
-      p.shares[i] = id >= 0 ? shared.own[expert] : 0;
+  for (int expert = thread; expert < EXPERTS; expert += kThreads) {
+    if (shared.has_several[expert]) {
+      shared.several[atomicAdd(&shared.num_several, 1)] = static_cast<short>(expert);
     }
   }
-  for (int expert = warp; expert < EXPERTS; expert += kWarps) {
-    if (shared.has_several[expert]) {
-      const int share = share_of(p, expert, lane < RANKS ? place_of(shared, t, expert, lane).wanted : 0);
-      if (lane < RANKS) {
-        p.shares[expert * RANKS + lane] = share;
-      }
+  __syncthreads();
+#pragma unroll 4
+  for (int i = thread; i < EXPERTS * RANKS; i += kThreads) {
+    const int expert = i / RANKS, rank = i % RANKS, slot = shared.first_place[expert];
+    const bool is_here = slot >= 0 && shared.rank[slot] == rank;
+    if (!shared.has_several[expert]) {
+      p.places[i] = is_here ? slot + rank * SPARE : -1;
+      p.shares[i] = is_here ? shared.own[expert] : 0;
+    }
+  }
+  for (int i = warp; i < shared.num_several; i += kWarps) {
+    const int expert = shared.several[i];
+    const Place place = lane < RANKS ? place_of(shared, t, expert, lane) : Place{-1, 0};
+    const int share = share_of(p, expert, place.wanted);
+    if (lane < RANKS) {
+      p.places[expert * RANKS + lane] = place.id;
+      p.shares[expert * RANKS + lane] = share;
     }
   }
 }

@@ -40,7 +40,7 @@ def rank_plan(
     For CUDA tensors it is one kernel, and the host waits for nothing.
 
     Args:
-        counts: int32 `[R, E]`, rows that each source rank has for each logical expert; fewer than 2^25 on a rank.
+        counts: int32 `[R, E]`, rows that each source rank has for each logical expert; fewer than 2^27 of all.
         physical_to_logical: int32 `[P]`, the expert in each slot, slots in rank order; -1 for an empty slot. Where R
             does not divide P, the first ranks have one slot more. Every expert with rows has a slot.
         rank: this rank.

@@ -199,17 +199,17 @@ class BatchBalancer:
         return cast("torch.Tensor | tuple[torch.Tensor, torch.Tensor]", result)
 
     def _physical_to_logical(self, layer: MoELayer, device: torch.device) -> torch.Tensor:
-        """The expert in each slot, int64 `[P]`, at the moment, slots in rank order; no wait for a GPU that it is on."""
+        """The expert in each slot, int32 `[P]`, at the moment, slots in rank order; no wait for a GPU that it is on."""
         if layer.eplb_state is None:
             if self._slots is None or self._slots.device != device:
                 parallel = self._method.moe_config.moe_parallel_config
                 owners = expert_owner_table(parallel.ep_size, layer.num_experts, parallel.expert_placement_strategy)
-                self._slots = owners.argsort(stable=True).to(device)
+                self._slots = owners.argsort(stable=True).to(device, torch.int32)
             return self._slots
         table = layer.eplb_state.logical_to_physical_map.to(device).long()
         num_slots = self._method.moe_config.num_experts
-        slots = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=device)
-        experts = torch.arange(table.size(0), device=device)[:, None].expand_as(table)
+        slots = torch.full((num_slots + 1,), -1, dtype=torch.int32, device=device)
+        experts = torch.arange(table.size(0), dtype=torch.int32, device=device)[:, None].expand_as(table)
         slots.scatter_(0, torch.where(table >= 0, table, num_slots).flatten(), experts.flatten())
         return slots[:-1]
 

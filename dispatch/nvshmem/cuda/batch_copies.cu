@@ -4,7 +4,7 @@
 //              tensors of an expert on each rank, a slot's bytes each.
 // Layout out:  scratch slots of `parts`; told, in host memory: epoch << 32 | copies of all ranks << 16 | copies here.
 // Warp roles:  all threads of a few blocks copy each tensor together. The last block to finish tells all peers that this
-//              rank reads none of their experts any more. No thread waits.
+//              rank reads none of their experts any more, or the host that there are no copies. No thread waits.
 // Example:     rank 1 of 2 with two slots a rank, sources [[-1], [0]]: slot 0 of rank 0 goes to scratch slot 0.
 #include "batch_balance.cuh"
 
@@ -65,13 +65,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) batch_copies(const __grid
     all += is_copy;
     here += is_copy && i / p.spare == c.rank;
   }
-  if (blockIdx.x == 0 && thread == 0) {
-    *reinterpret_cast<volatile u64*>(p.told) = static_cast<u64>(c.epoch) << 32 | static_cast<u32>(all << 16 | here);
+  const u64 told = static_cast<u64>(c.epoch) << 32 | static_cast<u32>(all << 16 | here);
+  if (all > 0 && blockIdx.x == 0 && thread == 0) {
+    *reinterpret_cast<volatile u64*>(p.told) = told;
   }
-  if (all == 0) {
-    return;
-  }
-  for (int scratch = 0; scratch < p.spare; ++scratch) {
+  for (int scratch = 0; scratch < p.spare && all > 0; ++scratch) {
     const int slot = p.sources[c.rank * p.spare + scratch];
     if (slot >= 0) {
       // The first ranks have one slot more.
@@ -92,10 +90,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) batch_copies(const __grid
     __threadfence();
   }
   __syncthreads();
-  if (is_last && thread < RANKS) {
-    if (thread == 0) {
-      *p.finished = 0;
-    }
+  if (is_last && thread == 0) {
+    *p.finished = 0;
+    // Where there are no copies nobody waits for the kernel's end, after which what it reads is freed.
+    *reinterpret_cast<volatile u64*>(p.told) = told;
+  }
+  if (is_last && all > 0 && thread < RANKS) {
     store_line(c.copied_of(thread, c.rank), 0, 0, c.epoch);
   }
 }
