@@ -6,6 +6,7 @@ what it has seen shows it here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -294,18 +295,32 @@ class Outcome:
     """How a placement with a replica rule did on the steps that were not planned on.
 
     Attributes:
-        loads: tokens of each rank, int64 `[S, L, R]`.
-        slot_loads: tokens of each slot, `[L, P]`, scratch slots of a rank behind its others.
-        active: slots of a rank that got any token, `[S, L, R]`.
+        counts: tokens of each rank's slots, int64 `[S, L, R, slots]`, scratch slots behind the others.
         stays: share of choices that stay on the rank of their token.
         copies: (expert, from, to, slot) of each copy made for one batch, by step and layer.
     """
 
-    loads: Array
-    slot_loads: Array
-    active: Array
+    counts: Array
     stays: float
     copies: dict[tuple[int, int], list[Copy]]
+
+    @functools.cached_property
+    def loads(self) -> Array:
+        """Tokens of each rank, int64 `[S, L, R]`."""
+        loads: Array = self.counts.sum(axis=3)
+        return loads
+
+    @property
+    def slot_loads(self) -> Array:
+        """Tokens of each slot, `[L, P]`."""
+        loads: Array = self.counts.sum(axis=0)
+        return loads.reshape(loads.shape[0], -1)
+
+    @functools.cached_property
+    def active(self) -> Array:
+        """Slots of a rank that got any token, `[S, L, R]`."""
+        active: Array = (self.counts > 0).sum(axis=3)
+        return active
 
     @property
     def balancedness(self) -> float:
@@ -389,13 +404,7 @@ def measure(trace: RoutingTrace, scene: Scene, slots: Array, rule: str) -> Outco
             found[:] = np.bincount(chosen[valid], minlength=num_slots).reshape(num_ranks, width)
             stays += int((valid & (chosen // width == rank[:, None])).sum())
         chosen_slots += int(found.sum())
-    return Outcome(
-        loads=counts.sum(axis=3),
-        slot_loads=counts.sum(axis=0).reshape(trace.num_layers, -1),
-        active=(counts > 0).sum(axis=3),
-        stays=stays / max(chosen_slots, 1),
-        copies=copies,
-    )
+    return Outcome(counts=counts, stays=stays / max(chosen_slots, 1), copies=copies)
 
 
 def _balance(
