@@ -208,6 +208,7 @@ class EPLBManager:
                 self.placement.logical_replica_count,
             )
             if layer.eplb_state is not None:
+                layer.eplb_state.physical_to_logical_map = self.placement.physical_to_logical_map[index]
                 layer.eplb_state.replica_rule = self.config.replica_rule
                 layer.eplb_state.is_balanced = _of(self, EPLBManager._is_open, False)
                 layer.eplb_state.is_moving = _of(self, lambda manager: manager.busy and manager._is_open(), False)

@@ -200,13 +200,16 @@ class BatchBalancer:
 
     def _physical_to_logical(self, layer: MoELayer, device: torch.device) -> torch.Tensor:
         """The expert in each slot, int32 `[P]`, at the moment, slots in rank order; no wait for a GPU that it is on."""
-        if layer.eplb_state is None:
+        state = layer.eplb_state
+        if state is None:
             if self._slots is None or self._slots.device != device:
                 parallel = self._method.moe_config.moe_parallel_config
                 owners = expert_owner_table(parallel.ep_size, layer.num_experts, parallel.expert_placement_strategy)
                 self._slots = owners.argsort(stable=True).to(device, torch.int32)
             return self._slots
-        table = layer.eplb_state.logical_to_physical_map.to(device).long()
+        if state.physical_to_logical_map is not None:
+            return state.physical_to_logical_map.to(device)
+        table = state.logical_to_physical_map.to(device).long()
         num_slots = self._method.moe_config.num_experts
         slots = torch.full((num_slots + 1,), -1, dtype=torch.int32, device=device)
         experts = torch.arange(table.size(0), dtype=torch.int32, device=device)[:, None].expand_as(table)

@@ -47,6 +47,7 @@ class LayerEplbState(FixedTensors):
         expert_load_view: int32 `[P]`, this rank's tokens per physical expert, to which every pass adds.
         logical_to_physical_map: int `[E, max_replicas]`, -1 padded.
         logical_replica_count: int `[E]`.
+        physical_to_logical_map: int32 `[P]`, the same by slot; None where maps were set without it.
         replica_rule: which replica a token takes (`moe_ep.eplb.config.REPLICA_RULES`).
         is_moving: returns whether fetched experts are not yet in their slots on this rank.
         finish_moving: returns when none are, as `EPLBManager.finish`; a collective step of the ranks.
@@ -56,6 +57,7 @@ class LayerEplbState(FixedTensors):
     expert_load_view: torch.Tensor
     logical_to_physical_map: torch.Tensor
     logical_replica_count: torch.Tensor
+    physical_to_logical_map: torch.Tensor | None
     _one: torch.Tensor
 
     def __init__(self, num_experts: int, num_redundant_experts: int) -> None:
@@ -79,6 +81,7 @@ class LayerEplbState(FixedTensors):
             "expert_load_view": [0] * len(physical_to_logical),
             "logical_to_physical_map": [row + [-1] * (width - len(row)) for row in replicas],
             "logical_replica_count": [len(row) for row in replicas],
+            "physical_to_logical_map": list(physical_to_logical),
             "_one": [1] * num_experts,
         }
         for name, values in state.items():
@@ -137,6 +140,7 @@ class LayerEplbState(FixedTensors):
                 )
         for name, (tensor, _) in given.items():
             setattr(self, name, tensor[layer_index])
+        self.physical_to_logical_map = None
 
 
 class ExpertSlots:
