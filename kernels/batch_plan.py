@@ -92,7 +92,7 @@ def place_rows(ids: torch.Tensor, plan: RankPlan) -> torch.Tensor:
         return place_rows_reference(ids, plan)
     out, params, held = prepare_rows(ids, plan)
     grid = (-(-ids.numel() // ROWS_THREADS),)  # a thread has one row
-    _load(rows_source(num_experts, num_ranks, held.dtype), ids.device).launch(params, grid, ROWS_THREADS)
+    _load(rows_source(num_experts, num_ranks, held.dtype), ids.device).launch(params, grid, ROWS_THREADS, early=True)
     del held  # in stream order
     return out
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from moe_ep.bench.layers import Batch, BenchLayers, SyntheticConfig
 
-CHAIN, REPEATS, LIMIT_S = 4, 10, 1.0
+CHAIN, REPEATS, LIMIT_S = 4, 40, 8.0
 # mean |d| / mean |ref| of values that are rounded alike, and of rows that one way rounds to 8 bits once more.
 _EXACT, _ROUNDED = 0.01, 0.08
 _HOT = 2  # experts of rank 0 that nearly every token takes
@@ -230,20 +230,16 @@ def _routed(layers: BenchLayers, batches: list[Batch]) -> Callable[[int], torch.
 
 
 def _times_in_turns(ranks: Ranks, calls: Mapping[str, Callable[[int], object]], graph: bool) -> dict[str, float]:
-    """Medians of the slowest rank over rounds: what is measured first would find a cool GPU."""
+    """Medians of the slowest rank."""
     import torch.distributed as dist
 
-    from moe_ep.bench.timing import slowest_rank, time_calls, timing_of
+    from moe_ep.bench.timing import slowest_rank, time_in_turns, timing_of
 
-    def median(call: Callable[[int], object]) -> float:
-        together = dist.barrier if dist.is_initialized() else lambda: None
-        times = time_calls(
-            call, device=ranks.device, chain=CHAIN, repeats=REPEATS, limit_s=LIMIT_S, graph=graph, together=together
-        )
-        return timing_of(slowest_rank(times)).median
-
-    rounds = [{name: median(call) for name, call in calls.items()} for _ in range(3)]
-    return {name: round(timing_of([each[name] for each in rounds]).median, 1) for name in calls}
+    together = dist.barrier if dist.is_initialized() else lambda: None
+    times = time_in_turns(
+        calls, device=ranks.device, chain=CHAIN, repeats=REPEATS, limit_s=LIMIT_S, graph=graph, together=together
+    )
+    return {name: round(timing_of(slowest_rank(each)).median, 1) for name, each in times.items()}
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:

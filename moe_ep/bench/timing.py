@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +45,13 @@ def slowest_rank(times_us: Sequence[float], group: dist.ProcessGroup | None = No
     return times.tolist()
 
 
-def time_calls(
-    call: Callable[[int], object],
+def time_calls(call: Callable[[int], object], **options: Any) -> list[float]:
+    """Microseconds of one call in each repeat of a chain; options as of `time_in_turns`."""
+    return time_in_turns({"call": call}, **options)["call"]
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[int], object]],
     *,
     device: torch.device,
     chain: int = 10,
@@ -53,38 +59,50 @@ def time_calls(
     limit_s: float | None = None,
     graph: bool | None = None,
     together: Callable[[], object] = lambda: None,
-) -> list[float]:
-    """Microseconds of one call in each repeat of `chain` calls, call(0) to call(chain - 1).
+) -> dict[str, list[float]]:
+    """Microseconds of one call of each in each repeat of `chain` calls, call(0) to call(chain - 1).
+
+    Their chains take turns, so that a clock which drifts, as that of a GPU at its power limit does, favours none.
 
     Args:
         limit_s: fewer repeats than `repeats` where the slowest rank needs longer for them, and at least 5; a collective
             step then.
-        graph: capture the chain in a CUDA graph and time its replays; None does so on GPUs.
+        graph: capture each chain in a CUDA graph and time its replays; None does so on GPUs.
         together: what ranks do to begin together, such as a barrier; once before the repeats on GPUs, whose streams
-            keep ranks in step from then on, and before every repeat on CPUs.
+            keep ranks in step from then on, and before every chain on CPUs.
     """
-    for i in range(_WARM_UP):
-        call(i % chain)
+    for call in calls.values():
+        for i in range(_WARM_UP):
+            call(i % chain)
     on_gpu = device.type == "cuda"
-    run: Callable[[], Any] = lambda: [call(i) for i in range(chain)]  # noqa: E731
+    runs: list[Callable[[], Any]] = [partial(_run, call, chain) for call in calls.values()]
     if on_gpu:
         torch.cuda.synchronize(device)
-        run = capture(call, chain) if graph is not False else run
+        runs = [capture(call, chain) for call in calls.values()] if graph is not False else runs
         together()
     if limit_s is not None:
-        repeats = _affordable(run, repeats, limit_s, on_gpu)
+        repeats = _affordable(runs, repeats, limit_s, on_gpu)
     if on_gpu:
-        return _time_on_gpu(run, repeats, chain)
-    return [_time_on_cpu(run, chain, together) for _ in range(repeats)]
+        spans = _time_on_gpu(runs * (repeats + _WARM_UP), chain)[_WARM_UP * len(runs) :]
+    else:
+        spans = [_time_on_cpu(run, chain, together) for run in runs * repeats]
+    return {name: spans[index :: len(runs)] for index, name in enumerate(calls)}
 
 
-def _affordable(run: Callable[[], Any], repeats: int, limit_s: float, on_gpu: bool) -> int:
+def _run(call: Callable[[int], object], chain: int) -> None:
+    for i in range(chain):
+        call(i)
+
+
+def _affordable(runs: Sequence[Callable[[], Any]], repeats: int, limit_s: float, on_gpu: bool) -> int:
     """The number of repeats, the same on every rank."""
     if on_gpu:
-        run()
+        for run in runs:
+            run()
         torch.cuda.synchronize()
     start = time.perf_counter()
-    run()
+    for run in runs:
+        run()
     if on_gpu:
         torch.cuda.synchronize()
     took = slowest_rank([time.perf_counter() - start])[0]
@@ -107,15 +125,14 @@ def _time_on_cpu(run: Callable[[], Any], chain: int, together: Callable[[], obje
     return (time.perf_counter() - start) / chain * 1e6
 
 
-def _time_on_gpu(replay: Callable[[], Any], repeats: int, chain: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + _WARM_UP + 1)]
-    for event in events[:-1]:
+def _time_on_gpu(runs: Sequence[Callable[[], Any]], chain: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
+    for event, run in zip(events, runs, strict=False):
         event.record()
-        replay()
+        run()
     events[-1].record()
     torch.cuda.synchronize()
-    spans = [start.elapsed_time(end) * 1e3 / chain for start, end in itertools.pairwise(events)]
-    return spans[_WARM_UP:]
+    return [start.elapsed_time(end) * 1e3 / chain for start, end in itertools.pairwise(events)]
 
 
 # ==== Ceilings ====
