@@ -85,13 +85,14 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         """Creates the checkpoint's parameters again, except for the biases, which the experts read directly."""
         biases = {name: param for name, param in layer.named_parameters(recurse=False) if name.endswith("_bias")}
         config = self.moe_config
-        self.create_weights(
-            layer,
-            num_experts=layer.slots.num_local,
-            hidden_size=config.hidden_dim,
-            intermediate_size_per_partition=config.intermediate_size_per_partition,
-            params_dtype=config.in_dtype,
-        )
+        with self.gemm_weights(layer)[0].device:
+            self.create_weights(
+                layer,
+                num_experts=layer.slots.num_local,
+                hidden_size=config.hidden_dim,
+                intermediate_size_per_partition=config.intermediate_size_per_partition,
+                params_dtype=config.in_dtype,
+            )
         for name, bias in biases.items():
             layer.register_parameter(name, bias)
 
