@@ -122,9 +122,9 @@ def test_numbers_that_cannot_be_are_refused() -> None:
 def test_replicas_fill_ranks_that_do_not_divide_the_experts() -> None:
     step = predict(DEEPSEEK, 320, 128, Machine())
     assert step.weights_bytes == 58 * DEEPSEEK.bytes_per_expert
-    with pytest.raises(ValueError, match="ep_size is 12; it must be at least 1, and beyond a host a multiple of its 8"):
+    with pytest.raises(ValueError, match="ep_size is 12"):
         predict(DEEPSEEK, 12, 128, Machine())
-    with pytest.raises(ValueError, match="link_bytes_per_s is 0; it must be above 0"):
+    with pytest.raises(ValueError, match="link_bytes_per_s is 0"):
         Machine(link_bytes_per_s=0)
 
 

@@ -222,7 +222,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         unpack_gptq(qweight, qzeros[:3], scales, None, config)
     with pytest.raises(ValueError, match="g_idx has shape"):
         unpack_gptq(qweight, qzeros, scales, torch.zeros(32, dtype=torch.int32), config)
-    with pytest.raises(ValueError, match=r"qweight is torch\.int64; it must be torch\.int32"):
+    with pytest.raises(ValueError, match=r"qweight is torch\.int64"):
         unpack_gptq(qweight.long(), qzeros, scales, None, config)
 
 

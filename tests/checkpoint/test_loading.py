@@ -277,7 +277,7 @@ def test_a_parameter_that_the_checkpoint_does_not_have_is_named(tmp_path: Path) 
 def test_a_dense_layer_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, qwen3_config(mlp_only_layers=[0]))
     reader = CheckpointReader(tmp_path)
-    with pytest.raises(ValueError, match=r"layer is 0; it must be one of the layers with experts, \[1\]"):
+    with pytest.raises(ValueError, match=r"layer is 0"):
         load_moe_layer(reader, model_spec(reader.config), 0, LoadingLayer(plain_shapes(), [2]))
 
 

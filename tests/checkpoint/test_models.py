@@ -215,7 +215,7 @@ def test_layers_of_llama_by_their_step() -> None:
 def test_experts_of_aria_are_those_that_transformers_computes() -> None:
     """By the size that others call the dense layers', and with silu."""
     assert model_spec(config_of("aria_text", moe_intermediate_size=40)).moe_intermediate_size == 48
-    with pytest.raises(CheckpointError, match="hidden_act: expected 'silu', found 'gelu'; no other is computed here"):
+    with pytest.raises(CheckpointError, match="hidden_act: expected 'silu', found 'gelu'"):
         model_spec(config_of("aria_text", hidden_act="gelu"))
 
 
@@ -241,7 +241,7 @@ def test_cohere_as_the_models_came() -> None:
     assert (spec.routing, spec.shared_experts.factor) == (RoutingSpec(renormalize=True), 1.0)
     assert (spec.has_layer_norm, spec.rms_norm_eps) == (False, 1e-6)
     assert model_spec(came | {"num_shared_experts": 0}).routing.routed_scaling_factor == 1.0
-    with pytest.raises(CheckpointError, match="shared_expert_combination_strategy is 'max'; it must be one of average"):
+    with pytest.raises(CheckpointError, match="shared_expert_combination_strategy is 'max'"):
         model_spec(came | {"shared_expert_combination_strategy": "max"})
 
 
@@ -320,5 +320,5 @@ def test_configs_that_can_not_be_are_refused(changes: dict[str, Any], message: s
 
 def test_spec_of_a_layer_without_experts() -> None:
     spec = model_spec(config_of("qwen3_moe"))
-    with pytest.raises(ValueError, match=r"layer is 1; it must be one of the layers with experts, \[0, 2\]"):
+    with pytest.raises(ValueError, match=r"layer is 1"):
         spec.expert_prefix(1)

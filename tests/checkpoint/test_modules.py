@@ -227,7 +227,7 @@ def test_shards_of_tensor_parallelism(tmp_path: Path, name: str, sizes: tuple[in
 def test_a_block_of_rows_on_two_ranks_is_refused(tmp_path: Path, name: str) -> None:
     write_case(name, tmp_path, with_values=False)
     parallel = FusedMoEParallelConfig.make(tp_size=2, ep_size=1, rank=0)
-    with pytest.raises(ValueError, match="intermediate size per rank is 48; .* a multiple of 128, the rows of a block"):
+    with pytest.raises(ValueError, match="intermediate size per rank is 48"):
         make_layer(CheckpointReader(tmp_path), 1, parallel_config=parallel)
 
 

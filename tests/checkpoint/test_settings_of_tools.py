@@ -225,7 +225,7 @@ def test_algorithms_of_model_optimizer_in_fp8() -> None:
     for algorithm, kind in (("FP8_PER_CHANNEL_PER_TOKEN", "channel"), ("FP8_PB_WO", "block"), ("fp8_pb_wo", "block")):
         settings = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 128, "ignore": ["lm_head"]}
         assert quantization_config({"quantization_config": settings}).of_module(GATE_PROJ).scale.kind.value == kind
-    with pytest.raises(CheckpointError, match="group_size is 64; FP8_PB_WO has groups of 128"):
+    with pytest.raises(CheckpointError, match="group_size is 64"):
         quantization_config({"quantization_config": settings | {"group_size": 64}})
 
 
@@ -244,7 +244,7 @@ def test_a_cache_that_model_optimizer_alone_quantized(key: str) -> None:
     settings = {"quant_method": "modelopt", "quant_algo": None, key: "FP8", "exclude_modules": []}
     assert quantization_config({"quantization_config": settings}) is None
     del settings[key]
-    with pytest.raises(CheckpointError, match="quant_algo is None; it must be one of NVFP4"):
+    with pytest.raises(CheckpointError, match="quant_algo is None"):
         quantization_config({"quantization_config": settings})
 
 
@@ -280,7 +280,7 @@ def test_awq_by_any_name_of_its_layout(key: str) -> None:
     settings = {"quant_method": "awq", "bits": 4, "group_size": 32}
     assert quantization_config({"quantization_config": settings | {key: "GEMM"}}).of_module(GATE_PROJ).group_size == 32
     for other in ({key: "gemv"}, {key: "gemm", "backend": "llm-awq"}):
-        with pytest.raises(CheckpointError, match="version is '(gemv|llm-awq)'; it must be one of gemm"):
+        with pytest.raises(CheckpointError, match="version is '(gemv|llm-awq)'"):
             quantization_config({"quantization_config": settings | other})
 
 

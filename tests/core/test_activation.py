@@ -99,16 +99,16 @@ def test_a_limit_of_its_own_or_one_that_is_given():
 
 @pytest.mark.parametrize("limit", [0, -1.0, math.inf, math.nan, True, "10"])
 def test_refuses_limits_that_cannot_be(limit):
-    with pytest.raises(ValueError, match=r"clamp_limit \(swiglu_limit\) is .*; it must be a positive number, or None"):
+    with pytest.raises(ValueError, match=r"clamp_limit \(swiglu_limit\) is"):
         gate_limit("silu", limit)
 
 
 def test_refuses():
-    with pytest.raises(ValueError, match="clamp_limit .* is 7.0 and gelu_no_mul has no gate; leave it out"):
+    with pytest.raises(ValueError, match="clamp_limit .* is 7.0 and gelu_no_mul has no gate"):
         apply_activation("gelu_no_mul", torch.zeros(1, 2), clamp_limit=7.0)
     with pytest.raises(ValueError, match="clamp_limit .* is 7.0 and situ"):
         apply_activation("situ", torch.zeros(1, 2), clamp_limit=7.0)
-    with pytest.raises(ValueError, match="activation is 'swish'; it must be one of silu"):
+    with pytest.raises(ValueError, match="activation is 'swish'"):
         apply_activation("swish", torch.zeros(1, 2))
     with pytest.raises(ValueError, match="3 columns"):
         apply_activation("silu", torch.zeros(1, 3))

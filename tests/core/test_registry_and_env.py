@@ -20,9 +20,7 @@ def test_every_entry_loads(registry):
 
 
 def test_unknown_name_lists_the_known():
-    with pytest.raises(
-        ValueError, match="all2all_backend is 'foo'; it must be one of auto, no_ep, .*batched_all_to_all"
-    ):
+    with pytest.raises(ValueError, match="all2all_backend is 'foo'.* no_ep, .*batched_all_to_all"):
         ALL2ALL_BACKENDS.check("foo", also=("auto",))
 
 
@@ -31,7 +29,7 @@ def test_register_adds_a_choice_and_checks_its_form():
     registry.register("path", "pathlib:Path", "a path")
     assert registry.load("path").__name__ == "Path" and list(registry) == ["path"] and "path" in registry
     for target in ("pathlib.Path", "pathlib:", ":Path", "pathlib:Path:open", pathlib.Path, None):
-        with pytest.raises(ValueError, match="^target is .*; it must read 'module:Class'"):
+        with pytest.raises(ValueError, match="^target is"):
             registry.register("bad", target, "")
     for name in ("", "auto", 3, None):
         with pytest.raises(ValueError, match=f"^name is {name!r}; it must be "):

@@ -27,5 +27,5 @@ def test_ids(name, type_id, bits):
 def test_an_id_of_nothing_is_refused(type_id):
     with pytest.raises(ValueError, match="quant_type_id is"):
         ScalarType.from_id(type_id)
-    with pytest.raises(TypeError, match="quant_type_id is 'uint4'; it must be a whole number"):
+    with pytest.raises(TypeError, match="quant_type_id is 'uint4'"):
         ScalarType.from_id("uint4")

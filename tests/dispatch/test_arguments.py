@@ -129,7 +129,7 @@ def test_wrong_tensors() -> None:
 
 def check_construction(rank: int, world_size: int) -> None:
     config = make_setting(Case(), rank, world_size).config
-    with pytest.raises(ValueError, match=r"num_local_experts is 9; with 10 routed and 0 shared experts EP rank"):
+    with pytest.raises(ValueError, match=r"num_local_experts is 9"):
         make_prepare_finalize("all_to_all", replace(config, num_local_experts=9))
     of_four = make_setting(Case(), rank, 4).config
     with pytest.raises(ValueError, match="process_group has 2 ranks and ep_size is 4"):
@@ -150,9 +150,7 @@ def check_construction(rank: int, world_size: int) -> None:
     output, delegate = torch.empty_like(args[0]), TopKWeightAndReduceDelegate()
     with pytest.raises(ValueError, match=r"weight_and_reduce_impl is TopKWeightAndReduceNoOP\(\)"):
         backend.finalize(output, rows, args[1], args[2], False, TopKWeightAndReduceNoOP())
-    with pytest.raises(
-        ValueError, match=r"output is \(\d, 39\) of torch.float32 on cpu; it must be \(\d, 40\) of torch"
-    ):
+    with pytest.raises(ValueError, match=r"output is \(\d, 39\) of torch.float32 on cpu"):
         backend.finalize(output[:, 1:], rows, args[1], args[2], False, delegate)
     with pytest.raises(ValueError, match=r"fused_expert_output is \(5, 15, 40\) .* it must be \(5, 16, 40\) of torch"):
         backend.finalize(output, rows[:, 1:], args[1], args[2], False, delegate)
@@ -180,11 +178,11 @@ def test_a_tensor_of_another_kind_is_refused() -> None:
     check_tensor("it", right, (2, 3), f32, host, contiguous=True)
     check_tensor("it", torch.zeros(3, 2).T, (2, 3), f32, host)
     for wrong in (torch.zeros(2, 2), right.half(), right.to("meta")):
-        with pytest.raises(ValueError, match=r"it is \(2, .*; it must be \(2, 3\) of torch.float32 on cpu"):
+        with pytest.raises(ValueError, match=r"it is \(2,"):
             check_tensor("it", wrong, (2, 3), f32, host)
-    with pytest.raises(ValueError, match=r"it has strides \(1, 2\); it must be contiguous"):
+    with pytest.raises(ValueError, match=r"it has strides \(1, 2\)"):
         check_tensor("it", torch.zeros(3, 2).T, (2, 3), f32, host, contiguous=True)
-    with pytest.raises(ValueError, match="it does not begin at a multiple of 16 bytes; pass a copy of it"):
+    with pytest.raises(ValueError, match="it does not begin at a multiple of 16 bytes"):
         check_tensor("it", torch.zeros(7)[1:].view(2, 3), (2, 3), f32, host, contiguous=True)
 
 
@@ -284,12 +282,10 @@ def test_no_ep_masks_what_is_elsewhere() -> None:
     one_slot = make_prepare_finalize("no_ep", replace(config, experts_per_token=1))
     on_input = one_slot.prepare(rows, weights[:, :1], ids[:, :1], 3, expert_map, True, quant_config)[0]
     assert torch.equal(on_input, rows * weights[:, :1])
-    with pytest.raises(
-        ValueError, match=r"topk_weights is \(2, 1\) of torch.float32; it must be f32 of topk_ids' shape"
-    ):
+    with pytest.raises(ValueError, match=r"topk_weights is \(2, 1\) of torch.float32"):
         backend.prepare(rows, weights[:, :1], ids, 3, expert_map, False, quant_config)
     for other in (rows.half(), rows[:, 1:]):
         with pytest.raises(ValueError, match=r"a1 and topk_ids have .* was made for \(40, 2, torch.float32\)"):
             backend.prepare(other, weights, ids, 3, expert_map, False, quant_config)
-    with pytest.raises(ValueError, match=r"expert_map has shape \(3,\); .* each of num_experts \(4\)"):
+    with pytest.raises(ValueError, match=r"expert_map has shape \(3,\)"):
         backend.prepare(rows, weights, ids, 4, expert_map, False, quant_config)

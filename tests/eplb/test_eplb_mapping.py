@@ -281,12 +281,12 @@ def test_balancedness(tokens_per_rank: list, expected: float) -> None:
 
 
 def test_balancedness_wants_layers_and_ranks() -> None:
-    with pytest.raises(ValueError, match=r"tokens_per_rank has shape \(3,\); it must be \(L, R\)"):
+    with pytest.raises(ValueError, match=r"tokens_per_rank has shape \(3,\)"):
         balancedness(torch.ones(3))
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="tokens_per_rank holds a count that is negative or not finite"):
             balancedness(torch.tensor([[wrong, 3.0]]))
-    with pytest.raises(ValueError, match="tokens_per_rank is torch.complex64; it must be of a real dtype"):
+    with pytest.raises(ValueError, match="tokens_per_rank is torch.complex64"):
         balancedness(torch.ones(2, 2, dtype=torch.complex64))
 
 

@@ -55,7 +55,7 @@ def test_layers_have_one_manager_at_a_time() -> None:
     layers = make_model(1, ep_size=1)
     settings = EplbConfig(**{**vars(CONFIG), "first_plan": NEVER})
     first = EPLBManager(layers, settings)
-    with pytest.raises(ConfigError, match="is balanced by another EPLBManager; close that one first"):
+    with pytest.raises(ConfigError, match="is balanced by another EPLBManager"):
         EPLBManager(layers[1:], settings)
     first.rearrange(random_placement(L, first.placement.num_slots, seed=1))
     first.finish()
@@ -117,7 +117,7 @@ def test_a_plan_that_is_due_waits_for_weights_that_are_being_loaded(
             half.setattr(layer, "process_weights_after_loading", lambda: None)
             load_layer(layer, seed, range(5))
         if seed == 50:
-            with pytest.raises(RuntimeError, match="are being loaded again; call process_weights"):
+            with pytest.raises(RuntimeError, match="are being loaded again"):
                 manager.step()
         load_layer(layer, seed, range(5, E))
     check_weights(layers, scheme, 50)

@@ -20,7 +20,7 @@ def test_layers_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="layers is empty"):
         EPLBManager([])
     plain = load_layer(make_layer(ep_size=1, enable_eplb=False), 0)
-    with pytest.raises(ConfigError, match="was made without EPLB; make it with enable_eplb=True"):
+    with pytest.raises(ConfigError, match="was made without EPLB"):
         EPLBManager([plain])
     layers = [load_layer(make_layer("plain", redundant, ep_size=1), 0) for redundant in (1, 2)]
     with pytest.raises(ConfigError, match=r"has \(experts, redundant, ep_size\) \(10, 1, 1\) and .* \(10, 2, 1\)"):
@@ -38,7 +38,7 @@ def test_arguments_of_other_kinds_are_refused() -> None:
             EPLBManager(layers)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=f"layers {held}; {wanted}"), moe_ep.one_pass(layers, 3):
             pass
-    with pytest.raises(TypeError, match="config is {'interval': 8}; it must be an EplbConfig, or None"):
+    with pytest.raises(TypeError, match="config is {'interval': 8}"):
         EPLBManager([layer], {"interval": 8})  # type: ignore[arg-type]
 
 
@@ -52,7 +52,7 @@ def test_a_compiled_layer_is_the_layer_in_it() -> None:
 
 def test_placements_that_do_not_fit_are_refused() -> None:
     manager = EPLBManager([load_layer(make_layer("plain", 2, ep_size=1), 0)], EplbConfig(asynchronous=False))
-    with pytest.raises(ValueError, match=r"physical_to_logical has shape \(3, 3\); it must be \(L, num_replicas\)"):
+    with pytest.raises(ValueError, match=r"physical_to_logical has shape \(3, 3\)"):
         manager.rearrange(np.zeros((3, 3), dtype=np.int64))
     with pytest.raises(ValueError, match="physical_to_logical has no slot for expert 1 in layer 0"):
         manager.rearrange(np.zeros((1, manager.placement.num_slots), dtype=np.int64))

@@ -176,7 +176,7 @@ def test_drawn_tokens_are_those_of_the_seed_on_any_ranks_and_end_with_the_contex
     # Prompts of 3, 8, 13, 18 and 3 tokens.
     assert [len(ids) for ids in alone.values()] == [12, 12, 7, 2, 12]
     model = moe_ep.parallelize(make_model("Qwen3Moe"))
-    with pytest.raises(ValueError, match="request 3 has 18 tokens; it must have at least 1 and below max_length .18."):
+    with pytest.raises(ValueError, match="request 3 has 18 tokens"):
         Generation(model, requests_of(5), max_new_tokens=2, num_slots=1, stop_ids=[], max_length=18)
 
 
@@ -206,17 +206,17 @@ def test_what_a_model_cannot_read_is_refused_before_any_step() -> None:
             generate(given)
         with pytest.raises(ValueError, match=f"text 1 of plain {message}"):
             perplexity(model, {"plain": [torch.tensor([1, 2, 3]), given]})
-    with pytest.raises(ValueError, match="request 0 has 0 tokens; it must have at least 1"):
+    with pytest.raises(ValueError, match="request 0 has 0 tokens"):
         generate(torch.tensor([]))
-    with pytest.raises(ValueError, match="requests has 2 of number 0; give each a number of its own"):
+    with pytest.raises(ValueError, match="requests has 2 of number 0"):
         generate(torch.tensor([1]), torch.tensor([2]))
     for texts in ([], [torch.tensor([4])]):
-        with pytest.raises(ValueError, match="texts has none of two tokens in short; a text's first token is not"):
+        with pytest.raises(ValueError, match="texts has none of two tokens in short"):
             perplexity(model, {"long": [torch.tensor([1, 2])], "short": texts})
-    with pytest.raises(TypeError, match="texts is a list; it must be a dict of each kind's texts"):
+    with pytest.raises(TypeError, match="texts is a list"):
         perplexity(model, [torch.tensor([1, 2])])
     headless = moe_ep.parallelize(make_model("Qwen3Moe").model)
-    with pytest.raises(ConfigError, match="model is a Qwen3MoeModel, which predicts no tokens; give parallelize the"):
+    with pytest.raises(ConfigError, match="model is a Qwen3MoeModel, which predicts no tokens"):
         generate(torch.tensor([1]), of=headless)
     with pytest.raises(TypeError, match="temperature is '1'; it must be a number"):
         Sampling(temperature="1")

@@ -170,7 +170,7 @@ def test_the_thinker_of_a_model_that_speaks(tmp_path: Path) -> None:
     whole = random_model("Qwen3OmniMoeForConditionalGeneration", config)
     whole.save_pretrained(tmp_path / "whole")
     whole.thinker.save_pretrained(tmp_path / "thinker")
-    with pytest.raises(ConfigError, match="a Qwen3OmniMoeForConditionalGeneration, which makes no passes itself; pass"):
+    with pytest.raises(ConfigError, match="a Qwen3OmniMoeForConditionalGeneration, which makes no passes itself"):
         moe_ep.parallelize(whole)
     language = getattr(whole.thinker.model, "language_model", whole.thinker.model)
     for folder in ("whole", "thinker"):
@@ -267,5 +267,5 @@ def test_the_text_part_of_mistral_large_has_no_head(tmp_path: Path) -> None:
 
 
 def test_a_mistral_without_experts_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="text_config.model_type is 'ministral3'; it must be one of mistral4"):
+    with pytest.raises(CheckpointError, match="text_config.model_type is 'ministral3'"):
         model_spec({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}})

@@ -155,7 +155,7 @@ def test_experts_of_another_type_are_refused(published: tuple[Path, Any], tmp_pa
     reader = CheckpointReader(published[0])
     tensors = ((name, reader.read(name).clone()) for name in reader.names())
     write_checkpoint(tmp_path, reader.config | {"expert_dtype": "fp6"}, tensors)
-    with pytest.raises(CheckpointError, match="expert_dtype is 'fp6'; it must be one of fp8, fp4"):
+    with pytest.raises(CheckpointError, match="expert_dtype is 'fp6'"):
         moe_ep.parallelize(tmp_path)
 
 

@@ -66,5 +66,5 @@ def test_layers_of_models_that_transformers_does_not_have(part: str, tmp_path: P
 
 @pytest.mark.parametrize("part", [{"model_type": "llama"}, {}, [], "mixtral"])
 def test_a_part_of_an_unknown_type_is_refused_by_that_of_the_whole(part: object) -> None:
-    with pytest.raises(CheckpointError, match="model_type is 'own_vl'; it must be one of "):
+    with pytest.raises(CheckpointError, match="model_type is 'own_vl'"):
         model_spec({"model_type": "own_vl", "text_config": part})

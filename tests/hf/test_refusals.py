@@ -82,11 +82,11 @@ def test_a_model_without_experts_is_refused() -> None:
         moe_ep.parallelize(transformers.LlamaForCausalLM(config))
     quantized = transformers.LlamaForCausalLM(config)
     quantized.hf_quantizer = object()
-    with pytest.raises(ConfigError, match="transformers 5; transformers has quantized it, so pass the folder"):
+    with pytest.raises(ConfigError, match="transformers has quantized it"):
         moe_ep.parallelize(quantized)
-    with torch.device("meta"), pytest.raises(ConfigError, match="model is on the meta device; pass the folder"):
+    with torch.device("meta"), pytest.raises(ConfigError, match="model is on the meta device"):
         moe_ep.parallelize(make_model("Qwen3Moe"))
-    with pytest.raises(TypeError, match="model_or_path is a LlamaConfig; it must be a model"):
+    with pytest.raises(TypeError, match="model_or_path is a LlamaConfig"):
         moe_ep.parallelize(config)
 
 
@@ -94,7 +94,7 @@ def test_a_model_that_only_holds_others_is_refused() -> None:
     """As those that think with one language model and speak with another."""
     holder = torch.nn.Module()
     holder.thinker = make_model("Qwen3Moe")
-    with pytest.raises(ConfigError, match="model is a Module, which makes no passes itself; pass the part of it that"):
+    with pytest.raises(ConfigError, match="model is a Module, which makes no passes itself"):
         moe_ep.parallelize(holder)
     whole = make_model("DeepseekV3")
     layer = whole.model.layers[1]
@@ -152,7 +152,7 @@ def test_what_only_a_path_can_have_is_refused_for_a_model() -> None:
 
 def test_a_model_is_parallelized_once_and_by_a_known_backend() -> None:
     model = make_model("Qwen3Moe")
-    with pytest.raises(ValueError, match="all2all_backend is 'foo'; it must be one of auto, no_ep"):
+    with pytest.raises(ValueError, match="all2all_backend is 'foo'"):
         moe_ep.parallelize(model, backend="foo")
     moe_ep.parallelize(model)
     for part in (model, model.model, model.model.layers[0]):
@@ -177,11 +177,11 @@ def test_a_model_of_own_code_or_pickles_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
     own = {"model_type": "own_moe", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     (tmp_path / "config.json").write_text(json.dumps(settings | own))
-    with pytest.raises(CheckpointError, match="model_type is 'own_moe'; it must be one of "):
+    with pytest.raises(CheckpointError, match="model_type is 'own_moe'"):
         moe_ep.parallelize(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin; pickled weights are never loaded"):
+    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin"):
         moe_ep.parallelize(tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -212,7 +212,7 @@ def test_experts_of_another_dtype_are_refused() -> None:
     model = make_model("Qwen3Moe")
     for _, module in find_experts(model):
         module.down_proj = torch.nn.Parameter(module.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ConfigError, match="are torch.float8_e4m3fn and must be .*; cast the model, or pass the folder"):
+    with pytest.raises(ConfigError, match="are torch.float8_e4m3fn and must be"):
         moe_ep.parallelize(model)
 
 

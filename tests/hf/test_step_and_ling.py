@@ -213,13 +213,13 @@ def test_a_layer_made_without_its_limit_is_not_loaded(tmp_path: Path) -> None:
         sizes |= {"num_experts": spec.num_experts, "top_k": spec.top_k}
         right = FusedMoE(**sizes, **spec.gate(3)._asdict(), params_dtype=torch.float32)
         load_moe_layer(reader, spec, 3, right)
-        with pytest.raises(ValueError, match=r"is silu with .* None, and .* swiglustep with 0.02; make the layer with"):
+        with pytest.raises(ValueError, match=r"is silu with .* None, and .* swiglustep with 0.02"):
             load_moe_layer(reader, spec, 3, FusedMoE(**sizes, params_dtype=torch.float32))
 
 
 def test_biases_of_step_are_refused() -> None:
     text = known("Step3p7TextConfig")(**STEP, mlp_bias=True, dtype="float32").to_dict()
-    with pytest.raises(CheckpointError, match="mlp_bias: expected False, found True; no other is computed here"):
+    with pytest.raises(CheckpointError, match="mlp_bias: expected False, found True"):
         model_spec(text)
 
 

@@ -100,7 +100,7 @@ def test_what_fits_runs(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("expected_m", [-1, float("nan"), float("inf"), True, "8"])
 def test_expected_m_is_a_number(expected_m: Any) -> None:
-    with pytest.raises(ValueError, match="^expected_m is .*; it must be a finite number of at least 0, or None"):
+    with pytest.raises(ValueError, match="^expected_m is"):
         batched_fused_marlin_moe(**WEIGHTS, **BATCHED, expected_m=expected_m)
 
 
@@ -287,7 +287,7 @@ def test_a_gpu_older_than_sm_80_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "an old GPU")
     given, none = rows(E, ROWS, K), torch.empty(0)
-    with pytest.raises(BackendUnavailableError, match=r"an old GPU has compute capability 7.5; .* need 8.0"):
+    with pytest.raises(BackendUnavailableError, match=r"an old GPU has compute capability 7.5"):
         run_experts(given, given, launchable(), Rows(ints(E), ROWS), none, none)
 
 

@@ -228,7 +228,7 @@ def test_packed_weights_of_another_kind_are_refused(
 
 @pytest.mark.parametrize("packed", [None, torch.zeros(2, 4, 4)])
 def test_what_was_not_packed_is_not_unpacked(packed: Any) -> None:
-    with pytest.raises(ValueError, match="^packed is a (NoneType|Tensor); it must be what pack_marlin returned"):
+    with pytest.raises(ValueError, match="^packed is a (NoneType|Tensor)"):
         unpack_marlin(packed, scalar_types.uint4b8.id, 32)
 
 

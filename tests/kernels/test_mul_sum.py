@@ -77,7 +77,7 @@ def test_a_map_asks_for_ids() -> None:
 
 def test_ids_are_those_of_the_map() -> None:
     ids = torch.full_like(GIVEN["topk_ids"], len(GIVEN["expert_map"]))
-    with pytest.raises(ValueError, match=r"topk_ids goes up to (\d+) and expert_map has \1 experts; ids must be below"):
+    with pytest.raises(ValueError, match=r"topk_ids goes up to (\d+) and expert_map has \1 experts"):
         moe_fused_mul_sum(**GIVEN | {"topk_ids": ids})
 
 

@@ -59,7 +59,7 @@ def test_too_few_gpus_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_nodes_need_a_place_to_meet() -> None:
-    with pytest.raises(ValueError, match="rdzv_endpoint is missing; with num_nodes"):
+    with pytest.raises(ValueError, match="rdzv_endpoint is missing"):
         TorchrunGang(2, num_nodes=2)
 
 

@@ -148,7 +148,7 @@ def test_layers_are_found_by_unique_names_while_they_live() -> None:
     assert second.layer_name.startswith("model.layers.0.mlp#")
     assert find_layer(second.layer_name) is second
     assert make_layer().layer_name != make_layer().layer_name
-    with pytest.raises(TypeError, match="prefix is 3; it must be the layer's name, or empty for a generated one"):
+    with pytest.raises(TypeError, match="prefix is 3"):
         make_layer(prefix=3)
     together = threading.Barrier(4)
 
@@ -178,9 +178,9 @@ def test_a_copy_is_a_layer_of_its_own() -> None:
 
 def test_the_op_must_fit_the_layer() -> None:
     inputs = make_inputs(2, K, E)
-    with pytest.raises(RuntimeError, match="has no shared experts; call torch.ops.moe_ep.moe_forward"):
+    with pytest.raises(RuntimeError, match="has no shared experts"):
         torch.ops.moe_ep.moe_forward_shared(*inputs, make_layer_kept().layer_name)
-    with pytest.raises(RuntimeError, match="has shared experts; call torch.ops.moe_ep.moe_forward_shared"):
+    with pytest.raises(RuntimeError, match="has shared experts"):
         torch.ops.moe_ep.moe_forward(*inputs, make_layer_kept(shared_experts=SharedExperts(K, N)).layer_name)
 
 

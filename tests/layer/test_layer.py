@@ -179,7 +179,7 @@ def test_shared_experts_with_a_limit() -> None:
 
 
 def test_a_limit_without_a_gate_is_refused() -> None:
-    with pytest.raises(ValueError, match="swiglu_limit.* is 7.0 and relu2_no_mul has no gate; leave it out"):
+    with pytest.raises(ValueError, match="swiglu_limit.* is 7.0 and relu2_no_mul has no gate"):
         make_layer(activation="relu2_no_mul", swiglu_limit=7.0)
 
 
@@ -291,7 +291,7 @@ def test_redundant_experts_without_eplb_are_refused(redundant: int, ep_size: int
 
 
 def test_more_redundant_experts_than_anybody_needs() -> None:
-    with pytest.raises(ValueError, match="num_redundant_experts is 36; with 8 experts on 4 ranks it may be 32 at most"):
+    with pytest.raises(ValueError, match="num_redundant_experts is 36"):
         make_layer(
             num_experts=8,
             num_redundant_experts=36,
@@ -302,19 +302,19 @@ def test_more_redundant_experts_than_anybody_needs() -> None:
 
 def test_refuses_inputs_that_do_not_fit() -> None:
     layer = load(make_layer(), make_weights(E, K, N))
-    with pytest.raises(ValueError, match=r"hidden_states is \(3, 16\) of torch.float32; .* takes \(T, 32\)"):
+    with pytest.raises(ValueError, match=r"hidden_states is \(3, 16\) of torch.float32"):
         layer(torch.zeros(3, 16), torch.zeros(3, E))
     with pytest.raises(ValueError, match=r"hidden_states is \(3, 32\) of torch.float16"):
         layer(torch.zeros(3, K, dtype=torch.float16), torch.zeros(3, E))
-    with pytest.raises(ValueError, match=r"router_logits has shape \(2, 6\); .* takes \(3, 6\)"):
+    with pytest.raises(ValueError, match=r"router_logits has shape \(2, 6\)"):
         layer(torch.zeros(3, K), torch.zeros(2, E))
     # Left on the meta device, they would have made an output without values.
-    with pytest.raises(ValueError, match="router_logits is on meta and hidden_states on cpu; move one"):
+    with pytest.raises(ValueError, match="router_logits is on meta and hidden_states on cpu"):
         layer(torch.zeros(3, K), torch.zeros(3, E, device="meta"))
 
 
 def test_eplb_state_is_checked() -> None:
-    with pytest.raises(ValueError, match="was made without EPLB; make it with enable_eplb=True"):
+    with pytest.raises(ValueError, match="was made without EPLB"):
         make_layer().set_eplb_state(0, *[torch.zeros(1)] * 3)
     good = [torch.zeros(shape, dtype=torch.int32) for shape in ((2, E), (2, E, 1), (2, E))]
     for index in (-1, 2):
@@ -330,7 +330,7 @@ def test_eplb_state_is_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make_layer(enable_eplb=True).set_eplb_state(0, *good[:index], changed, *good[index + 1 :])
-    with pytest.raises(TypeError, match="moe_layer_idx is '0'; it must be a whole number"):
+    with pytest.raises(TypeError, match="moe_layer_idx is '0'"):
         make_layer(enable_eplb=True).set_eplb_state("0", *good)
 
 
@@ -344,12 +344,12 @@ def test_a_layer_of_many_ranks_needs_their_process_group() -> None:
 def test_gradients_are_refused() -> None:
     layer = make_layer()
     x, logits = torch.randn(3, K, requires_grad=True), torch.randn(3, E)
-    with pytest.raises(RuntimeError, match=r"are for inference and have no backward; .* torch.no_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"are for inference and have no backward"):
         layer(x, logits)
     with torch.no_grad():
         layer(x, logits)
     # Else the derivative would be zero.
-    with pytest.raises(RuntimeError, match=r"have no derivative, as torch\.func\.jvp asks; detach the input"):
+    with pytest.raises(RuntimeError, match=r"have no derivative, as torch\.func\.jvp asks"):
         torch.func.jvp(lambda rows: layer(rows, logits), (x.detach(),), (x.detach(),))
     torch.func.jvp(lambda rows: layer(rows.detach(), logits), (x.detach(),), (x.detach(),))
 

@@ -156,7 +156,7 @@ def test_a_pass_of_less_than_no_tokens_is_refused() -> None:
 
 
 def with_too_many_experts(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"32 experts \(top_k\) and 1 fused shared ones; .* at most 32"):
+    with pytest.raises(ValueError, match=r"32 experts \(top_k\) and 1 fused shared ones"):
         make_layer({"num_experts": 40, "top_k": 32, "n_shared_experts": 1})
 
 

@@ -138,7 +138,7 @@ def test_a_layer_made_on_the_meta_device() -> None:
         RuntimeError, match="e_score_correction_bias of .* has no values, as it was made on the meta device"
     ):
         biased(*make_inputs(T, K, E))
-    with pytest.raises(RuntimeError, match="w13_weight of .* is on the meta device, which keeps no values; call to_em"):
+    with pytest.raises(RuntimeError, match="w13_weight of .* is on the meta device, which keeps no values"):
         load(far.to("meta"), weights)
     quantized = {"quant_config": OnlineIntConfig(group_size=32), "intermediate_size": 64}
     processed = load(make_layer(**quantized), make_weights(E, K, 64))
@@ -183,7 +183,7 @@ def test_a_correction_bias_read_from_the_router_may_be_replaced_there() -> None:
     assert not torch.equal(twin[1](*make_inputs(T, K, E)), expected)
     twin[0].e_score_correction_bias.data.copy_(pushed)
     assert torch.equal(twin[1](*make_inputs(T, K, E)), expected)
-    with pytest.raises(TypeError, match="e_score_correction_bias is a Linear; it must be a tensor, a router that has"):
+    with pytest.raises(TypeError, match="e_score_correction_bias is a Linear"):
         make_layer(e_score_correction_bias=nn.Linear(K, E))
 
 

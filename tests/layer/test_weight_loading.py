@@ -164,7 +164,7 @@ def test_ids_of_loading() -> None:
     assert [slots.of_id(expert_id) for expert_id in range(9)] == [[i] for i in range(9)]
     assert slots.of_checkpoint_expert(0) == [0, 3, 6]
     assert slots.of_checkpoint_expert(4) == [8]
-    with pytest.raises(ValueError, match=r"expert_id is 9; it must be at least 0 and below num_experts \(3\)"):
+    with pytest.raises(ValueError, match=r"expert_id is 9"):
         slots.of_id(9)
 
     # EPLB gave expert 2 five replicas: every one of them is filled by one of the two ids that copy it.
@@ -228,7 +228,7 @@ def test_load_weights_by_names_of_the_checkpoint() -> None:
         layer.load_weights([("experts.0.w1.bias", numbered(N))])
     with pytest.raises(ValueError, match="load_weights needs expert_mapping"):
         make_layer().load_weights([])
-    with pytest.raises(TypeError, match=r"weights is a dict; pass its items\(\), pairs of a name and a tensor"):
+    with pytest.raises(TypeError, match=r"weights is a dict"):
         layer.load_weights(dict(weights))
 
 

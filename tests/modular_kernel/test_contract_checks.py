@@ -276,7 +276,7 @@ def test_what_is_no_backend_or_no_experts() -> None:
         with pytest.raises(TypeError, match=f"^{words}"):
             run(backend, experts)
     for make, name in ((make_prepare_finalize, "no_ep"), (make_experts, "reference")):
-        with pytest.raises(TypeError, match="^moe_config is None; it must be a FusedMoEConfig"):
+        with pytest.raises(TypeError, match="^moe_config is None"):
             make(name, None)
 
 

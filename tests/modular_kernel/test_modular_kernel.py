@@ -253,7 +253,7 @@ def test_a_map_of_more_experts_than_there_are_is_refused():
     assert torch.equal(run(x, w1, w2, weights, ids, expert_map=mapping), run(x, w1, w2, weights, ids))
     with pytest.raises(ValueError, match=f"expert_map names local expert {E} and w1 has {E} experts; pass the map of"):
         run(x, w1, w2, weights, ids, expert_map=mapping + 1)
-    with pytest.raises(ValueError, match="expert_map is a list; it must be a tensor"):
+    with pytest.raises(ValueError, match="expert_map is a list"):
         run(x, w1, w2, weights, ids, expert_map=mapping.tolist())
 
 

@@ -63,7 +63,7 @@ def test_noop_copies_only_where_it_must():
     other = torch.empty(T, K)
     assert TopKWeightAndReduceNoOP().apply(other, done, WEIGHTS, IDS, False) is other
     assert torch.equal(other, done)
-    with pytest.raises(ValueError, match="^output is torch.float32 .6, 4.; it must be"):
+    with pytest.raises(ValueError, match="^output is torch.float32 .6, 4."):
         TopKWeightAndReduceNoOP().apply(torch.empty(T + 1, K), done, WEIGHTS, IDS, False)
 
 
@@ -106,7 +106,7 @@ def test_delegate_cannot_be_applied():
 
 @pytest.mark.parametrize("strategy", [None, TopKWeightAndReduceContiguous])
 def test_backends_take_only_strategies(strategy: Any) -> None:
-    with pytest.raises(ValueError, match="^weight_and_reduce_impl is .*; it must be a TopKWeightAndReduce, such as"):
+    with pytest.raises(ValueError, match="^weight_and_reduce_impl is"):
         undelegated(strategy)
 
 
