@@ -19,6 +19,7 @@ of one rank are added first; in a batch-invariant layer it has the same bits too
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from weakref import WeakValueDictionary
@@ -56,19 +57,28 @@ if TYPE_CHECKING:
 CHOICES = ("auto", "off")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Rates:
-    """Rates that decide whether a copy pays: bytes a second out of a rank, operations a second of its experts."""
+    """What decides whether balancing pays.
+
+    Attributes:
+        link_bytes_per_s, flops_per_s: bytes out of a rank, and operations of its experts.
+        plan_s: what exchange and plan of an even batch take.
+        plan_share: of the time of a batch's rows, what they may take.
+    """
 
     link_bytes_per_s: float
     flops_per_s: float
+    plan_s: float
+    plan_share: float
 
 
-# NVLink between H200s, and bf16 products there, as the experts reach them (docs/benchmarks); gloo over loopback and f32
-# products of one CPU core.
-_RATES = {"cuda": _Rates(290e9, 650e12), "cpu": _Rates(1e9, 30e9)}
-# Planning takes 5 to 40 ms on the host at EP 8 to 32, and takes about 0.3 of the busiest rank's rows away.
-_PLAN_S, _TAKEN_AWAY = 0.01, 0.3
+_RATES = {
+    # NVLink between H200s, bf16 products as the experts reach them (docs/benchmarks). An even batch gains nothing.
+    "cuda": _Rates(link_bytes_per_s=290e9, flops_per_s=650e12, plan_s=20e-6, plan_share=0.01),
+    # gloo over loopback, f32 products of one core, plans at EP 8. About 0.3 of the busiest rank's rows are taken away.
+    "cpu": _Rates(link_bytes_per_s=1e9, flops_per_s=30e9, plan_s=0.01, plan_share=0.3),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +88,8 @@ class BatchBalance:
     Attributes:
         spare_slots: scratch slots of each rank, shared by all layers of one kind.
         min_rows: rows (tokens times top_k) of the rank that has most, from which on a batch is balanced; None for as
-            many as pay for the plan on CPUs, and for no batch on GPUs, where it has not been measured what pays.
+            many as pay for the plan: over NVSHMEM those whose experts take 100 times as long; over torch.distributed
+            none on GPUs.
         copy_cost_rows: rows that a copy must take off the busiest rank; None for as many as are computed in the time
             that an expert is sent in.
 
@@ -135,22 +146,28 @@ class BatchBalancer:
         """Drops what was made for the layer's kernels."""
         self._parts = None
 
-    def may_pay_on(self, device: torch.device) -> bool:
-        """Whether any batch is balanced; if not, ranks need not tell each other their numbers of tokens for it."""
-        return self.options.min_rows is not None or device.type != "cuda"
+    def min_rows(self, device: torch.device, on_device: bool) -> int | None:
+        """Rows of the rank that has most, from which on a batch is balanced; None for never.
 
-    def min_rows(self, device: torch.device) -> int:
-        """Rows of the rank that has most, from which on a batch is balanced."""
+        Args:
+            on_device: of the exchange. Where the host waits for a GPU it has not been measured what pays.
+        """
         if self.options.min_rows is not None:
             return self.options.min_rows
-        return int(_PLAN_S / (_TAKEN_AWAY * self._row_s(device)))
+        if device.type == "cuda" and not on_device:
+            return None
+        rates = _rates(device)
+        return int(rates.plan_s / (rates.plan_share * self._row_s(device)))
 
     def _row_s(self, device: torch.device) -> float:
         """Seconds that one row takes one rank."""
+        return self._row_flops / _rates(device).flops_per_s
+
+    @functools.cached_property
+    def _row_flops(self) -> int:
         config = self._method.moe_config
         halves = 3 if MoEActivation.parse(config.activation).is_gated else 2
-        flops = 2 * halves * config.hidden_dim * config.intermediate_size_per_partition
-        return flops / _rates(device).flops_per_s
+        return 2 * halves * config.hidden_dim * config.intermediate_size_per_partition
 
     def run(
         self, layer: MoELayer, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor

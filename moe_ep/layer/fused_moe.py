@@ -147,9 +147,8 @@ class FusedMoE(MoELayer):
             it from MOE_EP_INPUT_DTYPE, which is checkpoint by default.
         batch_invariant: a token's result has the same bits whatever tokens are beside it, on whichever rank it came in
             and wherever its experts are (docs/rollouts.md); None takes it from MOE_EP_BATCH_INVARIANT.
-        batch_balance: "auto" copies hot experts to other ranks for one large batch where that pays (docs/eplb.md;
-            on GPUs it does not yet), "off" never does; a `BatchBalance` says from how many rows on and with how many
-            slots.
+        batch_balance: "auto" copies hot experts to other ranks for one large batch where that pays (docs/eplb.md),
+            "off" never does; a `BatchBalance` says from how many rows on and with how many slots.
 
     Raises:
         ValueError: sizes, names or options that do not fit together.
@@ -510,15 +509,11 @@ class FusedMoE(MoELayer):
     @property
     def balanced_from(self) -> int | None:
         """Tokens of the rank that has most, from which on a batch is balanced by its own counts; None for never."""
-        if self.balancer is None or not self._may_balance:
+        exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
+        if self.balancer is None or exchange is None:
             return None
-        return -(-self.balancer.min_rows(self.device) // self.top_k)
-
-    @property
-    def _may_balance(self) -> bool:
-        if self.balancer is None or not self.balancer.may_pay_on(self.device):
-            return False
-        return self.prepare_finalize.batch_exchange() is not None
+        least = self.balancer.min_rows(self.device, exchange.on_device)
+        return None if least is None else -(-least // self.top_k)
 
     def _forward_tokens(
         self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, balanced: bool
@@ -667,7 +662,7 @@ class FusedMoE(MoELayer):
     @property
     def asks_for_tokens(self) -> bool:
         """Whether the ranks must know each other's number of tokens."""
-        return self.dispatcher.asks_for_tokens or self._may_balance
+        return self.dispatcher.asks_for_tokens or self.balanced_from is not None
 
     @property
     def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
