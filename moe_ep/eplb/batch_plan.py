@@ -228,14 +228,13 @@ class _Split:
         self.held[expert, rank] = False
         self.copies.remove((expert, rank))
 
-    def arcs(self) -> torch.Tensor:
-        """The most rows of one expert that can pass from rank to rank, int64 `[R, R]`."""
-        share, held = self.share[self.several], self.held[self.several]
-        num_ranks = self.loads.numel()
-        if not len(share):
-            return share.new_zeros(num_ranks, num_ranks)
-        most = (share[:, :, None] * held[:, None]).amax(dim=0)
-        return most.fill_diagonal_(0)
+    def arcs(self, ranks: torch.Tensor) -> torch.Tensor:
+        """The most rows of one expert that can pass from these ranks to each, int64 `[len(ranks), R]`."""
+        if not self.several.numel():
+            return self.loads.new_zeros(ranks.numel(), self.loads.numel())
+        most = (self.share[self.several][:, ranks, None] * self.held[self.several, None]).amax(dim=0)
+        most[torch.arange(ranks.numel(), device=_HOST), ranks] = 0
+        return most
 
 
 def _distances(arcs: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
@@ -255,11 +254,11 @@ def _flow(split: _Split, target: int) -> torch.Tensor | None:
         None once no rank is above the target; otherwise bool `[R]`, the component of the fullest rank: the ranks that
         it can pass rows to, none of which is below the target.
     """
+    arcs = split.arcs(torch.arange(split.loads.numel(), device=_HOST))
     while True:
         loads = split.loads
         if int(loads.max()) <= target:
             return None
-        arcs = split.arcs()
         distance = _distances(arcs, loads < target)
         source = int(torch.where(distance < _FAR, loads, -1).argmax())
         if int(distance[source]) == _FAR or int(loads[source]) <= target:
@@ -273,6 +272,8 @@ def _flow(split: _Split, target: int) -> torch.Tensor | None:
         if int(distance[to]) == 0:
             rows = min(rows, target - int(loads[to]))
         split.pass_rows(int(split.several[passing.argmax()]), source, to, rows)
+        changed = torch.tensor([source, to], device=_HOST)
+        arcs[changed] = split.arcs(changed)
 
 
 def _level(split: _Split) -> None:
