@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def texts(demo: Path) -> list[str]:
     return texts_alone(demo)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asked_in_vain() -> Iterator[Future[str]]:
+    """A request to what listens and says nothing. It waits for seconds, in which the other tests run."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        yield threads.submit(control.ask, f"127.0.0.1:{server.getsockname()[1]}", "any", "join")
 
 
 def start(output: Path, *command: str, deadline_s: float = 60) -> Job:
@@ -156,16 +164,19 @@ def test_a_request_needs_the_token() -> None:
         control.ask(server.address, "any", "join")
 
 
-@pytest.mark.parametrize("said", [b"HTTP/1.0 400 Bad\r\n\r\n", b"{}\n", b"3\n", b"", None])
-def test_what_listens_and_is_no_gang_is_not_waited_for(said: bytes | None) -> None:
+@pytest.mark.parametrize("said", [b"HTTP/1.0 400 Bad\r\n\r\n", b"{}\n", b"3\n", b""])
+def test_what_listens_and_is_no_gang_is_not_waited_for(said: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         asked = threads.submit(control.ask, address, "any", "join")
         connection, _ = server.accept()
         with connection:
             connection.recv(4096)
-            if said is not None:
-                connection.sendall(said)
-                connection.close()
-            with pytest.raises(ConfigError, match=address):
-                asked.result(timeout=60)
+            connection.sendall(said)
+        with pytest.raises(ConfigError, match=address):
+            asked.result(timeout=60)
+
+
+def test_what_listens_and_says_nothing_is_given_up(asked_in_vain: Future[str]) -> None:
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1"):
+        asked_in_vain.result(timeout=60)
