@@ -2,14 +2,14 @@
 
 A wait in a kernel that takes too long ends with a record in pinned memory (kernels/cuda/deadline.cuh). The host looks
 at it, without waiting for the GPU, whenever it is about to launch the next kernel. Until the record is cleared, kernels
-of the same ranks do not wait any more. Where the ranks change, the host ends the waits of running kernels too.
+of the same ranks do not wait any more. Where the ranks change, the host sets a word of the record, which ends the waits
+of running kernels too.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import ClassVar, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -29,10 +29,8 @@ from moe_ep.kernels.jit import Kernel
 from moe_ep.modular_kernel.contracts import BatchExchange
 
 # Words of the record, as in kernels/cuda/deadline.cuh; one word for each rank follows.
-_FAILED, _PHASE, _EPOCH, _RANKS = range(4)
+_FAILED, _PHASE, _EPOCH, _ENDED, _RANKS = range(5)
 _PHASES = {1: "dispatch", 2: "combine"}
-# kWaitsEnded in that header.
-_ENDED = 2
 
 
 class FailureRecord:
@@ -40,7 +38,7 @@ class FailureRecord:
 
     Args:
         timeout_s: what the kernels wait at most.
-        words: int32 `[3 + R]`, pinned where kernels write it; None makes it.
+        words: int32 `[4 + R]`, pinned where kernels write it; None makes it.
     """
 
     def __init__(self, ranks: RankGroup, timeout_s: float, words: torch.Tensor | None = None) -> None:
@@ -52,19 +50,10 @@ class FailureRecord:
         self._numbers = words.numpy()
         self._ended_by = ""
 
-    def covers(self, status: torch.Tensor) -> None:
-        """Lets the waits that look at this status, int32 `[2]` on the device, end where the ranks change."""
-        self._status, self._ended = status[:1], torch.full((1,), _ENDED, dtype=torch.int32, device="cpu")
-        if status.is_cuda:
-            # A stream of its own: others wait for the kernels whose waits are to end.
-            self._ended, self._stream = self._ended.pin_memory(), torch.cuda.Stream(status.device)
-        self._ranks.detector.ends_also(self)
-
     def end(self, why: str) -> None:
-        """Ends all waits, also those of running kernels."""
+        """Ends all waits for good, also those of running kernels."""
         self._ended_by = why
-        with torch.cuda.stream(self._stream) if self._status.is_cuda else nullcontext():
-            self._status.copy_(self._ended, non_blocking=True)
+        self._numbers[_ENDED] = 1
 
     def check(self) -> None:
         """DispatchTimeoutError where a wait has failed or was ended; costs a read of host memory."""
@@ -74,7 +63,7 @@ class FailureRecord:
             raise self._error()
 
     def clear(self) -> None:
-        self.words.zero_()
+        self._numbers[:_ENDED] = self._numbers[_RANKS:] = 0
 
     def _error(self) -> DispatchTimeoutError:
         named = self._ranks.ep_ranks
@@ -135,6 +124,7 @@ class SymmetricBuffers(ABC):
                 f"{', '.join(unreachable)}; use all2all_backend={self.INSTEAD!r}"
             )
         self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
+        ranks.detector.ends_also(self.record)
         self.alive = list(range(ranks.size))
         self.recoveries = 0
         self.status = torch.zeros(2, dtype=torch.int32, device=self.device)
@@ -183,7 +173,6 @@ class SymmetricBuffers(ABC):
         """Clears the status for the ranks that are alive."""
         self.status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
         torch.cuda.synchronize(self.device)
-        self.record.covers(self.status)
 
     @abstractmethod
     def _epochs(self) -> Sequence[int]:

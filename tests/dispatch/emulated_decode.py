@@ -143,7 +143,7 @@ class Decode(Session):
             self.add_memory(rank, memory)
         self.counters = torch.full((num_ranks, 2), first << 32)
         self.status = torch.tensor([[0, 2**num_ranks - 1]] * num_ranks, dtype=torch.int32)
-        self.record = torch.zeros(num_ranks, 3 + num_ranks, dtype=torch.int32)
+        self.record = torch.zeros(num_ranks, 4 + num_ranks, dtype=torch.int32)
         self.batches: list[Batch] = []
 
     def has_failed(self, rank: int) -> bool:

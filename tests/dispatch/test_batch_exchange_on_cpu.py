@@ -81,7 +81,7 @@ class Balancing(Session):
         self.scratch = [[torch.zeros(SPARE, size, dtype=torch.uint8) for size in PARTS] for _ in range(R)]
         self.copies: list[list[int]] = [[] for _ in range(R)]
         self._held: list[object] = []
-        words = [torch.zeros(3 + R, dtype=torch.int32) for _ in range(R)]
+        words = [torch.zeros(4 + R, dtype=torch.int32) for _ in range(R)]
         self.records = [FailureRecord(self._ranks(rank), timeout_ns / 1e9, words[rank]) for rank in range(R)]
         self.exchanges = [self._exchange(rank) for rank in range(R)]
 

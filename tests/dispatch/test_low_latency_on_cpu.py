@@ -115,7 +115,7 @@ def test_waits_end_where_the_ranks_change(library: ctypes.CDLL, by_reference: bo
         for rank, detector in enumerate(detectors):
             ranks: Any = SimpleNamespace(rank=rank, size=2, ep_ranks=range(2), detector=detector)
             records.append(FailureRecord(ranks, 0.0, session.record[rank]))
-            records[rank].covers(session.status[rank])
+            detector.ends_also(records[rank])
 
         def ends(detectors: list[FailureDetector] = detectors) -> Iterator[None]:
             for detector in detectors:

@@ -216,9 +216,9 @@ def change_twice(rank: int, world_size: int, ranks_per_host: str) -> list[list[i
 )
 def test_a_failed_wait_names_ranks_phase_and_batch(refusals: dict[int, str], reason: str) -> None:
     group = SimpleNamespace(rank=0, size=4, ep_ranks=range(4), detector=SimpleNamespace(refusals=lambda: refusals))
-    record = FailureRecord(group, 0.5, torch.zeros(7, dtype=torch.int32))
+    record = FailureRecord(group, 0.5, torch.zeros(8, dtype=torch.int32))
     record.check()
-    record.words[:] = torch.tensor([1, 2, 77, 0, 0, 1, 1])
+    record.words[:] = torch.tensor([1, 2, 77, 0, 0, 0, 1, 1])
     with pytest.raises(
         DispatchTimeoutError, match="combine of batch 77 did not finish on EP rank 0: ranks 2, 3"
     ) as raised:
@@ -233,7 +233,7 @@ def test_a_failed_wait_is_told_where_notes_cannot_be_read() -> None:
         raise RuntimeError("gone")
 
     group = SimpleNamespace(rank=1, size=2, ep_ranks=range(2), detector=SimpleNamespace(refusals=read))
-    record = FailureRecord(group, 0.5, torch.tensor([1, 1, -1, 1, 0], dtype=torch.int32))
+    record = FailureRecord(group, 0.5, torch.tensor([1, 1, -1, 0, 1, 0], dtype=torch.int32))
     story = r"dispatch of batch 4294967295 did not finish on EP rank 1: .*; the ranks' store cannot be reached \(gone"
     with pytest.raises(DispatchTimeoutError, match=story):
         record.check()
