@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, fields
 from multiprocessing.connection import wait
 from typing import Any
 
+from moe_ep import env
 from moe_ep.errors import ConfigError, GangError, MoeEpError
-from moe_ep.launch.gangs import waiting
 from moe_ep.launch.gangs.gang import Outcome, Outcomes, WorkerFailure, gang_error
 from moe_ep.launch.gangs.local_gang import POLL_S
 from moe_ep.launch.gangs.rendezvous import addresses_of, listen_at
@@ -155,7 +155,7 @@ class Node:
         self.leader, self.master_addr, self.peers, self.lost_leader = leader, address, {leader: peer}, False
 
     @classmethod
-    def meet(cls, description: dict[str, Any], endpoint: str, timeout_s: float | None) -> contextlib.closing[Node]:
+    def meet(cls, description: dict[str, Any], endpoint: str) -> contextlib.closing[Node]:
         """Connects all nodes.
 
         Raises:
@@ -163,7 +163,7 @@ class Node:
             ConfigError: nodes have different options.
         """
         host, _, port = endpoint.rpartition(":")
-        host, limit_s = host.strip("[]"), waiting.limit_of(timeout_s)
+        host, limit_s = host.strip("[]"), env.DISPATCH_TIMEOUT_S.get()
         try:
             listener = listen_at(host, int(port))
         except OSError:  # the address of another machine, or another agent of this one listens there
@@ -347,13 +347,13 @@ class Node:
                 self.peers[place].send(start=rank)
         return place
 
-    def await_port(self, timeout_s: float | None) -> int:
+    def await_port(self) -> int:
         """Waits for the port of the store, which the leader announces.
 
         Raises:
             GangError, ConfigError: the leader has ended, or does not announce it within the timeout.
         """
-        wait_for = Wait("the node that listens to tell where the ranks meet", waiting.limit_of(timeout_s))
+        wait_for = Wait("the node that listens to tell where the ranks meet", env.DISPATCH_TIMEOUT_S.get())
         while True:
             ports = list(self.receive())
             self.check()

@@ -13,8 +13,9 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
+from moe_ep import env
 from moe_ep.errors import GangError, MinorityError, MoeEpError
-from moe_ep.launch.gangs import elastic, mailbox, progress, waiting
+from moe_ep.launch.gangs import elastic, mailbox, progress
 from moe_ep.launch.gangs.agents import RETRY_S, Node, Peer
 from moe_ep.launch.gangs.control import ControlServer
 from moe_ep.launch.gangs.gang import OnItem, Outcome, WorkerFailure
@@ -44,16 +45,10 @@ class ElasticAgent:
 
     An agent whose store does not answer within the deadline, or whose connection times out, cannot be reached. Then the
     side with most ranks of the last epoch goes on, or at a tie that of the leading agent, and the other one ends.
-
-    Args:
-        job: its name, which other agents know.
     """
 
-    def __init__(
-        self, node: Node, config: ElasticConfig, job: str, device: str, timeout_s: float | None, on_item: OnItem
-    ) -> None:
-        self._node, self._config, self._job, self._on_item = node, config, job, on_item
-        self._device, self._timeout_s = device, timeout_s
+    def __init__(self, node: Node, config: ElasticConfig, device: str, on_item: OnItem) -> None:
+        self._node, self._config, self._device, self._on_item = node, config, device, on_item
         self._recoveries: list[dict[str, Any]] = []
         # This node's running ranks, and the outcomes of the others, which an agent that takes over is told again.
         self._ranks: set[int] = set()
@@ -61,7 +56,7 @@ class ElasticAgent:
         # Where the agents that may take over listen, by node.
         self._successors: dict[int, tuple[str, int]] = {}
         self._num_successors = 0
-        self._limit_s = _SILENT * waiting.limit_of(timeout_s)
+        self._limit_s = _SILENT * env.DISPATCH_TIMEOUT_S.get()
         # Since when this agent waits for the leading one's store, in seconds; infinity while it does not.
         self._asked_at, self._leaders_port, self._is_over = math.inf, 0, threading.Event()
         # Ranks of nodes that could not be reached, each with the time of that.
@@ -73,10 +68,10 @@ class ElasticAgent:
         """As `TorchrunGang.run_elastic`."""
         from moe_ep.distributed.membership import MembershipLog
 
-        node, timeout_s = self._node, self._timeout_s
+        node = self._node
         node.outlives_leader = True
         with contextlib.ExitStack() as stack:
-            self._store = listen_store(node.address, timeout_s)
+            self._store = listen_store(node.address)
             if node.leads:
                 world_size = node.num_local * (1 + len(node.peers))
                 log = MembershipLog(self._store, range(world_size))
@@ -85,8 +80,8 @@ class ElasticAgent:
                 port = self._store.port
             else:
                 self._listener = stack.enter_context(listen_at(node.address, 0))
-                port = node.await_port(timeout_s)
-                client = open_clients_store(node.master_addr, port, timeout_s)
+                port = node.await_port()
+                client = open_clients_store(node.master_addr, port)
                 log = MembershipLog(client)
                 self._num_successors = log.num_standbys()
                 log.announce_standby(node.node_rank, (node.address, self._store.port))
@@ -95,7 +90,7 @@ class ElasticAgent:
             self._leaders_port = port
             stack.callback(self._is_over.set)
             threading.Thread(target=self._guard, name="moe_ep-guard", daemon=True).start()
-            workers = stack.enter_context(LocalWorkers(context, ranks, timeout_s, fn, args, port))
+            workers = stack.enter_context(LocalWorkers(context, ranks, fn, args, port))
             takes_over = not node.leads
             while not node.leads:
                 self._follow(workers, log)
@@ -103,9 +98,9 @@ class ElasticAgent:
                     node.check()
                     return [], []
                 self._succeed()
-                port = self._store.port if node.leads else node.await_port(timeout_s)
+                port = self._store.port if node.leads else node.await_port()
                 if not node.leads:
-                    log.move(open_clients_store(node.master_addr, port, timeout_s))
+                    log.move(open_clients_store(node.master_addr, port))
                 workers.port = self._leaders_port = port
             return self._lead(workers, takes_over=takes_over)
 
@@ -198,7 +193,7 @@ class ElasticAgent:
         """Raises GangError if most ranks cannot be reached, of those that could be a deadline ago."""
         now = time.monotonic()
         self._unreached |= dict.fromkeys(set(unreached) & set(present), now)
-        lost = {rank for rank, since in self._unreached.items() if now - since < waiting.limit_of(self._timeout_s)}
+        lost = {rank for rank, since in self._unreached.items() if now - since < env.DISPATCH_TIMEOUT_S.get()}
         ranks = lost.union(present)
         if 2 * len(lost) > len(ranks):
             raise _minority(ranks - lost, ranks)
@@ -229,7 +224,7 @@ class ElasticAgent:
                 return
             with contextlib.suppress(OSError):
                 peer = Peer(socket.create_connection(self._successors[other], timeout=_SUCCEED_S), f"node {other}")
-                peer.send(job=self._job, node_rank=node.node_rank, ranks=sorted(self._ranks | self._outcomes.keys()))
+                peer.send(node_rank=node.node_rank, ranks=sorted(self._ranks | self._outcomes.keys()))
                 node.follow(other, self._successors[other][0], peer)
                 return
         raise GangError("the leading agent was lost before this one learned where the others are; start the job again")
@@ -265,8 +260,6 @@ class ElasticAgent:
                 elif isinstance(ready, Peer):
                     try:
                         for told in ready.receive()[:1]:
-                            if told["job"] != self._job:
-                                raise ValueError("of another job")
                             other = int(told["node_rank"])
                             nodes |= {int(rank): other for rank in told["ranks"]}
                             node.peers[other] = ready

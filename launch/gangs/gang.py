@@ -192,7 +192,6 @@ def run_rank(
     rank_env: RankEnv,
     fn: Callable[..., Any],
     args: Sequence[Any],
-    timeout_s: float | None = None,
     store: dist.Store | None = None,
     *,
     exports: bool = True,
@@ -209,7 +208,7 @@ def run_rank(
         if exports:
             rank_env.export()
         torch.set_num_threads(_num_threads(rank_env))
-        init_process_group(rank_env, timeout_s=timeout_s, store=store)
+        init_process_group(rank_env, store=store)
         value = fn(rank_env, *args)
         with interrupts.ending_after(_LEAVING_S, "leaving the process group"):
             destroy_process_group()
@@ -228,7 +227,6 @@ def run_member(
     fn: Callable[..., Any],
     args: Sequence[Any],
     store: dist.Store,
-    timeout_s: float | None = None,
     *,
     on_membership: Callable[[Membership], None] = _leave_on_signal,
 ) -> Outcome:
@@ -247,7 +245,7 @@ def run_member(
         rank_env.export()
         torch.set_num_threads(_num_threads(rank_env))
         use_interface_of(rank_env)
-        membership = Membership(store, rank_env.rank, device=rank_env.device, timeout_s=timeout_s)
+        membership = Membership(store, rank_env.rank, device=rank_env.device)
         progress.set_receiver(mailbox.ItemSender(membership))
         on_membership(membership)
         return Outcome(fn(rank_env, *args, membership=membership))

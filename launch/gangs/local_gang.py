@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any
 
+from moe_ep import env
 from moe_ep.errors import ConfigError, GangError, rank_list
 from moe_ep.launch.gangs import elastic, interrupts, progress, waiting
 from moe_ep.launch.gangs.control import ControlServer
@@ -59,27 +60,23 @@ class LocalGang(Gang):
     They are forked from a server process that has imported torch once, and end when this process or the server does.
 
     Args:
-        timeout_s: how long ranks wait for each other; None takes MOE_EP_DISPATCH_TIMEOUT_S.
         source: the launcher's name in `RankEnv`.
 
     Raises:
         NoRoomError: fewer GPUs here than ranks, or far fewer cores.
     """
 
-    def __init__(
-        self, world_size: int, device: str = "cpu", timeout_s: float | None = None, source: str = "local"
-    ) -> None:
+    def __init__(self, world_size: int, device: str = "cpu", source: str = "local") -> None:
         check_room(world_size, device)
         self.world_size = world_size
         self.device = device
-        self._timeout_s = timeout_s
         self._source = source
         self._context = warm_fork_server()
 
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
         ranks = local_rank_envs(self.world_size, self.device, source=self._source)
         outcomes = Outcomes(range(self.world_size))
-        with LocalWorkers(self._context, ranks, self._timeout_s, fn, args) as workers:
+        with LocalWorkers(self._context, ranks, fn, args) as workers:
             while not outcomes.are_final:
                 for event in workers.events(min(outcomes.left_s, POLL_S)):
                     if event.kind == "port":
@@ -94,8 +91,8 @@ class LocalGang(Gang):
         self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
     ) -> tuple[list[Any], list[dict[str, Any]]]:
         ranks = local_rank_envs(self.world_size, self.device, source=self._source)
-        store = listen_store(LOOPBACK, self._timeout_s)
-        workers = LocalWorkers(self._context, ranks, self._timeout_s, fn, args, store.port)
+        store = listen_store(LOOPBACK)
+        workers = LocalWorkers(self._context, ranks, fn, args, store.port)
         outcomes = elastic.ElasticOutcomes(store, range(self.world_size), config, workers.kill, on_item)
         with workers, ControlServer() as control:
             outcomes.take_requests(
@@ -166,7 +163,6 @@ class LocalWorkers:
         self,
         context: ForkServerContext,
         ranks: Sequence[RankEnv],
-        timeout_s: float | None,
         fn: Callable[..., Any],
         args: Sequence[Any],
         port: int | None = None,
@@ -174,14 +170,14 @@ class LocalWorkers:
         _check_importable(fn)
         self.port = port
         self._context, self._ranks = context, ranks
-        self._timeout_s, self._fn, self._args = timeout_s, fn, args
+        self._fn, self._args = fn, args
         self._processes: dict[Connection, tuple[int, ForkServerProcess]] = {}
         self._open: set[Connection] = set()
         self._silent = {rank_env.rank for rank_env in ranks}
         self._display = progress.ProgressDisplay()
 
     def __enter__(self) -> LocalWorkers:
-        limit_s = max(waiting.limit_of(self._timeout_s), _LEAST_START_LIMIT_S)
+        limit_s = max(env.DISPATCH_TIMEOUT_S.get(), _LEAST_START_LIMIT_S)
         self._display.say(f"starting {progress.workers(len(self._ranks))}")
         self._start = Wait(lambda: f"{rank_list(sorted(self._silent))} to start", limit_s, _START_QUIET_S)
         try:
@@ -206,7 +202,7 @@ class LocalWorkers:
         ours, theirs = self._context.Pipe()
         worker = self._context.Process(
             target=_serve,
-            args=(theirs, os.getpid(), dict(os.environ), rank_env, self._timeout_s, self._fn, self._args, self.port),
+            args=(theirs, os.getpid(), dict(os.environ), rank_env, self._fn, self._args, self.port),
             daemon=True,
         )
         worker.start()
@@ -378,7 +374,6 @@ def _serve(
     driver_pid: int,
     environment: dict[str, str],
     rank_env: RankEnv,
-    timeout_s: float | None,
     fn: Callable[..., Any],
     args: Sequence[Any],
     port: int | None,
@@ -396,16 +391,16 @@ def _serve(
             connection.send(("started", None))
             store = None
             if port is not None:
-                store = open_clients_store(rank_env.master_addr, port, timeout_s)
-                outcome = run_member(replace(rank_env, master_port=port), fn, args, store, timeout_s)
+                store = open_clients_store(rank_env.master_addr, port)
+                outcome = run_member(replace(rank_env, master_port=port), fn, args, store)
             else:
                 if rank_env.rank == 0:
-                    store = listen_store(rank_env.master_addr, timeout_s)
+                    store = listen_store(rank_env.master_addr)
                     port = store.port
                     connection.send(("port", port))
                 else:
                     port = connection.recv()
-                outcome = run_rank(replace(rank_env, master_port=port), fn, args, timeout_s, store)
+                outcome = run_rank(replace(rank_env, master_port=port), fn, args, store)
             progress.set_sink(None)
             connection.send(("outcome", outcome))
         except (EOFError, BrokenPipeError):

@@ -102,19 +102,17 @@ class RayGang(Gang):
         world_size: int | None = None,
         device: str = "auto",
         address: str | None = None,
-        timeout_s: float | None = None,
         default_world_size: int = 4,
     ) -> None:
         if device not in ("auto", "cpu", "cuda"):
             raise ValueError(one_of("device", device, ("auto", "cpu", "cuda")))
-        self._timeout_s = timeout_s
         self.cluster: PrivateCluster | None = None
         self._is_elastic = False
         self._display = progress.ProgressDisplay()
         try:
             self._display.say("waiting for Ray")
             with waiting.said("Ray", _START_QUIET_S):
-                self.cluster = connect(address, world_size or default_world_size, device, timeout_s)
+                self.cluster = connect(address, world_size or default_world_size, device)
             from ray.util import get_current_placement_group
 
             num_gpus = total_of("GPU")
@@ -140,9 +138,7 @@ class RayGang(Gang):
         with self._started() as workers:
             first = workers[0]
             wait = self._start_wait("rank 0 to listen")
-            port = _get(
-                first.actor.listen.remote(first.rank_env.master_addr, self._timeout_s), 0, first.place.node_ip, wait
-            )
+            port = _get(first.actor.listen.remote(first.rank_env.master_addr), 0, first.place.node_ip, wait)
             return self._watch([worker.at_port(port) for worker in workers], fn, args, on_item)
 
     def run_elastic(
@@ -154,8 +150,8 @@ class RayGang(Gang):
         with self._started() as workers, ControlServer() as control:
             here = ray.util.get_node_ip_address()
             address = LOOPBACK if {worker.place.node_ip for worker in workers} == {here} else here
-            store = listen_store(address, self._timeout_s)
-            with _ElasticActors(self, here, (address, store.port), (self._timeout_s, fn, args)) as actors:
+            store = listen_store(address)
+            with _ElasticActors(self, here, (address, store.port), (fn, args)) as actors:
                 ranks = [worker.rank_env.rank for worker in workers]
                 outcomes = elastic.ElasticOutcomes(store, ranks, config, actors.end, on_item)
                 outcomes.take_requests(control, actors.start_rank, replaces=True)
@@ -176,7 +172,7 @@ class RayGang(Gang):
         actors: list[Any] = []
         self._display.say(f"starting {progress.workers(self.world_size)}")
         try:
-            with slots(self._resource, self.world_size, self._timeout_s) as found:
+            with slots(self._resource, self.world_size) as found:
                 try:
                     yield self._start(found, actors)
                 finally:
@@ -185,7 +181,7 @@ class RayGang(Gang):
             self.close()
 
     def _start_wait(self, what: str) -> Wait:
-        return Wait(what, waiting.limit_of(self._timeout_s), _START_QUIET_S)
+        return Wait(what, env.DISPATCH_TIMEOUT_S.get(), _START_QUIET_S)
 
     def _check(self) -> None:
         interrupts.check()
@@ -245,7 +241,7 @@ class RayGang(Gang):
         """Waits until every rank has answered, or one has failed."""
         import ray
 
-        running = {worker.start("run", self._timeout_s, fn, args): worker for worker in workers}
+        running = {worker.start("run", fn, args): worker for worker in workers}
         outcomes = Outcomes(worker.rank_env.rank for worker in workers)
         pending = list(running)
         news = _News(workers[0].actor, self._display, on_item)
@@ -289,9 +285,9 @@ class _RankActor:
         address = address or self.rank_env.master_addr
         return replace(self, rank_env=replace(self.rank_env, master_addr=address, master_port=port))
 
-    def start(self, method: str, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def start(self, method: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Starts its work; returns the reference of the outcome."""
-        return getattr(self.actor, method).remote(self.rank_env, timeout_s, fn, args)
+        return getattr(self.actor, method).remote(self.rank_env, fn, args)
 
     def outcome(self, ref: Any) -> Outcome:
         """The outcome of its work."""
@@ -311,7 +307,7 @@ class _ElasticActors:
     Args:
         here: the IP of this process's node.
         store: address and port of the rendezvous store.
-        work: the arguments of `_Worker.run_member` after the rank: timeout, function and its arguments.
+        work: the arguments of `_Worker.run_member` after the rank: function and its arguments.
     """
 
     def __init__(self, gang: RayGang, here: str, store: tuple[str, int], work: tuple[Any, ...]) -> None:
@@ -438,22 +434,20 @@ class _Worker:
         device = f"cuda:{index}" if ids else "cpu"
         return Place(index, device, socket.gethostname(), ray.util.get_node_ip_address(), process_of(os.getpid()))
 
-    def listen(self, address: str, timeout_s: float | None) -> int:
+    def listen(self, address: str) -> int:
         """Serves the rendezvous store, which lives as long as this actor; returns its port."""
-        self._store = listen_store(address, timeout_s)
+        self._store = listen_store(address)
         return self._store.port
 
-    def run(self, rank_env: RankEnv, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
-        return run_rank(rank_env, fn, args, timeout_s, self._store)
+    def run(self, rank_env: RankEnv, fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+        return run_rank(rank_env, fn, args, self._store)
 
-    def run_member(
-        self, rank_env: RankEnv, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Outcome:
+    def run_member(self, rank_env: RankEnv, fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
         def note(membership: Membership) -> None:
             self._membership = membership
 
-        store = open_clients_store(rank_env.master_addr, rank_env.master_port, timeout_s)
-        return run_member(rank_env, fn, args, store, timeout_s, on_membership=note)
+        store = open_clients_store(rank_env.master_addr, rank_env.master_port)
+        return run_member(rank_env, fn, args, store, on_membership=note)
 
     def news(self) -> tuple[list[progress.Progress], list[Any]]:
         """The reports and the items since the last call."""
@@ -595,7 +589,7 @@ def _room(resource: str) -> list[Room]:
 
 
 @contextlib.contextmanager
-def slots(resource: str, world_size: int, timeout_s: float | None = None) -> Iterator[list[Slot]]:
+def slots(resource: str, world_size: int) -> Iterator[list[Slot]]:
     """Yields a slot for every worker: in the placement group of this process, or else in a new one on each node.
 
     New groups are removed after the block.
@@ -615,7 +609,7 @@ def slots(resource: str, world_size: int, timeout_s: float | None = None) -> Ite
             bundle = {resource: 1, f"node:{node.node_ip}": 0.001}
             groups.append(placement_group([bundle] * node.count, strategy="STRICT_PACK"))
             made += [Slot(node.node_ip, groups[-1], index) for index in range(node.count)]
-        wait = Wait(f"Ray to place {len(groups)} placement group(s)", waiting.limit_of(timeout_s))
+        wait = Wait(f"Ray to place {len(groups)} placement group(s)", env.DISPATCH_TIMEOUT_S.get())
         ready = [group.ready() for group in groups]
         while len(ray.wait(ready, num_returns=len(ready), timeout=_POLL_S)[0]) < len(ready):
             wait.look(
@@ -654,9 +648,7 @@ def ip_key(ip: str) -> tuple[int, tuple[int, ...], str]:
     return (0, tuple(map(int, parts)), ip) if numeric else (1, (), ip)
 
 
-def connect(
-    address: str | None, num_workers: int, device: str = "auto", timeout_s: float | None = None
-) -> PrivateCluster | None:
+def connect(address: str | None, num_workers: int, device: str = "auto") -> PrivateCluster | None:
     """Joins the cluster at `address` or the one that this process belongs to, or else starts a private one on loopback.
 
     Returns:
@@ -682,11 +674,11 @@ def connect(
     ray._private.worker._worker_logs_enabled = talks
     if address:
         address = resolve_address(address)
-        _check_listening(address, min(_ANSWER_LIMIT_S, waiting.limit_of(timeout_s)))
+        _check_listening(address, min(_ANSWER_LIMIT_S, env.DISPATCH_TIMEOUT_S.get()))
         try:
             # Ray waits up to a minute for a node of this machine, without handling signals.
             limited = interrupts.ending_after(
-                waiting.limit_of(timeout_s),
+                env.DISPATCH_TIMEOUT_S.get(),
                 f"joining the Ray cluster at {address}",
                 "see there whether `ray status` lists this machine as a node, or raise MOE_EP_DISPATCH_TIMEOUT_S",
             )

@@ -30,12 +30,12 @@ _SIOCGIFADDR = 0x8915
 _ELSEWHERE = "192.0.2.1"
 
 
-def listen_store(address: str, timeout_s: float | None = None) -> dist.TCPStore:
+def listen_store(address: str) -> dist.TCPStore:
     """Serves a rendezvous store on a free port of this address only; `.port` is the port."""
-    return _serve_store(socket.create_server((address, 0), family=_family(address)), address, timeout_s)
+    return _serve_store(socket.create_server((address, 0), family=_family(address)), address)
 
 
-def _serve_store(listener: socket.socket, address: str, timeout_s: float | None) -> dist.TCPStore:
+def _serve_store(listener: socket.socket, address: str) -> dist.TCPStore:
     import torch.distributed as dist
 
     return dist.TCPStore(
@@ -43,14 +43,12 @@ def _serve_store(listener: socket.socket, address: str, timeout_s: float | None)
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
-        timeout=_timeout(timeout_s),
+        timeout=_timeout(),
         master_listen_fd=listener.detach(),
     )
 
 
-def init_process_group(
-    rank_env: RankEnv, device: str | None = None, timeout_s: float | None = None, store: dist.Store | None = None
-) -> dist.Store:
+def init_process_group(rank_env: RankEnv, device: str | None = None, store: dist.Store | None = None) -> dist.Store:
     """Joins the default process group: gloo for CPU tensors, and NCCL too where the device is a GPU.
 
     A second call for the same rank does nothing. The ranks of each attempt meet under a new prefix of the store, so
@@ -58,7 +56,6 @@ def init_process_group(
 
     Args:
         device: "cpu" or "cuda:<index>"; None takes rank_env.device.
-        timeout_s: deadline of start-up and of every collective; None takes MOE_EP_DISPATCH_TIMEOUT_S.
         store: the rendezvous store, if this process serves it; None connects to the one of rank_env.
 
     Returns:
@@ -66,12 +63,12 @@ def init_process_group(
 
     Raises:
         RuntimeError: the process is already in a group of another size or rank.
-        GangError: other ranks cannot be reached, or do not arrive before the deadline.
+        GangError: other ranks cannot be reached, or do not arrive within MOE_EP_DISPATCH_TIMEOUT_S.
     """
     import torch
     import torch.distributed as dist
 
-    timeout = _timeout(timeout_s)
+    timeout = _timeout()
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank_env.rank, rank_env.world_size):
             raise RuntimeError(
@@ -111,11 +108,11 @@ def use_interface_of(rank_env: RankEnv) -> None:
         _use_interface_of(connection.getsockname()[0])
 
 
-def open_clients_store(address: str, port: int, timeout_s: float | None) -> dist.TCPStore:
+def open_clients_store(address: str, port: int) -> dist.TCPStore:
     """Connects to a store that another process serves."""
     import torch.distributed as dist
 
-    return dist.TCPStore(address, port, is_master=False, timeout=_timeout(timeout_s), wait_for_workers=False)
+    return dist.TCPStore(address, port, is_master=False, timeout=_timeout(), wait_for_workers=False)
 
 
 def destroy_process_group() -> None:
@@ -146,7 +143,7 @@ def open_store(rank_env: RankEnv, timeout: timedelta) -> dist.Store:
         try:
             listener = listen_at(host, port)
             _use_interface_of(listener.getsockname()[0])
-            return _serve_store(listener, listener.getsockname()[0], timeout.total_seconds())
+            return _serve_store(listener, listener.getsockname()[0])
         except (OSError, dist.DistNetworkError) as error:
             errno = getattr(error, "errno", None)
             reason = os.strerror(errno) if errno and errno > 0 else str(error)
@@ -281,5 +278,6 @@ def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
     return name
 
 
-def _timeout(timeout_s: float | None) -> timedelta:
-    return timedelta(seconds=waiting.limit_of(timeout_s))
+def _timeout() -> timedelta:
+    """Of start-up and of every collective."""
+    return timedelta(seconds=env.DISPATCH_TIMEOUT_S.get())

@@ -56,8 +56,6 @@ class TorchrunGang(Gang):
         num_local: ranks of this node, the same on all nodes; ignored under torchrun or srun.
         num_nodes: number of nodes, each of which makes such a gang.
         rdzv_endpoint: host:port where the agents of several nodes meet; the first one on that host listens there.
-        rdzv_id: name of the job at that endpoint.
-        timeout_s: how long agents and ranks wait for each other; None takes MOE_EP_DISPATCH_TIMEOUT_S.
         started: this process's rank, if a launcher started it; None reads its variables. `RankEnv()` makes an agent.
 
     Raises:
@@ -71,8 +69,6 @@ class TorchrunGang(Gang):
         device: str = "cpu",
         num_nodes: int = 1,
         rdzv_endpoint: str | None = None,
-        rdzv_id: str = "moe_ep",
-        timeout_s: float | None = None,
         started: RankEnv | None = None,
     ) -> None:
         if num_nodes > 1 and not rdzv_endpoint:
@@ -87,8 +83,6 @@ class TorchrunGang(Gang):
         self.device = device
         self._num_nodes = num_nodes
         self._rdzv_endpoint = rdzv_endpoint
-        self._rdzv_id = rdzv_id
-        self._timeout_s = timeout_s
         self._has_rank_0 = self._env is None or self._env.rank == 0
 
     @property
@@ -104,7 +98,7 @@ class TorchrunGang(Gang):
         if self._env is not None:
             return self._run_as_rank(self._env, fn, args, on_item)
         if self._num_nodes == 1:
-            gang = LocalGang(self._num_local, self.device, self._timeout_s, source="torchrun")
+            gang = LocalGang(self._num_local, self.device, source="torchrun")
             return gang.run(fn, *args, on_item=on_item)
         return self._run_as_agent(fn, args, on_item)
 
@@ -118,10 +112,10 @@ class TorchrunGang(Gang):
                 f"itself, or under Ray"
             )
         if self._num_nodes == 1:
-            gang = LocalGang(self._num_local, self.device, self._timeout_s, source="torchrun")
+            gang = LocalGang(self._num_local, self.device, source="torchrun")
             return gang.run_elastic(fn, *args, config=config, on_item=on_item)
         with self._met() as (context, node, ranks):
-            agent = ElasticAgent(node, config, self._rdzv_id, self.device, self._timeout_s, on_item)
+            agent = ElasticAgent(node, config, self.device, on_item)
             try:
                 return agent.run(context, ranks, fn, args)
             finally:
@@ -138,7 +132,7 @@ class TorchrunGang(Gang):
             progress.set_receiver(on_item)
         stores: list[Any] = []
         with interrupts.ending_within(_STUCK_S):
-            outcome = run_rank(rank_env, _gathered, (stores, fn, args), self._timeout_s, exports=False)
+            outcome = run_rank(rank_env, _gathered, (stores, fn, args), exports=False)
             display.close()
             if outcome.failure is None:
                 return outcome.value or []
@@ -153,7 +147,7 @@ class TorchrunGang(Gang):
         results: list[Any] = []
         with (
             self._met() as (context, node, ranks),
-            LocalWorkers(context, ranks, self._timeout_s, _gathered, ([], fn, args)) as workers,
+            LocalWorkers(context, ranks, _gathered, ([], fn, args)) as workers,
         ):
             while not node.is_over:
                 for event in workers.events(min(node.left_s, POLL_S), also=node.sockets):
@@ -176,9 +170,9 @@ class TorchrunGang(Gang):
         """Yields the context that workers are forked from, the connected nodes, and this node's ranks."""
         context = warm_fork_server()
         with ending_fork_server():
-            # What all nodes must share, by the names of their options.
-            shared = {"job": self._rdzv_id, "--nnodes": self._num_nodes, "--ep-size": self.world_size}
-            meeting = Node.meet(shared, self._rdzv_endpoint or "", self._timeout_s)
+            # What all nodes must share, by the names of their options, behind what tells them from strangers.
+            shared = {"job": "moe_ep", "--nnodes": self._num_nodes, "--ep-size": self.world_size}
+            meeting = Node.meet(shared, self._rdzv_endpoint or "")
         with meeting as node:
             self._has_rank_0 = node.node_rank == 0
             yield context, node, local_rank_envs(

@@ -21,11 +21,6 @@ QUIET_S = 3.0
 _POLL_S = 0.05
 
 
-def limit_of(timeout_s: float | None) -> float:
-    """The limit of a wait in seconds: `timeout_s`, or MOE_EP_DISPATCH_TIMEOUT_S if that is None."""
-    return env.DISPATCH_TIMEOUT_S.get() if timeout_s is None else timeout_s
-
-
 class Wait:
     """One wait of a polling loop.
 

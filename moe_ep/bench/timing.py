@@ -35,13 +35,13 @@ def timing_of(times_us: Sequence[float]) -> Timing:
     return Timing(ordered[len(ordered) // 2], ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[-1])
 
 
-def slowest_rank(times_us: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+def slowest_rank(times_us: Sequence[float]) -> list[float]:
     """The maximum over ranks of each entry; the times themselves where there is no process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return list(times_us)
-    device = "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
     times = torch.tensor(times_us, dtype=torch.float64, device=device)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.tolist()
 
 

@@ -115,20 +115,20 @@ def gather_values(name: str, value: Any, group: dist.ProcessGroup | None = None)
     return [decode(text.encode()) for text in texts]
 
 
-def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """The tensors of the group's ranks, in their order, all of one shape and dtype.
+def gather_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of the default group's ranks, in their order, all of one shape and dtype.
 
     Raises:
         DispatchTimeoutError: a rank failed, or did not come before the deadline; on the CPU.
     """
-    group = group or dist.distributed_c10d._get_default_group()
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    group = dist.distributed_c10d._get_default_group()
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     if tensor.is_cuda:
-        dist.all_gather(gathered, tensor, group=group)
+        dist.all_gather(gathered, tensor)
         return gathered
     detector, deadline = FailureDetector.of(group), deadline_of(group)
     try:
-        detector.wait_for(dist.all_gather(gathered, tensor, group=group, async_op=True), deadline)
+        detector.wait_for(dist.all_gather(gathered, tensor, async_op=True), deadline)
     except RuntimeError as error:
         raise _not_exchanged(detector, "tensors", deadline, error) from None
     return gathered

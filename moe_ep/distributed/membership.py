@@ -293,7 +293,6 @@ class Membership:
         store: the gang's store, which must outlive every rank; connections to it are cloned.
         rank: this process's rank, which never changes.
         device: "cpu", or the GPU of this rank, which becomes the current device.
-        timeout_s: deadline of every collective step; None for MOE_EP_DISPATCH_TIMEOUT_S.
 
     Attributes:
         rank: as given.
@@ -301,11 +300,9 @@ class Membership:
         ranks: its ranks.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, *, device: torch.device | str = "cpu", timeout_s: float | None = None
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, *, device: torch.device | str = "cpu") -> None:
         self.rank, self.device = rank, torch.device(device)
-        self.timeout_s = env.DISPATCH_TIMEOUT_S.get() if timeout_s is None else timeout_s
+        self.timeout_s = env.DISPATCH_TIMEOUT_S.get()
         self.use_device()
         self._store = store
         self.log = MembershipLog(_clone(store))

@@ -54,8 +54,8 @@ def named_range(name: str, nvtx: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def trace_to(folder: Path | str, *, rank: int, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
-    """Records what happens inside the block; a collective call of the group's ranks where there is one.
+def trace_to(folder: Path | str, *, rank: int) -> Iterator[Path]:
+    """Records what happens inside the block; a collective call of the ranks where there are several.
 
     Yields:
         The file that is written when the block ends, rank-NNN.json.gz in `folder`, which is made where it is missing.
@@ -71,7 +71,7 @@ def trace_to(folder: Path | str, *, rank: int, group: dist.ProcessGroup | None =
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    shift_us = clock_difference_us(group)
+    shift_us = clock_difference_us()
     # Experts move on a thread of their own.
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
@@ -96,13 +96,13 @@ def _writing_to(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def clock_difference_us(group: dist.ProcessGroup | None) -> float:
+def clock_difference_us() -> float:
     """Microseconds that this host's clock is ahead of rank 0's; 0 on rank 0's host, which has the same clock."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0.0
-    dist.barrier(group)
+    dist.barrier()
     mine = [machine(), time.time_ns()]
-    first = json.loads(gather_texts("clocks", json.dumps(mine), group)[0])
+    first = json.loads(gather_texts("clocks", json.dumps(mine))[0])
     return 0.0 if mine[0] == first[0] else (mine[1] - first[1]) / 1e3
 
 

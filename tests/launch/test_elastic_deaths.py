@@ -84,12 +84,11 @@ def pass_until_killed(rank_env: RankEnv, folder: str, membership: Membership) ->
     return {"rank": rank, "worst": worst, "num_passes": num_passes, "ranks": list(membership.ranks)}
 
 
-def test_ranks_die_at_chosen_moments(tmp_path: Path) -> None:
+def test_ranks_die_at_chosen_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_EP_DISPATCH_TIMEOUT_S", "60")
     shared = shared_files()
     make_model("Qwen3Moe", num_experts=6).save_pretrained(tmp_path / "model")
-    results, recoveries = LocalGang(7, timeout_s=60).run_elastic(
-        pass_until_killed, str(tmp_path / "model"), config=ELASTIC
-    )
+    results, recoveries = LocalGang(7).run_elastic(pass_until_killed, str(tmp_path / "model"), config=ELASTIC)
     for found, rank in zip(results, (1, 6), strict=True):
         assert (found["rank"], found["ranks"], found["num_passes"]) == (rank, [1, 6], NUM_PASSES)
         assert found["worst"] < 1e-4

@@ -211,7 +211,7 @@ def test_a_gang_s_variables_survive_the_round_trip(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_store_listens_on_its_own_address_only() -> None:
-    store = listen_store("127.0.0.1", 5)
+    store = listen_store("127.0.0.1")
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
     client.set("key", "value")
     assert store.get("key") == b"value"
@@ -233,7 +233,7 @@ def test_a_process_alone_has_a_group_and_can_leave_it_twice() -> None:
 
 def test_ranks_of_a_restart_agree_on_a_name_of_their_own() -> None:
     """What an attempt before left in the store, hellos of ranks that died before and after the answer, is not taken."""
-    store = listen_store("127.0.0.1", 10)
+    store = listen_store("127.0.0.1")
     names: list[dict[int, str]] = []
     for _ in range(3):
         attempt: dict[int, str] = {}

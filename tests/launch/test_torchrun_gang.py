@@ -44,10 +44,13 @@ def test_the_first_failure_is_named(how: str, cause: str, tmp_path: Path) -> Non
     assert jobs.all_end(jobs.pids_in(tmp_path, 2))
 
 
-def test_a_worker_that_was_stopped_ends_soon_after_the_deadline(tmp_path: Path) -> None:
+def test_a_worker_that_was_stopped_ends_soon_after_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit_s = 3
+    monkeypatch.setenv("MOE_EP_DISPATCH_TIMEOUT_S", str(limit_s))
     with pytest.raises(GangError):
-        TorchrunGang(2, timeout_s=limit_s).run(jobs.fail, 1, "SIGSTOP", str(tmp_path))
+        TorchrunGang(2).run(jobs.fail, 1, "SIGSTOP", str(tmp_path))
     assert time.time() - (tmp_path / "failing").stat().st_mtime < limit_s + 7
     assert jobs.all_end(jobs.pids_in(tmp_path, 2), limit_s=1)
 

@@ -74,7 +74,7 @@ def with_a_clock_ahead(rank: int, world_size: int, folder: Path) -> float:
     with pytest.MonkeyPatch.context() as host:
         host.setattr(trace, "machine", lambda: f"host-{rank}")
         host.setattr(trace.time, "time_ns", lambda: time.perf_counter_ns() + int(1e3 * ahead_us))
-        shift_us = trace.clock_difference_us(None)
+        shift_us = trace.clock_difference_us()
     recorded, aligned = folder / f"recorded-{rank}.json", folder / f"aligned-{rank}.gz"
     recorded.write_text(json.dumps({"traceEvents": [{"ts": ahead_us + 1, "pid": 7, "name": "event"}]}))
     trace.align(recorded, aligned, rank, shift_us)
