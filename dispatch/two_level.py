@@ -133,8 +133,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
 
     Args:
         levels: backends of the Standard format across hosts and within one; None for nvshmem_high_throughput, or
-            all_to_all where that cannot run, or where
-            the layer is batch-invariant.
+            all_to_all where that cannot run or the layer is batch-invariant.
 
     Attributes:
         by_host: the ranks of each host by local rank, hosts in the order in which they are added up.

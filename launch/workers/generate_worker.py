@@ -178,8 +178,8 @@ def _tokenized(tokenizer: ModelTokenizer, rank: int, prompts: Sequence[PromptLin
 
 
 def _together(by_rank: Sequence[dict[str, Any]]) -> tuple[list[Request], list[dict[str, Any]]]:
-    """All requests, the same on every rank, and what is told of the prompts that the model cannot take: one that it
-    cannot does not keep it from the others. ConfigError where it can take none."""
+    """All requests, the same on every rank, and the lines of the prompts that the model cannot take; ConfigError where
+    it can take none."""
     everything = [
         Request(index, torch.tensor(ids), tuple(ends)) for found in by_rank for index, ids, ends in found["requests"]
     ]
