@@ -28,6 +28,7 @@ class Batch(NamedTuple):
         code_dtype: rows are transferred in int8 or e4m3; None for their own dtype.
         keeps_codes: the experts read rows as they were transferred, so they are handed over with their scales.
         pending: as in `Routing`, for backends that take it.
+        most_tokens: as in `Routing`.
     """
 
     rows: torch.Tensor
@@ -39,6 +40,7 @@ class Batch(NamedTuple):
     keeps_codes: bool = False
     scales: torch.Tensor | None = None
     pending: Any = None
+    most_tokens: int | None = None
 
     def wire_rows(self) -> torch.Tensor:
         """Rows as they are transferred: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`)."""

@@ -312,6 +312,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
                 keeps_codes=scales is not None or (code_dtype is not None and code_dtype == quant_config.input_dtype),
                 scales=scales,
                 pending=pending_choice,
+                most_tokens=routing.most_tokens,
             )
             pending = self._send(batch)
 

@@ -9,7 +9,8 @@ of running kernels too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -175,6 +176,10 @@ class SymmetricBuffers(ABC):
         torch.cuda.synchronize(self.device)
 
     @abstractmethod
+    def begins_anew(self) -> bool:
+        """Whether the next batch takes the first buffers of all, on every rank, and no batch needs them."""
+
+    @abstractmethod
     def _epochs(self) -> Sequence[int]:
         """Numbers of the batches that this rank has come to; the GPU is idle."""
 
@@ -255,6 +260,16 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         """Results of f16 layers in f32, also those of experts that cannot write it."""
         is_f16 = self.moe_config.in_dtype is expert_output.dtype is torch.float16
         return expert_output.float() if is_f16 else expert_output
+
+    def around_replay(self) -> AbstractContextManager[None] | None:
+        # A graph's batch goes through the buffers that were next when it was captured.
+        return self._replay() if self.memory.begins_anew() else None
+
+    @contextmanager
+    def _replay(self) -> Iterator[None]:
+        self.check()
+        with self.memory.order:
+            yield
 
     def check(self) -> None:
         """DispatchTimeoutError if a wait in a kernel that has ended timed out; no host synchronization."""

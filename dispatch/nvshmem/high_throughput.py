@@ -163,6 +163,10 @@ class Block(SymmetricBuffers):
         parts.is_open = True
         return parts
 
+    def begins_anew(self) -> bool:
+        # Batches take several sets of buffers in turn.
+        return len(self.batches) == 1 and not self.batches[0].is_open
+
     def common(self, batch: int, numbers: torch.Tensor) -> Any:
         """`Common` of cuda/high_throughput.cuh; `numbers` are those of BatchParts."""
         layout, first = self.layout, numbers.data_ptr()
@@ -318,8 +322,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     Rows, ids and weights are those of `all_to_all`, bit for bit and always in one order, and so is what the combine
     leaves. They are views of memory that is valid until `batches_in_flight` more batches were prepared by layers of
     this shape. The host waits for one number, the rows that arrive, while they are in flight. Without `exact_rows`,
-    under CUDA-graph capture, and after `pad_rows` in batches of at least half the capacity, it waits for nothing: all
-    R * max_num_tokens rows are returned, ids of -1 where none arrived.
+    under CUDA-graph capture, and after `pad_rows` where the most tokens of a rank are known or at least half the
+    capacity, it waits for nothing: R times as many rows are returned, ids of -1 where none arrived.
 
     Every wait ends after MOE_EP_NVSHMEM_TIMEOUT_S, and the next call (or `check`) raises DispatchTimeoutError.
 
@@ -330,7 +334,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         owners: int32 `[E + shared]`, the rank of the group that each id goes to; None for that of the placement.
         num_sms: SMs that move rows; None for MOE_EP_NVSHMEM_NUM_SMS, or what is nearly the best.
         batches_in_flight: batches that may be between prepare and finalize; each has symmetric memory of its own.
-        exact_rows: hand over the rows that arrived where no CUDA graph is captured; False for all R * max_num_tokens.
+        exact_rows: hand over the rows that arrived where no CUDA graph is captured; False for all that may arrive.
         overlap: the experts start before their rows are here, which only some experts can, beside bf16 and within one
             host; rows that are sent in 8 bits are multiplied so. None for MOE_EP_OVERLAP. The same on every rank.
         overlap_sms: SMs that such experts may fill, beside the num_sms of dispatch and combine; None for all.
@@ -455,9 +459,18 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def pad_rows(self) -> None:
         self._pads_rows = True
 
-    def awaits_rows(self, num_tokens: int) -> bool:
-        """Whether the host waits for the number of rows in a batch of so many tokens, where none is captured."""
-        return self.exact_rows and not (self._pads_rows and 2 * num_tokens >= self.layout.capacity)
+    def rows_without_wait(self, num_tokens: int, most_tokens: int | None = None) -> int | None:
+        """Rows that a batch returns, of which those behind the ones that arrived have ids of -1; None where the host
+        waits for their number.
+
+        Args:
+            most_tokens: as in `Routing`.
+        """
+        most = self.layout.capacity if most_tokens is None else min(most_tokens, self.layout.capacity)
+        waits = self.exact_rows and not torch.cuda.is_current_stream_capturing()
+        if waits and not (self._pads_rows and (most_tokens is not None or 2 * num_tokens >= most)):
+            return None
+        return self.layout.num_ranks * most
 
     def batch_exchange(self) -> BatchExchange | None:
         """None across hosts, beside overlapped experts, for layers of very many, and once a rank was declared dead."""
@@ -474,11 +487,11 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
                 f"overlap is True and rows are sent as {layout.code_dtype}, which these experts do not read; choose "
                 f"experts with that input_dtype, or leave dispatch_dtype out"
             )
-        exact = self.awaits_rows(num_tokens) and not torch.cuda.is_current_stream_capturing()
+        known_rows = self.rows_without_wait(num_tokens, batch.most_tokens)
         parts = self.block.take()
         number, check = parts.number, self._begin_batch()
-        where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if exact else None]
-        most_rows = 0 if exact else layout.max_rows
+        where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if known_rows is None else None]
+        most_rows = known_rows or 0
         with self.block.order:
             self._launch("plan", parts, where, [num_ids, num_tokens, number])
             if layout.overlaps:
@@ -492,7 +505,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
         def receive() -> Dispatched:
             check()
-            rows = self._arrived(parts, number) if exact else layout.max_rows
+            rows = self._arrived(parts, number) if known_rows is None else known_rows
             is_full = rows == layout.max_rows
             return Dispatched(
                 rows=parts.rows if is_full else parts.rows[:rows],

@@ -32,8 +32,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -183,8 +182,7 @@ class Channel(SymmetricBuffers):
             f"more; finalize one first, or call recover() on every rank where they were given up"
         )
 
-    def is_idle(self) -> bool:
-        """Whether no batch is between prepare and finalize."""
+    def begins_anew(self) -> bool:
         return all(self._free)
 
     def give_back(self, batch: int) -> None:
@@ -474,16 +472,6 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
     def supports_cuda_graph(self) -> bool:
         return True
-
-    def around_replay(self) -> AbstractContextManager[None] | None:
-        # A graph's batch goes through the set of buffers that was free when it was captured: the first of all.
-        return self._turn() if self.channel.is_idle() else None
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        self.check()
-        with self.channel.order:
-            yield
 
     def hand_over_row_ids(self) -> None:
         self.by_reference = True

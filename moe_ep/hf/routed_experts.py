@@ -2,240 +2,25 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-from moe_ep import env
-from moe_ep.arguments import check_no_gradients, check_tensors
+from moe_ep.arguments import check_tensors
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import check_at_least
 from moe_ep.hf.experts import ExpertsShape, expert_tensors
 from moe_ep.hf.steps import Step, StepCoordinator
-from moe_ep.layer.custom_ops import without_autocast
 from moe_ep.layer.dispatcher import LayerDispatcher
 from moe_ep.layer.elastic import ElasticSlots
 from moe_ep.layer.fused_moe import FusedMoE
 from moe_ep.modular_kernel import FusedMoEPrepareAndFinalize, make_prepare_finalize
-from moe_ep.modular_kernel.workspace import current_stream
-from moe_ep.observability import stages
 from moe_ep.registry import choose_form
 from moe_ep.routing.router import PrecomputedRouter
-
-# ==== Replay ====
-#
-# Captures a layer's calls with few tokens in CUDA graphs, and replays them.
-#
-# Launching the kernels of such a call one by one takes the host several times longer than the GPU needs to run them. So
-# a call that recurs is captured, and replayed from then on.
-
-logger = logging.getLogger(__name__)
-
-# Eager calls of a kind before its capture; they compile and allocate what is needed once. Code that captures the whole
-# model makes fewer calls before, and needs no graphs of its layers.
-EAGER_CALLS = 4
-# Kinds that a layer captures at most; calls of further kinds run eagerly.
-MOST_KINDS = 16
-
-# The key of a graph: the caller's own part, the stream, and shapes, dtypes and devices of the inputs.
-Kind = tuple[object, ...]
-Function = Callable[..., torch.Tensor]
-
-
-class CallGraphs:
-    """The CUDA graphs of one layer's calls, by kind.
-
-    The first calls of a kind run eagerly, the next one is captured, and later ones are replays: inputs are copied to
-    where the graph reads them, and the result is a copy of what it wrote, so callers see no difference. Graphs of one
-    stream run one after the other and share this memory across layers. A copy of the layer begins without graphs.
-    """
-
-    def __init__(self) -> None:
-        self._made_for: tuple[object, ...] = ()
-        self._num_eager: dict[Kind, int] = {}
-        self._captured: dict[Kind, CapturedCall] = {}
-
-    def run(
-        self,
-        function: Function,
-        inputs: tuple[torch.Tensor, ...],
-        which: object,
-        of: tuple[object, ...],
-        around: AbstractContextManager[None] | None = None,
-    ) -> torch.Tensor:
-        """Runs or replays function(*inputs) once, and returns its tensor.
-
-        Args:
-            inputs: on the GPU.
-            which: tells calls apart that do not run the same kernels.
-            of: what graphs depend on besides the inputs, such as the addresses of weights; if it differs from that of
-                the previous call, all graphs are dropped.
-            around: a context manager for replays of a function that is collective; None for any other.
-
-        Raises:
-            RuntimeError: a collective function cannot be captured. Any other runs eagerly then.
-        """
-        if of != self._made_for:
-            self.clear()
-            self._made_for = of
-        place = stream_graphs(inputs[0].device)
-        kind = (which, place.stream, *[(tensor.shape, tensor.dtype, tensor.get_device()) for tensor in inputs])
-        captured = self._captured.get(kind)
-        if captured is not None:
-            with around or nullcontext():
-                return place.replay(captured, inputs)
-        if not self._is_due(kind):
-            return function(*inputs)
-        output, made = place.capture(function, inputs)
-        if isinstance(made, CapturedCall):
-            self._captured[kind] = made
-        else:
-            _give_up(made, is_alone=around is None)
-        return output
-
-    def _is_due(self, kind: Kind) -> bool:
-        if not is_possible:
-            return False
-        if kind not in self._num_eager and len(self._num_eager) == MOST_KINDS:
-            return False
-        self._num_eager[kind] = self._num_eager.get(kind, 0) + 1
-        return self._num_eager[kind] > EAGER_CALLS
-
-    def clear(self) -> None:
-        """Drops all graphs."""
-        self._made_for, self._num_eager, self._captured = (), {}, {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CallGraphs:
-        return CallGraphs()
-
-    def __reduce__(self) -> Any:
-        return CallGraphs, ()
-
-
-@dataclass(frozen=True)
-class CapturedCall:
-    graph: torch.cuda.CUDAGraph
-    inputs: tuple[torch.Tensor, ...]
-    output: torch.Tensor
-
-
-@dataclass
-class StreamGraphs:
-    """State shared by graphs that are replayed on one stream.
-
-    Attributes:
-        stream: the handle of that stream.
-        side: the stream that they are captured on, whose scratch they use.
-        pool: the graphs' memory.
-        first: keeps the pool, which ends with its last graph.
-        tensors: inputs and outputs of graphs that exist, by where they stand in a call, shape and dtype.
-    """
-
-    stream: int
-    side: torch.cuda.Stream
-    pool: Any
-    first: torch.cuda.CUDAGraph | None = None
-    tensors: WeakValueDictionary[Kind, torch.Tensor] = field(default_factory=WeakValueDictionary)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def capture(
-        self, function: Function, inputs: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, CapturedCall | RuntimeError]:
-        """Runs function(*inputs) once, and captures it; returns the result, and the graph or why there is none."""
-        made: CapturedCall | RuntimeError
-        with self.lock, torch.inference_mode(False), torch.no_grad():
-            held = tuple(self._tensor(number, tensor) for number, tensor in enumerate(inputs))
-            for to, tensor in zip(held, inputs, strict=True):
-                to.copy_(tensor)
-            current = torch.cuda.current_stream(inputs[0].device)
-            self.side.wait_stream(current)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(self.side):
-                result = function(*held)
-                made = CapturedCall(graph, held, self._tensor(None, result))
-                try:
-                    with self._capturing(graph):
-                        made.output.copy_(function(*held))
-                except RuntimeError as error:
-                    made = error
-                else:
-                    self.first = self.first or graph
-            current.wait_stream(self.side)
-            return result.clone(), made
-
-    def replay(self, captured: CapturedCall, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        with self.lock:
-            for to, tensor in zip(captured.inputs, inputs, strict=True):
-                to.copy_(tensor)
-            captured.graph.replay()
-            return captured.output.clone()
-
-    def _tensor(self, number: int | None, like: torch.Tensor) -> torch.Tensor:
-        key = (number, like.shape, like.dtype)
-        tensor = self.tensors.get(key)
-        if tensor is None:
-            tensor = self.tensors[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        return tensor
-
-    @contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Like `torch.cuda.graph`, but without its garbage collection and its release of cached memory.
-
-        Python's garbage collector is off during capture, since freeing tensors may invalidate the capture.
-        """
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
-
-
-def _give_up(reason: RuntimeError, *, is_alone: bool) -> None:
-    """Stops capturing for this process: what fails once, as without torch's caching allocator, fails always."""
-    global is_possible
-    is_possible = False
-    story = "as one of them cannot be captured in a CUDA graph"
-    if is_alone:
-        logger.warning("calls of few tokens run eagerly, %s: %s", story, reason)
-    else:  # A collective call may have stopped half way.
-        raise RuntimeError(
-            f"calls of few tokens cannot be replayed, {story}; set MOE_EP_REPLAY_MAX_TOKENS=0: {reason}"
-        ) from reason
-
-
-is_possible = True
-_places: dict[tuple[torch.device, int], StreamGraphs] = {}
-_making = threading.Lock()
-
-
-def may_capture(device: torch.device) -> bool:
-    """Whether work on this device can be captured now: on a GPU, outside of any other capture."""
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-
-
-def stream_graphs(device: torch.device) -> StreamGraphs:
-    """The place of the device's current stream."""
-    key = (device, current_stream(device))
-    place = _places.get(key)
-    if place is None:
-        with _making:
-            made = StreamGraphs(key[1], torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
-            place = _places.setdefault(key, made)
-    return place
 
 
 def count_choices(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:
@@ -348,7 +133,6 @@ class RoutedExperts(FusedMoE):
         super().__init__(**layer)
         self.dispatcher = StepDispatcher(self.dispatcher, coordinator, decode_max_num_tokens, decode_backend)
         self.precomputed = PrecomputedRouter(self.num_experts, self.top_k, num_identities)
-        self._graphs, self._replay_tokens = CallGraphs(), env.REPLAY_MAX_TOKENS.get()
         self.counts_load = False
         self.register_buffer("load", torch.zeros(self.moe_config.num_experts, dtype=torch.int64), persistent=False)
 
@@ -379,80 +163,16 @@ class RoutedExperts(FusedMoE):
         check_tensors(hidden_states=hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
         if not hidden_states.is_floating_point():
             raise ValueError(f"hidden_states is {hidden_states.dtype}; it must be of a float dtype")
-        return self._call(hidden_states.to(self.moe_config.in_dtype), topk_weights, topk_ids).to(hidden_states.dtype)
+        rows = hidden_states.to(self.moe_config.in_dtype)
+        return super().forward(rows, topk_weights=topk_weights, topk_ids=topk_ids).to(hidden_states.dtype)
 
-    def _call(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The graph node; a replay of its body where that has run so before."""
-        if torch.compiler.is_compiling() or not self._may_replay(inputs[0]):
-            rows, topk_weights, topk_ids = inputs
-            return super().forward(rows, topk_weights=topk_weights, topk_ids=topk_ids)
-        check_no_gradients(f"the experts of {self.layer_name}", *inputs[:2])
-        with torch.no_grad(), without_autocast(), self._called():  # as in the node
-            return self._replayed(*inputs)
-
-    def forward_routed(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """The body of the graph node."""
-        inputs = hidden_states, topk_weights, topk_ids
-        with self._called():
-            # A compiled model runs this node between its CUDA graphs if there are other ranks.
-            if self.parallel_config.spans_ranks and self._may_replay(hidden_states):
-                return self._replayed(*inputs)
-            return self._eagerly(*inputs)
-
-    def _eagerly(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, super().forward_routed(*inputs))
-
-    def _called(self) -> AbstractContextManager[None]:
+    def _run(self, *inputs: Any, **options: Any) -> Any:
         coordinator = self.dispatcher.coordinator
-        return nullcontext() if coordinator is None else coordinator.calling(self)
-
-    def _replayed(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """A call of few tokens."""
-        self.check_loaded()
-        around = None
-        if self.parallel_config.spans_ranks:
-            around = self._around_replay()
-            if around is None:
-                return self._eagerly(*inputs)
-        which, made_for = self.dispatcher.is_decode_step, (*self.tensor_addresses(), *self._addresses_of_tables())
-        return self._graphs.run(self._eagerly, inputs, which=which, of=made_for, around=around)
+        with nullcontext() if coordinator is None else coordinator.calling(self):
+            return super()._run(*inputs, **options)
 
     def _may_replay(self, rows: torch.Tensor) -> bool:
-        """Whether a graph can stand for this call: what follows from it is the output, and the load that EPLB counts,
-        of these inputs and the other ranks'."""
-        least = 0 if self.parallel_config.spans_ranks else 1
-        return (
-            self._replay_tokens > 0
-            and may_capture(rows.device)
-            and rows.dim() == 2
-            and least <= rows.size(0) <= self._replay_tokens
-            and not (self.counts_load or stages.are_listened_to())
-            and self.row_mask is None
-            and not self.router_wrappers
-            and self.shared_experts is None
-            and self.parts_support_cuda_graph()
-        )
-
-    def _around_replay(self) -> AbstractContextManager[None] | None:
-        """Returns a context manager that must wrap a replay of this call, or None if a replay cannot stand in for it.
-
-        The call must be one pass through the backend, whatever the other ranks bring.
-        """
-        step, capacity = self.dispatcher.step, self.prepare_finalize.max_num_tokens_per_rank()
-        if step is None or capacity is None or step.most_tokens > capacity:
-            return None
-        return self.prepare_finalize.around_replay()
-
-    def _addresses_of_tables(self) -> Iterator[int]:
-        """Addresses of the tables that EPLB writes and CUDA graphs read."""
-        if self.eplb_state is not None:
-            yield from (tensor.data_ptr() for tensor in self.eplb_state._buffers.values() if tensor is not None)
-
-    def forget_kernels(self) -> None:
-        super().forget_kernels()
-        self._graphs.clear()
+        return not self.counts_load and super()._may_replay(rows)
 
     def regroup(self, *ranks: Any) -> None:
         super().regroup(*ranks)

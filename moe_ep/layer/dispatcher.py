@@ -69,23 +69,24 @@ class LayerDispatcher:
         if self._backend is not None:
             yield self._backend
 
-    def num_chunks(self, num_tokens: int, device: torch.device) -> int:
-        """The passes that every rank makes: as many as the rank with the most tokens needs.
+    def most_tokens_of_pass(self, num_tokens: int, device: torch.device) -> int | None:
+        """The most tokens that any rank brings to this pass; None where the backend takes any number, or it cannot be
+        asked because a CUDA graph is captured.
 
         Raises:
             ValueError: more tokens than the capacity under CUDA-graph capture.
         """
         capacity = self.prepare_finalize.max_num_tokens_per_rank()
         if capacity is None:
-            return 1
+            return None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             if num_tokens > capacity:
                 raise ValueError(
                     f"hidden_states has {num_tokens} tokens under CUDA-graph capture and the capacity is {capacity}; "
                     f"capture at most {capacity}, or make the layer with a larger max_num_tokens"
                 )
-            return 1
-        return max(1, -(-self.most_tokens(num_tokens) // capacity))
+            return None
+        return self.most_tokens(num_tokens)
 
     def most_tokens(self, num_tokens: int) -> int:
         """The most tokens that any rank brings to this pass."""

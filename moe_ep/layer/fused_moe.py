@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from moe_ep.layer.dispatcher import LayerDispatcher
 from moe_ep.layer.expert_slots import ExpertSlots, LayerEplbState
 from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.methods.base import make_method
+from moe_ep.layer.replay import CallGraphs, bucket, may_capture
 from moe_ep.layer.weight_loading import (
     ExpertMapping,
     ExpertWeightLoader,
@@ -51,7 +52,7 @@ from moe_ep.layer.weight_loading import (
 )
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.modular_kernel.invariant_ops import invariant_ops
-from moe_ep.observability.stages import hears_routing, stage, tell_routing
+from moe_ep.observability.stages import are_listened_to, hears_routing, stage, tell_routing
 from moe_ep.quantization.input_rows import InputRows, resolve_input_dtype
 from moe_ep.routing.router import PrecomputedRouter, Router, TopKRouter, append_shared_experts
 
@@ -255,6 +256,7 @@ class FusedMoE(MoELayer):
         )
         super().__init__()
         self._kernels = ModularKernels()
+        self._graphs, self._replay_tokens = CallGraphs(), env.REPLAY_MAX_TOKENS.get()
         self.balancer: BatchBalancer | None = None
         # The wrapper of torch that was found not to touch the layer.
         self._wrapper = 0
@@ -401,14 +403,17 @@ class FusedMoE(MoELayer):
             RuntimeError: the weights are only partly loaded, or an input requires a gradient.
         """
         inputs: Any = (router_logits,)
-        name, is_routed = "moe_forward", not (topk_weights is None and topk_ids is None)
-        if is_routed:
-            name, inputs = "moe_forward_routed", (topk_weights, topk_ids)
+        name, router = "moe_forward", self.router
+        if not (topk_weights is None and topk_ids is None):
+            name, router, inputs = "moe_forward_routed", self.precomputed, (topk_weights, topk_ids)
         if torch.compiler.is_compiling():
             self._check_given(hidden_states, router_logits, topk_weights, topk_ids)
         else:
             with self.groups:
                 self._check_given(hidden_states, router_logits, topk_weights, topk_ids)
+            if self._may_replay(hidden_states):
+                with torch.no_grad(), without_autocast():  # as in the node
+                    return cast(torch.Tensor, self._run(router, hidden_states, *inputs, may_replay=True))
         if self.shared_experts is None:
             return operator(name, self.layer_name)(hidden_states, *inputs, self.layer_name)
         shared, routed = operator(f"{name}_shared", self.layer_name)(hidden_states, *inputs, self.layer_name)
@@ -439,17 +444,20 @@ class FusedMoE(MoELayer):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The body of the graph node: the routed output, all-reduced if asked for; with shared experts, (shared,
         routed)."""
-        return self._run(self.router, hidden_states, router_logits)
+        return self._run(self.router, hidden_states, router_logits, may_replay=self.parallel_config.spans_ranks)
 
     def forward_routed(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """As `forward_impl`, for choices that the model's own router made."""
-        return self._run(self.precomputed, hidden_states, topk_weights, topk_ids)
+        may_replay = self.parallel_config.spans_ranks
+        return self._run(self.precomputed, hidden_states, topk_weights, topk_ids, may_replay=may_replay)
 
     def _run(
-        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor
+        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, may_replay: bool
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """A call, which a replay may stand for. It may not inside of a graph node where torch.compile captures that,
+        which it does unless there are other ranks."""
         with self.groups:
             self.check_loaded()
             if self.parallel_config.spans_ranks:
@@ -461,7 +469,7 @@ class FusedMoE(MoELayer):
             except ValueError as error:
                 raise ValueError(f"{error}, of the layer {self.layer_name}") from None
             with invariant_ops(self.batch_invariant):
-                shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs)
+                shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs, may_replay=may_replay)
             if self.dispatch_config.reduce_results:
                 routed = self.dispatcher.all_reduce(routed).to(hidden_states.dtype)
             return routed if shared is None else (shared.contiguous(), routed)
@@ -476,26 +484,87 @@ class FusedMoE(MoELayer):
         Returns:
             (shared output or None, routed output), both `[T, K]`.
         """
-        return self._in_chunks(self.router, full_hidden_states, full_router_logits)
+        return self._in_chunks(self.router, full_hidden_states, full_router_logits, may_replay=False)
 
     def _in_chunks(
-        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor
+        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, may_replay: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         for wrapped in self.router_wrappers:
             router = wrapped(router)
-        num_tokens = hidden_states.size(0)
-        num_chunks = self.dispatcher.num_chunks(num_tokens, hidden_states.device)
-        balanced = self._is_balanced(num_tokens, hidden_states.device)
-        if num_chunks == 1:
-            return self._forward_tokens(router, hidden_states, *inputs, balanced=balanced)
-        capacity = self.prepare_finalize.max_num_tokens_per_rank() or num_tokens
+        num_tokens, device = hidden_states.size(0), hidden_states.device
+        most_tokens = self.dispatcher.most_tokens_of_pass(num_tokens, device)
+        balanced = self._is_balanced(num_tokens, device)
+        capacity = self.prepare_finalize.max_num_tokens_per_rank()
+        if most_tokens is None or capacity is None or most_tokens <= capacity:
+            most_tokens = self._filled_up(most_tokens, capacity)
+            if may_replay and not balanced:
+                routed = self._replayed(router, most_tokens, hidden_states, *inputs)
+                if routed is not None:
+                    return None, routed
+            return self._forward_tokens(router, hidden_states, *inputs, balanced=balanced, most_tokens=most_tokens)
         chunks = []
-        for start in range(0, num_chunks * capacity, capacity):
+        for start in range(0, most_tokens, capacity):
             part = slice(min(start, num_tokens), min(start + capacity, num_tokens))
-            of_part = [tensor[part] for tensor in inputs]
-            chunks.append(self._forward_tokens(router.of_rows(part), hidden_states[part], *of_part, balanced=balanced))
+            of_part, most = [tensor[part] for tensor in inputs], min(most_tokens - start, capacity)
+            chunks.append(
+                self._forward_tokens(
+                    router.of_rows(part), hidden_states[part], *of_part, balanced=balanced, most_tokens=most
+                )
+            )
         shared = [shared for shared, _ in chunks if shared is not None]
         return torch.cat(shared) if shared else None, torch.cat([routed for _, routed in chunks])
+
+    def _filled_up(self, most_tokens: int | None, capacity: int | None) -> int | None:
+        """The rows that a replay over ranks with so many tokens at most has on each of them. Eager calls make room for
+        as many, and so choose the same kernels; None where the number is not known or too large."""
+        if most_tokens is None or capacity is None:
+            return most_tokens
+        num_rows = min(bucket(most_tokens), capacity)
+        return num_rows if num_rows <= self._replay_tokens else most_tokens
+
+    def _may_replay(self, rows: torch.Tensor) -> bool:
+        """Whether a graph may stand for calls with these rows: what follows from one is the output, and the load that
+        EPLB counts, of its inputs and the other ranks'."""
+        least = 0 if self.parallel_config.spans_ranks else 1
+        return (
+            rows.dim() == 2
+            and least <= rows.size(0) <= self._replay_tokens
+            and may_capture(rows.device)
+            and not are_listened_to()
+            and not self.router_wrappers
+            and self.shared_experts is None
+        )
+
+    def _replayed(
+        self, router: Router, num_rows: int | None, hidden_states: torch.Tensor, *inputs: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The output of a call that is a replay, or will be one after some of its kind; None where none may be.
+
+        Args:
+            num_rows: that graphs are filled up to, over ranks. They need not all replay.
+        """
+        device, backend = hidden_states.device, self.prepare_finalize
+        if not self._may_replay(hidden_states) or not self.parts_support_cuda_graph():
+            return None
+        around, reads = None, router.graph_key(device)
+        if self.parallel_config.spans_ranks:
+            if num_rows is None or num_rows > self._replay_tokens:
+                return None
+            around = backend.around_replay()
+            if around is None:
+                return None
+        if reads is None:
+            return None
+        if self.eplb_state is not None:
+            tables = self.eplb_state.buffers(recurse=False)
+            reads = (*reads, *(tensor.data_ptr() for tensor in tables))
+
+        def compute(row_mask: torch.Tensor | None, *held: torch.Tensor) -> torch.Tensor:
+            chosen_by = router if row_mask is None else router.masked(row_mask)
+            return self._forward_tokens(chosen_by, *held, balanced=False, most_tokens=num_rows)[1]
+
+        which = type(router), backend
+        return self._graphs.run(compute, (hidden_states, *inputs), which, reads, num_rows, around)
 
     def _is_balanced(self, num_tokens: int, device: torch.device) -> bool:
         """Whether the passes of a batch are balanced by their own counts; the same on every rank."""
@@ -516,14 +585,22 @@ class FusedMoE(MoELayer):
         return None if least is None else -(-least // self.top_k)
 
     def _forward_tokens(
-        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, balanced: bool
+        self,
+        router: Router,
+        hidden_states: torch.Tensor,
+        *inputs: torch.Tensor,
+        balanced: bool,
+        most_tokens: int | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Returns (shared output, routed output) of one pass."""
+        """Returns (shared output, routed output) of one pass, in which no rank has more than most_tokens."""
         pending = None if balanced else self._defer(router, hidden_states, *inputs)
         result = zero_expert_result = None
+        known: dict[str, Any] = {}
+        if most_tokens is not None and self.prepare_finalize.most_rows() is not None:
+            known["most_tokens"] = most_tokens
         if pending is not None:
             chosen = pending.topk_weights, pending.topk_ids
-            result = self.quant_method.apply(self, hidden_states, *chosen, pending=pending)
+            result = self.quant_method.apply(self, hidden_states, *chosen, pending=pending, **known)
         else:
             with stage("route"):
                 topk_weights, logical_ids, zero_expert_result = router.route(hidden_states, *inputs)
@@ -532,7 +609,7 @@ class FusedMoE(MoELayer):
             if balanced and self.balancer is not None:
                 result = self.balancer.run(self, hidden_states, topk_weights, logical_ids)
             if result is None:
-                result = self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
+                result = self.quant_method.apply(self, hidden_states, topk_weights, topk_ids, **known)
         shared, routed = result if isinstance(result, tuple) else (None, result)
         if self.shared_experts is not None:
             self._check_shared(shared, routed)
@@ -701,6 +778,7 @@ class FusedMoE(MoELayer):
     def forget_kernels(self) -> None:
         """Drops the modular kernels, whose experts keep references to scales and biases that are being replaced."""
         self._kernels.clear()
+        self._graphs.clear()
         if self.balancer is not None:
             self.balancer.forget()
 

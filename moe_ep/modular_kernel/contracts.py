@@ -99,6 +99,7 @@ class Routing:
         apply_router_weight_on_input: multiply rows by their weight before they are sent; topk must be 1.
         pending: the choice where it is still to be made, for those that say `takes_pending`; weights and ids have no
             values before its `settle`.
+        most_tokens: what no rank has more tokens than, the same on every rank; None where that is not known.
     """
 
     topk_weights: torch.Tensor
@@ -107,6 +108,7 @@ class Routing:
     expert_map: torch.Tensor | None = None
     apply_router_weight_on_input: bool = False
     pending: Any = None
+    most_tokens: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -509,8 +511,7 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
     def _dispatch_call(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Routing, FusedMoEQuantConfig]:
         """The arguments of prepare, as dispatch takes them."""
         call = _bound(FusedMoEPrepareAndFinalize.prepare, self, *args, **kwargs)
-        # Whoever calls prepare has made the choice.
-        given = [item.name for item in dataclasses.fields(Routing) if item.name != "pending"]
+        given = ("topk_weights", "topk_ids", "num_experts", "expert_map", "apply_router_weight_on_input")
         routing = Routing(**{name: getattr(call, name) for name in given})
         return call.a1, routing, call.quant_config
 

@@ -122,6 +122,7 @@ class FusedMoEModularKernel(nn.Module):
         apply_router_weight_on_input: bool = False,
         shared_experts_input: torch.Tensor | None = None,
         pending: Any = None,
+        most_tokens: int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Runs the layer's experts on this rank's tokens; all ranks of the backend's group must call it.
 
@@ -135,7 +136,7 @@ class FusedMoEModularKernel(nn.Module):
             expert_map: int32 `[global_num_experts]`, global -> local, -1 if not local; None means all experts are
                 local, or in the batched format that the backend knows where they are.
             shared_experts_input: the input of the shared experts; None means hidden_states.
-            pending: as in `Routing`.
+            pending, most_tokens: as in `Routing`.
 
         Returns:
             `[T, K]`, contiguous unless inplace, or (shared output, `[T, K]`) if there are shared experts.
@@ -157,6 +158,7 @@ class FusedMoEModularKernel(nn.Module):
                 expert_map=expert_map,
                 apply_router_weight_on_input=apply_router_weight_on_input,
                 pending=pending,
+                most_tokens=most_tokens,
             )
             self._check_map(routing, self.fused_experts.num_local_experts(w1))
             shared_output = self._start_shared_experts(

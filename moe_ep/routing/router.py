@@ -20,6 +20,9 @@ from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.registry import choose_form
 from moe_ep.routing.topk import SCORING_FUNCS, topk_reference, weights_of
 
+# Above every id of an int32.
+_ANY_ID = (1 << 31) - 1
+
 
 class Routed(NamedTuple):
     """The choices of a router.
@@ -73,6 +76,14 @@ class Router(ABC):
         """The router of a part of a pass's tokens, where the pass is cut into chunks."""
         return self
 
+    def graph_key(self, device: torch.device) -> tuple[object, ...] | None:
+        """What a CUDA graph of `route` reads beside the inputs of a call, by address; None where none may be made."""
+        return None
+
+    def masked(self, row_mask: torch.Tensor) -> Router:
+        """This router for tokens of which only those in row_mask, bool `[T]`, go to experts."""
+        return _MaskedRouter(self, row_mask)
+
     def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The choice as (weights, ids) `[T, top_k]`; identity experts have ids from E on."""
         weights, ids, identities = self.route(hidden_states, *inputs)
@@ -120,6 +131,15 @@ class WrappingRouter(Router):
 
     def complete(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
         return self.router.complete(hidden_states, topk_weights, topk_ids)
+
+
+class _MaskedRouter(WrappingRouter):
+    def __init__(self, router: Router, row_mask: torch.Tensor) -> None:
+        super().__init__(router)
+        self._row_mask = row_mask
+
+    def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return known_choices(*self.router.choose(hidden_states, *inputs), _ANY_ID, self._row_mask)
 
 
 class TopKRouter(FixedTensors, Router):
@@ -191,6 +211,14 @@ class TopKRouter(FixedTensors, Router):
             return None
         topk = choose_form(_choose_at_once, "routing:defer_topk", router_logits)
         return topk(router_logits.contiguous(), config.top_k, **topk_options(config, self._bias(hidden_states.device)))
+
+    def graph_key(self, device: torch.device) -> tuple[object, ...] | None:
+        bias = self.e_score_correction_bias
+        if type(self) is not TopKRouter or self.config.custom_routing_function is not None:
+            return None
+        if bias is None:
+            return ()
+        return (bias.data_ptr(), bias.dtype) if bias.device == device else None
 
     def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (router_logits,) = inputs
@@ -267,8 +295,14 @@ class PrecomputedRouter(Router):
         return self.complete(hidden_states, *self.choose(hidden_states, *inputs))
 
     def of_rows(self, rows: slice) -> Router:
+        return self if self.row_mask is None else self.masked(self.row_mask[rows])
+
+    def graph_key(self, device: torch.device) -> tuple[object, ...] | None:
+        return () if type(self) is PrecomputedRouter and self.row_mask is None else None
+
+    def masked(self, row_mask: torch.Tensor) -> Router:
         part = copy.copy(self)
-        part.row_mask = None if self.row_mask is None else self.row_mask[rows]
+        part.row_mask = row_mask
         return part
 
     def choose(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,12 +89,14 @@ class Step:
     """A batch of one rank.
 
     Attributes:
+        known_rows: rows that are handed over without a wait for their number; None where it is waited for.
         has_arrived: its rows, ids and weights were as they should be when experts took them.
         kept: memory that its kernels use.
     """
 
     setting: Setting
     output: torch.Tensor
+    known_rows: int | None
     has_arrived: bool = False
     kept: Any = None
 
@@ -263,11 +265,14 @@ class Prefill(Session):
         backend, setting = self.backends[rank], make_setting(case, rank, self.num_ranks)
         # Experts that read rows as they are sent.
         config = FusedMoEQuantConfig(dispatch_dtype=self.code_dtype, input_dtype=self.code_dtype)
-        pending = backend.dispatch_async(*dispatch_args((*prepare_args(setting, "cpu")[:-1], config)))
+        rows, routing, config = dispatch_args((*prepare_args(setting, "cpu")[:-1], config))
+        routing.most_tokens = self.random.choice([None, max(case.tokens), CAPACITY])
+        pending = backend.dispatch_async(rows, routing, config)
         parts = max(backend.block.batches, key=lambda parts: parts.number)
-        step = Step(setting, torch.full_like(setting.inputs[rank].rows, float("nan")))
+        known_rows = backend.rows_without_wait(len(rows), routing.most_tokens)
+        step = Step(setting, torch.full_like(rows, float("nan")), known_rows)
         self.steps[rank].append(step)
-        while backend.awaits_rows(len(setting.inputs[rank].rows)) and parts.rows_of(parts.number) is None:
+        while known_rows is None and parts.rows_of(parts.number) is None:
             yield
         return backend, step, pending.receive()
 
@@ -282,8 +287,8 @@ class Prefill(Session):
             count = int((ids >= 0).any(dim=1).sum())
             arrived = (rows[:count], None, None, ids[:count], weights[:count])
             try:
-                is_padded = not backend.awaits_rows(len(step.output)) and len(rows) == self.layout.max_rows
-                assert count == len(rows) or (is_padded and (ids[count:] == -1).all())
+                assert len(rows) == (count if step.known_rows is None else step.known_rows)
+                assert (ids[count:] == -1).all()
                 check_standard(step.setting, arrived, padded=False)
             except (AssertionError, IndexError):
                 return True

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ep.hf.routed_experts import EAGER_CALLS, RoutedExperts
+from moe_ep.hf.routed_experts import RoutedExperts
 from moe_ep.layer.methods import OnlineIntConfig
+from moe_ep.layer.replay import EAGER_CALLS
 from moe_ep.observability import stages
 from tests.layer.moe_oracle import load, make_weights
 

@@ -19,8 +19,8 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.generation.engine import Generation, Request
 from moe_ep.hf.parallelized import steps_of
-from moe_ep.hf.routed_experts import EAGER_CALLS, StreamGraphs
 from moe_ep.layer.methods import relative_error, tolerance
+from moe_ep.layer.replay import EAGER_CALLS, StreamGraphs
 from tests.gpu.test_transformers_gpu import PACKED, make
 from tests.hf.hf_models import SIZES
 from tests.ranks import num_gpu_ranks, ranks

@@ -196,12 +196,12 @@ class FusedMoEMethodBase(ABC):
         hidden_states: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        pending: Any = None,
+        **more: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Runs the modular kernel; returns `[T, K]`, or (shared, `[T, K]`) with shared experts.
 
         Args:
-            pending: as in `Routing`; given only where it is.
+            more: `pending` and `most_tokens` of `Routing`, only where they are known.
         """
         kernel = layer.modular_kernel
         w1, w2 = self.gemm_weights(layer)
@@ -215,7 +215,7 @@ class FusedMoEMethodBase(ABC):
             global_num_experts=self.moe_config.global_num_experts,
             expert_map=layer.expert_map,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            pending=pending,
+            **more,
         )
 
     @staticmethod

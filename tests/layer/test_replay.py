@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.hf import routed_experts
-from moe_ep.hf.routed_experts import EAGER_CALLS, MOST_KINDS, CallGraphs
+from moe_ep.layer import replay
+from moe_ep.layer.replay import EAGER_CALLS, MOST_KINDS, CallGraphs, bucket
 
 
 class Place:
@@ -23,26 +23,42 @@ class Place:
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def capture(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
+    def capture(
+        self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], num_rows: int | None
+    ) -> tuple[Any, Any]:
         self.done.append("capture")
-        output = function(*inputs)
+        shapes = [tensor.shape if num_rows is None else (num_rows, *tensor.shape[1:]) for tensor in inputs]
+        mask = None if num_rows is None else torch.zeros(num_rows, dtype=torch.bool)
+        tensors = tuple(tensor.new_zeros(shape) for tensor, shape in zip(inputs, shapes, strict=True))
         graph: Any = function
-        return output, routed_experts.CapturedCall(graph, inputs, output)
+        made = replay.CapturedCall(graph, replay.Inputs(tensors, mask), tensors[0])
+        return self.run(made, inputs), made
 
     def replay(self, captured: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
         self.done.append("replay")
-        return captured.graph(*inputs)
+        return self.run(captured, inputs)
+
+    @staticmethod
+    def run(captured: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
+        held = captured.inputs
+        held.write(inputs)
+        return captured.graph(held.mask, *held.tensors)[: len(inputs[0])]
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     made = Place()
-    monkeypatch.setattr(routed_experts, "stream_graphs", lambda device: made)
+    monkeypatch.setattr(replay, "stream_graphs", lambda device: made)
     return made
 
 
-def call(graphs: CallGraphs, *inputs: torch.Tensor, which: object = None, of: tuple[object, ...] = ()) -> None:
-    assert torch.equal(graphs.run(torch.add, inputs, which=which, of=of), torch.add(*inputs))
+def add(mask: torch.Tensor | None, *inputs: torch.Tensor) -> torch.Tensor:
+    total = torch.add(*inputs)
+    return total if mask is None else torch.where(mask[:, None], total, torch.nan)
+
+
+def call(graphs: CallGraphs, *inputs: torch.Tensor, which: object = None, **options: Any) -> None:
+    assert torch.equal(graphs.run(add, inputs, which, **{"of": ()} | options), torch.add(*inputs))
 
 
 def captured(of: tuple[object, ...] = ()) -> CallGraphs:
@@ -72,10 +88,30 @@ def test_a_call_is_captured_when_its_kind_has_come_often_enough(place: Place) ->
     assert place.done == ["capture", "replay", "capture", "replay"]
 
 
+def test_calls_that_are_filled_up_share_a_graph(place: Place) -> None:
+    """Rows that are not there are left out, whatever calls before had there."""
+    graphs, others = CallGraphs(), CallGraphs()
+    for tokens in (8, 5, 7, 8, 6, 0, 8, 5, 3):
+        for each in (graphs, others):
+            call(each, *rows(tokens), num_rows=8)
+    assert place.done == ["capture"] * 2 + ["replay"] * 8
+    call(graphs, *rows(5), num_rows=6)
+    call(graphs, *rows(8))
+    assert len(place.done) == 10
+
+
+def test_the_numbers_of_rows_that_calls_are_filled_up_to() -> None:
+    numbers = [*range(3000)]
+    found = [bucket(number) for number in numbers]
+    assert found[:10] == [1, 1, 2, 3, 4, 6, 6, 8, 8, 12]
+    assert found == sorted(found) and all(number <= most for number, most in zip(numbers, found, strict=True))
+    assert all(bucket(most) == most <= max(1.5 * number, 1) for number, most in zip(numbers, found, strict=True))
+
+
 def test_calls_of_the_wrong_shape_run_as_they_are(place: Place) -> None:
     graphs = captured()
     with pytest.raises(RuntimeError, match="size"):
-        graphs.run(torch.add, (torch.rand(2, 3), torch.rand(2, 2)), which=None, of=())
+        graphs.run(add, (torch.rand(2, 3), torch.rand(2, 2)), which=None, of=())
 
 
 def test_graphs_end_with_what_they_were_made_for(place: Place) -> None:
@@ -103,7 +139,7 @@ def test_a_call_that_cannot_be_captured_runs_eagerly(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And no other call is tried, of whatever layer."""
-    monkeypatch.setattr(routed_experts, "is_possible", True)
+    monkeypatch.setattr(replay, "is_possible", True)
     graphs, others = captured(), CallGraphs()
     assert place.done == ["capture"]
     monkeypatch.setattr(Place, "capture", refuse)
@@ -116,15 +152,17 @@ def test_a_call_that_cannot_be_captured_runs_eagerly(
     assert place.done[-1] == "replay"
 
 
-def refuse(self: Place, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
+def refuse(
+    self: Place, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], num_rows: int | None
+) -> tuple[Any, Any]:
     self.done.append("refused")
-    return function(*inputs), RuntimeError("operation not permitted when stream is capturing")
+    return function(None, *inputs), RuntimeError("operation not permitted when stream is capturing")
 
 
 def test_calls_that_other_ranks_take_part_in_run_once_each(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are captured too; replays run inside of what the backend says, which may raise."""
 
-    def function(x: torch.Tensor) -> torch.Tensor:
+    def function(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         place.done.append("call")
         return x
 
@@ -134,7 +172,7 @@ def test_calls_that_other_ranks_take_part_in_run_once_each(place: Place, monkeyp
         yield
         place.done.append("exit")
 
-    monkeypatch.setattr(routed_experts, "is_possible", True)
+    monkeypatch.setattr(replay, "is_possible", True)
     graphs, one_row = CallGraphs(), (torch.rand(1, 3),)
     for _ in range(EAGER_CALLS + 2):
         graphs.run(function, one_row, which=None, of=(), around=around())
