@@ -40,7 +40,8 @@ def bucket(num_tokens: int) -> int:
     Example: 1 to 9 tokens take 1, 2, 3, 4, 6, 6, 8, 8 and 12 rows.
     """
     power = 1 << (max(num_tokens, 1) - 1).bit_length()
-    return power * 3 // 4 if num_tokens <= power * 3 // 4 else power
+    between = power * 3 // 4
+    return between if 0 < num_tokens <= between else power
 
 
 class CallGraphs:
