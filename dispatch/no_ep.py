@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
     def supports_cuda_graph(self) -> bool:
         return True
 
-    def takes_pending(self) -> bool:
-        return True
+    def most_pending_tokens(self) -> int:
+        return sys.maxsize
 
     def accepts_f32_output(self) -> bool:
         return self._moe_config.batch_invariant

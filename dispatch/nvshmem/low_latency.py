@@ -476,9 +476,9 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def hand_over_row_ids(self) -> None:
         self.by_reference = True
 
-    def takes_pending(self) -> bool:
+    def most_pending_tokens(self) -> int:
         has_router = not self.layout.device_api and self.layout.topk == self.moe_config.experts_per_token
-        return has_router and self.tuning.routed_tokens > 0
+        return self.tuning.routed_tokens if has_router else 0
 
     def _routed_kernel(self, pending: Any) -> jit.Kernel | None:
         """The dispatch that makes such a choice itself; None before the first pass that is not captured."""

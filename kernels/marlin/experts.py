@@ -318,8 +318,10 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
             return dtype is not None
         return eight_bit.has_kernel(dtype, jit.capability(self._device.index or 0))
 
-    def takes_pending(self) -> bool:
-        return hopper.runs_on(self._device)
+    def most_pending_tokens(self) -> int:
+        config = self.moe_config
+        slots = config.experts_per_token + config.num_fused_shared_experts
+        return hopper.most_routed_tokens(slots) if hopper.runs_on(self._device) else 0
 
     def refuses_overlap(self) -> str | None:
         config, quant = self.moe_config, self.quant_config

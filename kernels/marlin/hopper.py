@@ -238,6 +238,11 @@ def launch_arriving(
     kernel.launch(given, (blocks, 1, 1), _PREFILL_THREADS, common.shared_bytes, early=True)
 
 
+def most_routed_tokens(top_k: int) -> int:
+    """Tokens that `launch_routed` has room for."""
+    return min(_ROUTED_TOKENS, _ROUTED_SLOTS // top_k)
+
+
 def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK) -> bool:
     """Routes tokens, computes their experts and sums the slots in one kernel, with the bits of separate ones.
 
@@ -249,9 +254,9 @@ def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK)
     """
     common = pair.once(_Common)
     kernel = common.routed_kernel(pending)
-    most_tokens = _ROUTED_TOKENS if pending.top_k < 8 else _ROUTED_SLOTS // pending.top_k
     least_tiles = pending.top_k * -(-pair.w2.num_rows // _TILE_ROWS)
-    if kernel is None or pending.num_tokens > most_tokens or common.num_blocks // least_tiles >= _MIN_SPLIT_K:
+    has_room = pending.num_tokens <= most_routed_tokens(pending.top_k)
+    if kernel is None or not has_room or common.num_blocks // least_tiles >= _MIN_SPLIT_K:
         return False
     params.num_experts, params.max_rows, params.sorted = pair.num_experts, pending.num_tokens, 1
     params.max_small_m, params.max_tiles = tuning.MOST_SMALL_M, min(pair.num_experts, _ROUTED_SLOTS)

@@ -622,7 +622,9 @@ class FusedMoE(MoELayer):
         be known before, or nobody would make it."""
         if not hidden_states.is_cuda or self.eplb_state is not None or self.num_fused_shared_experts or hears_routing():
             return None
-        return router.defer(hidden_states, *inputs) if self.modular_kernel.takes_pending else None
+        if hidden_states.size(0) > self.modular_kernel.most_pending_tokens:
+            return None
+        return router.defer(hidden_states, *inputs)
 
     def to_physical(self, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turns logical ids into those of physical experts, recording the load, and appends fused shared experts."""

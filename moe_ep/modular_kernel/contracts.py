@@ -97,8 +97,8 @@ class Routing:
         expert_map: int32 `[num_experts]`, global -> local, -1 if not local; None if all are local, or if the backend
             knows where they are.
         apply_router_weight_on_input: multiply rows by their weight before they are sent; topk must be 1.
-        pending: the choice where it is still to be made, for those that say `takes_pending`; weights and ids have no
-            values before its `settle`.
+        pending: the choice where it is still to be made, of as many tokens as `most_pending_tokens` says; weights and
+            ids have no values before its `settle`.
         most_tokens: what no rank has more tokens than, the same on every rank; None where that is not known.
     """
 
@@ -311,9 +311,10 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         """
         return None
 
-    def takes_pending(self) -> bool:
-        """Whether `dispatch` takes a choice that is still to be made (`Routing.pending`), to make or hand it on."""
-        return False
+    def most_pending_tokens(self) -> int:
+        """The most tokens whose choice `dispatch` takes while it is still to be made (`Routing.pending`), to make or
+        hand it on."""
+        return 0
 
     def overlaps_experts(self) -> bool:
         """Whether `dispatch` leaves rows in flight (`Dispatched.arrival`), and `combine` takes slots
@@ -619,9 +620,9 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         """Whether input batched by reference (expert_row_ids) is accepted."""
         return False
 
-    def takes_pending(self) -> bool:
-        """Whether `run` takes a choice that is still to be made (`ExpertsCall.pending`)."""
-        return False
+    def most_pending_tokens(self) -> int:
+        """The most tokens whose choice `run` takes while it is still to be made (`ExpertsCall.pending`)."""
+        return 0
 
     def refuses_overlap(self) -> str | None:
         """Why these experts cannot begin before their rows are here (`ExpertsCall.arrival`), in one clause; None if

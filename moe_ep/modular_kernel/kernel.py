@@ -91,8 +91,10 @@ class FusedMoEModularKernel(nn.Module):
         # Rows computed at a time; None for all at once.
         is_chunked = self._standard and fused_experts.supports_chunking() and not overlaps
         self._chunk_size = env.CHUNK_SIZE.get() if is_chunked else None
-        # Whether a choice that is still to be made may be made by a kernel of backend or experts.
-        self.takes_pending = prepare_finalize.takes_pending() and (not self._standard or fused_experts.takes_pending())
+        # The most tokens whose choice may be made by a kernel of backend or experts.
+        self.most_pending_tokens = prepare_finalize.most_pending_tokens()
+        if self._standard:
+            self.most_pending_tokens = min(self.most_pending_tokens, fused_experts.most_pending_tokens())
         self._most_rows = prepare_finalize.most_rows()
         # The backend hands 8-bit rows over as codes only to experts that read them so.
         quant_config = fused_experts.quant_config
@@ -170,7 +172,7 @@ class FusedMoEModularKernel(nn.Module):
             output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape, dtype=partial)
             experts = self.fused_experts
             with stage("dispatch"):
-                if pending is not None and not self.takes_pending:
+                if pending is not None and topk_ids.size(0) > self.most_pending_tokens:
                     pending.settle()
                     routing.pending = None
                 dispatched = self._dispatcher.dispatch(hidden_states, routing, self._quant_config)
