@@ -169,9 +169,9 @@ RANKS_PER_HOST = EnvVar(
     "this many consecutive ranks count as one host (for tests of several hosts on one); 0: off",
 )  # fmt: skip
 REPLAY_MAX_TOKENS = EnvVar(
-    "MOE_EP_REPLAY_MAX_TOKENS", _whole_number, "256",
-    "most tokens of a layer's call in a transformers model that is replayed from a CUDA graph of the layer after four "
-    "calls of its shape (over ranks: with nvshmem_low_latency alone); 0: none is",
+    "MOE_EP_REPLAY_MAX_TOKENS", _whole_number, "1024",
+    "most tokens of a layer's call that is replayed from a CUDA graph of the layer after four calls of its kind (over "
+    "ranks: with the NVSHMEM backends alone); 0: none is",
 )  # fmt: skip
 
 ALL: tuple[EnvVar, ...] = tuple(value for value in vars().values() if isinstance(value, EnvVar))

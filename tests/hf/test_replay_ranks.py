@@ -15,27 +15,36 @@ import moe_ep
 from moe_ep.dispatch.batched_all_to_all import BatchedAllToAllPrepareFinalize
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.hf.parallelized import steps_of
-from moe_ep.layer import fused_moe, replay
+from moe_ep.layer import FusedMoE, fused_moe, replay
 from moe_ep.layer.replay import EAGER_CALLS
+from moe_ep.routing.router import WrappingRouter
 from tests.hf.hf_models import SIZES, make_model
+from tests.layer.moe_oracle import load, make_inputs, make_weights
 from tests.layer.test_replay import Place
 from tests.ranks import ranks
 
 CALLS = EAGER_CALLS + 3
+BATCHED: dict[str, Any] = {"all2all_backend": "batched_all_to_all"}
 
 
 def model_with_replays(patch: pytest.MonkeyPatch, most_tokens: int = 256, **options: Any) -> tuple[Any, Place]:
     """A parallelized model whose layers may replay calls through batched_all_to_all, 8 tokens of each rank at most; and
     what stands in for the GPU's stream."""
-    place = Place()
     patch.setenv("MOE_EP_REPLAY_MAX_TOKENS", str(most_tokens))
-    patch.setattr(replay, "stream_graphs", lambda device: place)
-    patch.setattr(fused_moe, "may_capture", lambda device: True)
-    patch.setattr(BatchedAllToAllPrepareFinalize, "around_replay", around_replay)
+    place = stand_in(patch)
     torch.manual_seed(0)
     made = make_model("Qwen3Moe", torch.float32, num_experts=8)
     patch.setattr(BatchedAllToAllPrepareFinalize, "max_num_tokens_per_rank", lambda self: 8)
     return moe_ep.parallelize(made, backend="batched_all_to_all", **options), place
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> Place:
+    """Lets layers replay calls through batched_all_to_all, with functions for graphs."""
+    place = Place()
+    patch.setattr(replay, "stream_graphs", lambda device: place)
+    patch.setattr(fused_moe, "may_capture", lambda device: True)
+    patch.setattr(BatchedAllToAllPrepareFinalize, "around_replay", around_replay)
+    return place
 
 
 def around_replay(self: BatchedAllToAllPrepareFinalize) -> AbstractContextManager[None]:
@@ -156,6 +165,38 @@ def by_other_backends(rank: int, world_size: int) -> list[str]:
         patch.setattr(fused_moe, "may_capture", lambda device: True)
         same_passes(rank, [model], (1, 5), 2 * CALLS)
         return place.done
+
+
+def layers_alone(rank: int, world_size: int) -> None:
+    """Calls of a layer with logits: what is filled up adds nothing, not to loads either, whoever chooses experts."""
+    cases: list[dict[str, Any]] = [{}, {"zero_expert_num": 2, "zero_expert_type": "identity"}, {"enable_eplb": True}]
+    tokens = ((5, 3), (1, 0), (0, 7), (8, 8), (6, 2))
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        place = stand_in(patch)
+        for case in cases:
+            layer = load(FusedMoE(8, 2, 64, 32, max_num_tokens=8, **BATCHED, **case), make_weights(8, 64, 32))
+            eager: list[torch.Tensor] = []
+            place.done.clear()
+            for number in range(len(tokens) * CALLS):
+                which = number % len(tokens)
+                num_tokens, columns = tokens[which][rank], layer.num_router_columns
+                found = layer(*make_inputs(num_tokens, 64, columns, seed=which * world_size + rank))
+                eager.append(found)
+                assert torch.equal(found, eager[which])
+            # 5, 7 and 8, and 6 tokens; each time the first calls are eager.
+            assert set(place.done) == {"capture", "replay"} and place.done.count("capture") == 3
+            if layer.eplb_state is not None:
+                num_slots = 2 * CALLS * sum(both[rank] for both in tokens)
+                assert int(layer.eplb_state.expert_load_view.sum()) == num_slots
+            # A router of one's own, and one that records: as they are.
+            layer.router_wrappers = (WrappingRouter,)
+            place.done.clear()
+            layer(*make_inputs(5, 64, layer.num_router_columns))
+            assert not place.done
+
+
+def test_layers_that_route() -> None:
+    ranks(2).run(layers_alone)
 
 
 def test_backends_without_replays() -> None:
