@@ -444,20 +444,25 @@ class FusedMoE(MoELayer):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The body of the graph node: the routed output, all-reduced if asked for; with shared experts, (shared,
         routed)."""
-        return self._run(self.router, hidden_states, router_logits, may_replay=self.parallel_config.spans_ranks)
+        return self._run(self.router, hidden_states, router_logits)
 
     def forward_routed(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """As `forward_impl`, for choices that the model's own router made."""
-        may_replay = self.parallel_config.spans_ranks
-        return self._run(self.precomputed, hidden_states, topk_weights, topk_ids, may_replay=may_replay)
+        return self._run(self.precomputed, hidden_states, topk_weights, topk_ids)
 
     def _run(
-        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, may_replay: bool
+        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, may_replay: bool | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """A call, which a replay may stand for. It may not inside of a graph node where torch.compile captures that,
-        which it does unless there are other ranks."""
+        """A call.
+
+        Args:
+            may_replay: whether a replay may stand for it, where the caller has asked. None inside of a graph node,
+                which torch.compile captures unless there are other ranks.
+        """
+        if may_replay is None:
+            may_replay = self.parallel_config.spans_ranks and self._may_replay(hidden_states)
         with self.groups:
             self.check_loaded()
             if self.parallel_config.spans_ranks:
@@ -515,8 +520,8 @@ class FusedMoE(MoELayer):
         return torch.cat(shared) if shared else None, torch.cat([routed for _, routed in chunks])
 
     def _filled_up(self, most_tokens: int | None, capacity: int | None) -> int | None:
-        """The rows that a replay over ranks with so many tokens at most has on each of them. Eager calls make room for
-        as many, and so choose the same kernels; None where the number is not known or too large."""
+        """The rows that a replay over ranks that have most_tokens at most has on each of them, and for which eager
+        calls make room too, so that both choose the same kernels. The number as it is where nothing is replayed."""
         if most_tokens is None or capacity is None:
             return most_tokens
         num_rows = min(bucket(most_tokens), capacity)
@@ -543,18 +548,13 @@ class FusedMoE(MoELayer):
         Args:
             num_rows: that graphs are filled up to, over ranks. They need not all replay.
         """
-        device, backend = hidden_states.device, self.prepare_finalize
-        if not self._may_replay(hidden_states) or not self.parts_support_cuda_graph():
+        backend, around, reads = self.prepare_finalize, None, router.graph_key(hidden_states.device)
+        if reads is None or not self.parts_support_cuda_graph():
             return None
-        around, reads = None, router.graph_key(device)
         if self.parallel_config.spans_ranks:
-            if num_rows is None or num_rows > self._replay_tokens:
-                return None
-            around = backend.around_replay()
+            around = None if num_rows is None or num_rows > self._replay_tokens else backend.around_replay()
             if around is None:
                 return None
-        if reads is None:
-            return None
         if self.eplb_state is not None:
             tables = self.eplb_state.buffers(recurse=False)
             reads = (*reads, *(tensor.data_ptr() for tensor in tables))
