@@ -9,8 +9,8 @@ of running kernels too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -263,13 +263,10 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
 
     def around_replay(self) -> AbstractContextManager[None] | None:
         # A graph's batch goes through the buffers that were next when it was captured.
-        return self._replay() if self.memory.begins_anew() else None
-
-    @contextmanager
-    def _replay(self) -> Iterator[None]:
+        if not self.memory.begins_anew():
+            return None
         self.check()
-        with self.memory.order:
-            yield
+        return self.memory.order
 
     def check(self) -> None:
         """DispatchTimeoutError if a wait in a kernel that has ended timed out; no host synchronization."""

@@ -126,6 +126,7 @@ class BatchBalancer:
         self._method, self.options = method, options
         self._parts: _Parts | None = None
         self._slots: torch.Tensor | None = None
+        self._least_rows: dict[str, int] = {}
 
     @classmethod
     def make(cls, method: FusedMoEMethodBase, choice: str | BatchBalance) -> BatchBalancer | None:
@@ -154,10 +155,14 @@ class BatchBalancer:
         """
         if self.options.min_rows is not None:
             return self.options.min_rows
-        if device.type == "cuda" and not on_device:
+        kind = device.type
+        if kind == "cuda" and not on_device:
             return None
-        rates = _rates(device)
-        return int(rates.plan_s / (rates.plan_share * self._row_s(device)))
+        least = self._least_rows.get(kind)
+        if least is None:
+            rates = _rates(device)
+            least = self._least_rows[kind] = int(rates.plan_s / (rates.plan_share * self._row_s(device)))
+        return least
 
     def _row_s(self, device: torch.device) -> float:
         """Seconds that one row takes one rank."""

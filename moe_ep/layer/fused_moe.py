@@ -498,7 +498,7 @@ class FusedMoE(MoELayer):
             router = wrapped(router)
         num_tokens, device = hidden_states.size(0), hidden_states.device
         most_tokens = self.dispatcher.most_tokens_of_pass(num_tokens, device)
-        balanced = self._is_balanced(num_tokens, device)
+        balanced = self._is_balanced(num_tokens, most_tokens, device)
         capacity = self.prepare_finalize.max_num_tokens_per_rank()
         if most_tokens is None or capacity is None or most_tokens <= capacity:
             most_tokens = self._filled_up(most_tokens, capacity)
@@ -549,7 +549,7 @@ class FusedMoE(MoELayer):
             num_rows: that graphs are filled up to, over ranks. They need not all replay.
         """
         backend, around, reads = self.prepare_finalize, None, router.graph_key(hidden_states.device)
-        if reads is None or not self.parts_support_cuda_graph():
+        if reads is None:
             return None
         if self.parallel_config.spans_ranks:
             around = None if num_rows is None or num_rows > self._replay_tokens else backend.around_replay()
@@ -563,25 +563,32 @@ class FusedMoE(MoELayer):
             chosen_by = router if row_mask is None else router.masked(row_mask)
             return self._forward_tokens(chosen_by, *held, balanced=False, most_tokens=num_rows)[1]
 
-        which = type(router), backend
-        return self._graphs.run(compute, (hidden_states, *inputs), which, reads, num_rows, around)
+        given = (hidden_states, *inputs)
+        return self._graphs.run(
+            compute, given, (type(router), backend), reads, num_rows, around, self.parts_support_cuda_graph
+        )
 
-    def _is_balanced(self, num_tokens: int, device: torch.device) -> bool:
+    def _is_balanced(self, num_tokens: int, most_tokens: int | None, device: torch.device) -> bool:
         """Whether the passes of a batch are balanced by their own counts; the same on every rank."""
-        least = self.balanced_from
+        least = self._balanced_from(device)
         if least is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return False
         # A chunk has no more tokens than the capacity.
         capacity = self.prepare_finalize.max_num_tokens_per_rank()
-        return (capacity is None or capacity >= least) and self.dispatcher.most_tokens(num_tokens) >= least
+        if capacity is None or most_tokens is None:
+            return self.dispatcher.most_tokens(num_tokens) >= least
+        return min(capacity, most_tokens) >= least
 
     @property
     def balanced_from(self) -> int | None:
         """Tokens of the rank that has most, from which on a batch is balanced by its own counts; None for never."""
+        return self._balanced_from(self.device)
+
+    def _balanced_from(self, device: torch.device) -> int | None:
         exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
         if self.balancer is None or exchange is None:
             return None
-        least = self.balancer.min_rows(self.device, exchange.on_device)
+        least = self.balancer.min_rows(device, exchange.on_device)
         return None if least is None else -(-least // self.top_k)
 
     def _forward_tokens(

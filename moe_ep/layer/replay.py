@@ -44,6 +44,9 @@ def bucket(num_tokens: int) -> int:
     return between if 0 < num_tokens <= between else power
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 class CallGraphs:
     """The CUDA graphs of one layer's calls, by kind.
 
@@ -65,6 +68,7 @@ class CallGraphs:
         of: tuple[object, ...],
         num_rows: int | None = None,
         around: AbstractContextManager[None] | None = None,
+        may_capture: Callable[[], bool] = lambda: True,
     ) -> torch.Tensor:
         """Runs or replays function(mask, *inputs) once, and returns its tensor.
 
@@ -75,6 +79,7 @@ class CallGraphs:
                 previous call, all graphs are dropped.
             num_rows: rows that graphs are filled up to, which the mask leaves out; None for exactly those there are.
             around: a context manager for replays of a function that is collective; None for any other.
+            may_capture: whether the function can be captured, asked where there is no graph.
 
         Raises:
             RuntimeError: a collective function cannot be captured. Any other runs eagerly then.
@@ -88,9 +93,9 @@ class CallGraphs:
         kind = (which, num_rows, place.stream, *sizes, *kinds)
         captured = self._captured.get(kind)
         if captured is not None:
-            with around or nullcontext():
+            with around or _NOTHING:
                 return place.replay(captured, inputs)
-        if not self._is_due(kind):
+        if not may_capture() or not self._is_due(kind):
             return function(None, *inputs)
         output, made = place.capture(function, inputs, num_rows)
         if isinstance(made, CapturedCall):

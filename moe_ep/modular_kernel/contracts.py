@@ -303,8 +303,8 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         return False
 
     def around_replay(self) -> AbstractContextManager[None] | None:
-        """Returns a context manager that must wrap a CUDA-graph replay of one whole call; entering it raises what
-        `check` raises. Peers may run the same call eagerly.
+        """Returns a context manager that must wrap a CUDA-graph replay of one whole call, after `check`. Peers may run
+        the same call eagerly.
 
         None if such a replay cannot stand in for an eager call, or not while another batch is between prepare and
         finalize. The graph must have been captured while this returned a context manager.
