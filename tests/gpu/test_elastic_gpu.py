@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kill_ranks.py"
 def test_killed_ranks_are_replaced(gang: list[str], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     command = [sys.executable, str(SCRIPT), "--device", "cuda", "--geometry", "tiny", "--layers", "2", *gang]
-    command += ["--times", "2", "--within", "1", "--prompts", "600", "--json", str(rows)]
+    command += ["--times", "2", "--within", "1", "--prompts", "1500", "--json", str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     kills = [json.loads(line) for line in rows.read_text().splitlines()]
