@@ -278,8 +278,8 @@ def build(
     slots = place_fresh(*packed, weight.shape[1])
     place = Placement(weight, counts, slots, num_ranks)
     # Exchanges must at least win back what chunks and the parting of copies cost.
-    packed = place.by_row.max(axis=1) * np.float32(1 - 3e-5)
-    target = np.minimum(target, np.maximum(packed, place.mean * np.float32(1 + 1e-6)))
+    won_back = place.by_row.max(axis=1) * np.float32(1 - 3e-5)
+    target = np.minimum(target, np.maximum(won_back, place.mean * np.float32(1 + 1e-6)))
     separate_copies(place)
     swap_pairs(place, target, rounds)
     swap_heaviest(place, target, rounds)

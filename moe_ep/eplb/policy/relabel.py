@@ -130,8 +130,8 @@ class HostRows:
             number = np.empty_like(order)
             np.put_along_axis(number, order, np.arange(num_experts)[None] % per_host, axis=1)
             here = np.arange(problem.num_replicas) // (problem.num_replicas // problem.num_nodes)
-            at_home = np.take_along_axis(host, problem.old, axis=1) == here
-            old = np.where(at_home, np.take_along_axis(number, problem.old, axis=1), -1)
+            is_here = np.take_along_axis(host, problem.old, axis=1) == here
+            old = np.where(is_here, np.take_along_axis(number, problem.old, axis=1), -1)
             self.old = old.reshape(num_layers * problem.num_nodes, -1)
 
     def join(self, slots: Array) -> Array:
