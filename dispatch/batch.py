@@ -27,7 +27,7 @@ class Batch(NamedTuple):
         expert_map: int32 `[E]`: index of each id on this rank, -1 where it is on another.
         code_dtype: rows are transferred in int8 or e4m3; None for their own dtype.
         keeps_codes: the experts read rows as they were transferred, so they are handed over with their scales.
-        pending: as in `Routing`, for backends that take it.
+        pending, experts_combine: as in `Routing`, for backends that take it.
         most_tokens: as in `Routing`.
     """
 
@@ -41,6 +41,7 @@ class Batch(NamedTuple):
     scales: torch.Tensor | None = None
     pending: Any = None
     most_tokens: int | None = None
+    experts_combine: bool = False
 
     def wire_rows(self) -> torch.Tensor:
         """Rows as they are transferred: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`)."""

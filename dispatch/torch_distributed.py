@@ -313,6 +313,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
                 scales=scales,
                 pending=pending_choice,
                 most_tokens=routing.most_tokens,
+                experts_combine=routing.experts_combine and not is_weighted,
             )
             pending = self._send(batch)
 

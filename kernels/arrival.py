@@ -1,10 +1,13 @@
-"""Host mirror of kernels/cuda/arrival.cuh: what experts need that run while their rows arrive."""
+"""What experts need that run while their rows arrive (host mirror of kernels/cuda/arrival.cuh), or that combine."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
 class Limits(ctypes.Structure):
@@ -38,3 +41,24 @@ class Arrival:
     params: ArrivalParams
     start: Callable[[], None]
     most_blocks: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerBatch:
+    """A batch that lies in its senders' packets, and whose results the experts return to the tokens' ranks.
+
+    Attributes:
+        params: what the kernel needs for that, with the address of `output` still to be set.
+        defines, folder: the constants of the kernel's build, and where its headers are.
+        rows: address of the packets of all rows.
+        num_rows, topk: the most rows, and slots of a row.
+        launching: what the launch runs in.
+    """
+
+    params: Any
+    defines: tuple[tuple[str, str], ...]
+    folder: Path
+    rows: int
+    num_rows: int
+    topk: int
+    launching: AbstractContextManager[None]

@@ -175,12 +175,14 @@ class KernelSource:
         entry: name of the `extern "C" __global__` function.
         defines: (name, value) pairs, passed as -D.
         archive: device code that it is linked with, or None.
+        folders: more folders of our headers.
     """
 
     path: Path
     entry: str
     defines: tuple[tuple[str, str], ...] = ()
     archive: Archive | None = None
+    folders: tuple[Path, ...] = ()
 
     def compile_ahead(self, device: torch.device) -> None:
         """Compiles it into the disk cache, unless it is there, without loading it; processes may share the work."""
@@ -336,9 +338,9 @@ def _options(source: KernelSource, arch: str, report: bool = False) -> Any:
     )
 
 
-def _header_folders(source: KernelSource) -> tuple[Path, Path]:
-    """The source's own, and that of the headers that all kernels share."""
-    return source.path.parent, Path(__file__).parent / "cuda"
+def _header_folders(source: KernelSource) -> tuple[Path, ...]:
+    """The source's own and those it names, and that of the headers that all kernels share."""
+    return source.path.parent, *source.folders, Path(__file__).parent / "cuda"
 
 
 def _surroundings(source: KernelSource) -> bytes:

@@ -44,13 +44,13 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch, check_tensor, keep_for, wire_dtype
 from moe_ep.dispatch.nvshmem.arena import SymmetricArena
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers, shared_settings
-from moe_ep.dispatch.nvshmem.kernels import BufferLayout, align, kernel_source, structure
+from moe_ep.dispatch.nvshmem.kernels import CUDA, BufferLayout, align, kernel_source, structure
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import CombineCall, Result, check_delegated
 from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
-from moe_ep.kernels.arrival import Limits
+from moe_ep.kernels.arrival import Limits, PeerBatch
 from moe_ep.kernels.quantize import quantized_row_bytes
 from moe_ep.kernels.routing import RouterParams
 from moe_ep.modular_kernel.contracts import (
@@ -79,6 +79,8 @@ _PACKET_BYTES, _DATA_OF_PACKET, _PACKETS_OF_WARP = 128, 112, 4
 _EPOCH_SHIFT = 32
 _NUM_EPOCHS = 1 << 32
 SEND, RECEIVE = 1, 2
+# kMostRows of cuda/low_latency_layer.cuh.
+MOST_COMBINING_ROWS = 32
 KERNELS = ("low_latency_dispatch", "low_latency_combine")
 _THREADS = 512
 # Warps of a block that receive.
@@ -164,7 +166,7 @@ class Channel(SymmetricBuffers):
     def __init__(self, symmetric: SymmetricArena, layout: BatchLayout, ranks: RankGroup) -> None:
         super().__init__(symmetric, layout, ranks)
         self.layout = layout
-        self.counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=self.device)
+        self.counters = torch.empty((BATCHES_IN_FLIGHT, 3), dtype=torch.int64, device=self.device)
         self._free = [True] * BATCHES_IN_FLIGHT
         self.start([1] * BATCHES_IN_FLIGHT)
         self._buffers = [self._buffers_of(batch) for batch in range(BATCHES_IN_FLIGHT)]
@@ -203,7 +205,7 @@ class Channel(SymmetricBuffers):
         )
 
     def _epochs(self) -> Sequence[int]:
-        return [latest([counter >> _EPOCH_SHIFT for counter in both]) for both in self.counters.tolist()]
+        return [latest([counter >> _EPOCH_SHIFT for counter in both]) for *both, _ in self.counters.tolist()]
 
     def _go_on(self, told: Sequence[Sequence[int]]) -> None:
         self._free = [True] * BATCHES_IN_FLIGHT
@@ -322,6 +324,12 @@ def combine_type(num_ranks: int) -> Any:
     )
 
 
+@functools.cache
+def batch_type(num_ranks: int) -> Any:
+    """`Batch` of cuda/low_latency_layer.cuh."""
+    return structure(("common", common_type(num_ranks)), ("output", ctypes.c_void_p))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
     """How work is divided; any values give the same bits.
@@ -337,6 +345,8 @@ class Tuning:
         blocks: of a kernel, at most.
         routed_tokens: tokens whose experts the dispatch chooses itself, at most; with many, a block would choose for
             several, one after the other. 0 for none: how fast that is was not measured.
+        combining_rows: capacity of all ranks together up to which experts that can combine a batch do so; at most
+            MOST_COMBINING_ROWS. 0 for none: how fast that is was not measured.
     """
 
     packet_parts: int = 8
@@ -347,6 +357,7 @@ class Tuning:
     list_blocks: int = 264
     blocks: int = 264
     routed_tokens: int = 0
+    combining_rows: int = 0
 
     def blocks_of_expert(self, mean_rows: float, num_local_experts: int) -> int:
         """How many blocks list the same expert and share its rows: one for each row that a full expert has.
@@ -374,6 +385,7 @@ class _Sent(NamedTuple):
     positions: torch.Tensor
     expert_rows: tuple[int, int]
     check: Callable[[], None]
+    is_combined: bool = False
 
 
 class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
@@ -480,6 +492,11 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         has_router = not self.layout.device_api and self.layout.topk == self.moe_config.experts_per_token
         return self.tuning.routed_tokens if has_router else 0
 
+    def may_leave_combine(self) -> bool:
+        layout = self.layout
+        is_plain = not (layout.device_api or layout.is_quantized or layout.slot_results or layout.f32_results)
+        return is_plain and layout.num_ranks * layout.capacity <= min(self.tuning.combining_rows, MOST_COMBINING_ROWS)
+
     def _routed_kernel(self, pending: Any) -> jit.Kernel | None:
         """The dispatch that makes such a choice itself; None before the first pass that is not captured."""
         kernel = self._routed.get(pending.defines)
@@ -503,10 +520,11 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         layout, config, device = self.layout, self.moe_config, batch.rows.device
         El, max_rows = config.num_local_experts, layout.num_ranks * layout.capacity
         new = functools.partial(torch.empty, device=device)
+        is_left = batch.experts_combine and self.may_leave_combine()
         counts, positions = new(El, dtype=torch.int32), new(max_rows * layout.topk, dtype=torch.int32)
         row_ids = new((El, max_rows), dtype=torch.int32) if self.by_reference else None
         out = None
-        if not self.by_reference:
+        if not self.by_reference and not is_left:
             out = new((El, max_rows, layout.hidden_size), dtype=config.in_dtype)
         elif layout.is_quantized:
             out = new((max_rows, layout.hidden_size), dtype=config.in_dtype)
@@ -530,7 +548,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             out=None if out is None else out.data_ptr(),
             expert_num_tokens=counts.data_ptr(),
             expert_row_ids=None if row_ids is None else row_ids.data_ptr(),
-            positions=positions.data_ptr(),
+            positions=None if is_left else positions.data_ptr(),
             num_local_experts=El,
             shares=shares,
             take_parts=self.tuning.take_parts,
@@ -538,7 +556,9 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         )
         to_send = 1 + num_tokens * self.tuning.packet_parts
         to_receive = El * shares
-        if self.by_reference:
+        if is_left:
+            to_receive = -(-max_rows // WARPS)
+        elif self.by_reference:
             expected = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks
             to_receive += -(-expected * self.tuning.take_parts // WARPS)
         made = [tensor for tensor in (out, row_ids) if tensor is not None]
@@ -548,18 +568,38 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             self.channel.order, check, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
         )  # fmt: skip
         meta = ExpertTokensMetadata(counts, None, row_ids)
-        sent = _Sent(index, batch.topk_ids, batch.topk_weights, positions, (El, max_rows), check)
+        sent = _Sent(index, batch.topk_ids, batch.topk_weights, positions, (El, max_rows), check, is_left)
 
         def receive() -> Dispatched:
             launch.receive()
+            if is_left:
+                return Dispatched(rows=batch.rows, peers=self._peers(index, batch.topk_ids), handle=sent)
             return Dispatched(rows=rows, expert_tokens_meta=meta, handle=sent)
 
         return Pending(launch.receive, receive, launch.send)
+
+    def _peers(self, index: int, topk_ids: torch.Tensor) -> PeerBatch:
+        """The batch, for experts that combine it."""
+        layout = self.layout
+        return PeerBatch(
+            params=batch_type(layout.num_ranks)(common=self._common(index, topk_ids)),
+            defines=kernel_source("low_latency_combine", layout, self.moe_config.in_dtype).defines,
+            folder=CUDA,
+            rows=self.channel.part(index, "row_packets").data_ptr(),
+            num_rows=layout.num_ranks * layout.capacity,
+            topk=layout.topk,
+            launching=self.channel.order,
+        )
 
     def _return(self, sent: _Sent, call: CombineCall) -> Pending[None]:
         output, expert_output, dispatched, reduce_impl = call
         self.check()
         sent.check()
+        if sent.is_combined:
+            self.channel.give_back(sent.batch)
+            if output.data_ptr() != expert_output.data_ptr():
+                output.copy_(expert_output)
+            return Pending(lambda: None, lambda: None)
         check_delegated(self.NAME, reduce_impl)
         layout, num_tokens = self.layout, sent.topk_ids.size(0)
         expert_output = self._as_sent(expert_output)

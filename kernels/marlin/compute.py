@@ -19,7 +19,7 @@ import torch
 from moe_ep.errors import BackendUnavailableError, ConfigError
 from moe_ep.kernels import jit
 from moe_ep.kernels.align import sort_slots_by_expert
-from moe_ep.kernels.arrival import Arrival
+from moe_ep.kernels.arrival import Arrival, PeerBatch
 from moe_ep.kernels.dispatch_rows import row_blocks
 from moe_ep.kernels.expert_formats import wide_dtype
 from moe_ep.kernels.marlin import ampere, eight_bit, hopper
@@ -309,6 +309,25 @@ def compute_pending(
     for name, tensor in (("intermediate_cache2", hidden), ("hidden_states", hidden_states), ("output", output)):
         _check_start(name, tensor)
     return hopper.launch_routed(experts_params(hidden_states, hidden, output, pair, None), pair, pending)
+
+
+def compute_peers(
+    pair: WeightPair, output: torch.Tensor, peers: PeerBatch, intermediate_cache2: torch.Tensor | None
+) -> None:
+    """Computes a batch that lies in its senders' packets, and combines it: `output` is this rank's `[T, K]`.
+
+    Raises:
+        ConfigError: weights that only other kernels can compute.
+    """
+    if not pair.once(_hopper_serves) or pair.w13.sort_indices is not None:
+        raise ConfigError(
+            "experts combine a batch themselves and need kernels that cannot (act-order, or two spacings)"
+        )
+    pair.once(_check_starts)
+    hidden = _scratch(intermediate_cache2, peers.num_rows * peers.topk * pair.w2.num_columns, output)
+    _check_start("intermediate_cache2", hidden)
+    peers.params.output = output.data_ptr()
+    hopper.launch_peers(experts_params(output, hidden, output, pair, None), pair, peers)
 
 
 class _Bf16Twin:

@@ -29,6 +29,7 @@ from moe_ep.kernels.marlin.checks import (
 from moe_ep.kernels.marlin.compute import (
     compute_arriving,
     compute_batch,
+    compute_peers,
     compute_pending,
     compute_slots,
     compute_tokens,
@@ -279,7 +280,29 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
             numel = -(-numel // 128) * 128 + num_experts * max_rows * self.moe_config.hidden_dim
         return (numel,), (num_experts * max_rows, N)
 
+    def combines_batches(self) -> bool:
+        config = self.moe_config
+        groups = [scales.size(1) for scales, *_ in self._companions]  # type: ignore[union-attr]
+        columns = (config.hidden_dim, config.intermediate_size_per_partition)
+        return (
+            hopper.runs_on(self._device)
+            and config.in_dtype is torch.bfloat16
+            and not config.batch_invariant
+            and config.num_local_experts <= hopper.MOST_EXPERTS
+            and not any(tensor is not None for companions in self._companions for tensor in companions[4:])
+            and hopper.have_one_spacing(columns, (groups[0], groups[1]))
+        )
+
+    def workspace_shapes(self, M: int, N: int, K: int, topk: int, *more: Any) -> tuple[Shape, Shape, Shape]:
+        if more[2] is None:  # no counts: a batch that these experts combine
+            return (0,), (self._max_rows * topk, N), (M, K)
+        return super().workspace_shapes(M, N, K, topk, *more)
+
     def run(self, step: Step) -> None:
+        if step.peers is not None:
+            pair = self._weights(step.w1, step.w2, step.activation, self.moe_config.in_dtype)
+            compute_peers(pair, step.output, step.peers, step.scratch[1])
+            return
         counts, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
         rows, act_dtype = self._rows(step)
         pair = self._weights(step.w1, step.w2, step.activation, act_dtype)

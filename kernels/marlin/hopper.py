@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
-from moe_ep.kernels.arrival import Arrival, ArrivalParams
+from moe_ep.kernels.arrival import Arrival, ArrivalParams, PeerBatch
 from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, stream_flags, type_number
 from moe_ep.kernels.marlin.types import WeightType
@@ -97,6 +98,14 @@ class RoutedExperts(_BeginsWithExperts, ctypes.Structure):
     _fields_ = (*ExpertsParams._fields_, ("router", RouterParams), ("results", ctypes.c_void_p))
 
 
+@functools.cache
+def peer_experts(batch: Any) -> Any:
+    """ExpertsParams of cuda/params.cuh with PEERS, for batches of that structure."""
+    more = (("batch", batch), ("results", ctypes.c_void_p))
+    members = {"_fields_": (*ExpertsParams._fields_, *more)}
+    return type("PeerExperts", (_BeginsWithExperts, ctypes.Structure), members)
+
+
 class ArrivingParams(ctypes.Structure):
     """PrefillParams with ARRIVALS."""
 
@@ -141,6 +150,15 @@ def kernel_source(
         defines["ARRIVALS"] = 1
     name, entry = ("decode_sm90.cu", "decode") if decode else ("prefill_sm90.cu", "prefill")
     return jit.KernelSource(CUDA / name, entry, tuple((name, str(value)) for name, value in defines.items()))
+
+
+def combining_defines(of_batch: Sequence[tuple[str, str]], num_experts: int, topk: int) -> tuple[tuple[str, str], ...]:
+    """What the decode kernel's build with PEERS has beside the plain one's constants, for such batches and experts."""
+    experts = {"ROUTED": 1, "PEERS": 1, "NUM_EXPERTS": num_experts, "TOP_K": topk}
+    return (
+        *(each for each in of_batch if each[0] != "ACT_BF16"),
+        *((name, str(value)) for name, value in experts.items()),
+    )
 
 
 def kernel_sources(
@@ -267,14 +285,35 @@ def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK)
     return True
 
 
+def launch_peers(params: ExpertsParams, pair: WeightPair, peers: PeerBatch) -> None:
+    """Computes the rows of all ranks that lie in packets and returns the sums, with the bits of separate kernels.
+
+    Args:
+        params: all but rows, flags and partial sums.
+        peers: with its output set.
+    """
+    common = pair.once(_Common)
+    kernel = common.peers_kernel(pair, peers)
+    num_slots = peers.num_rows * peers.topk
+    params.gemm[0].input = peers.rows
+    params.num_experts, params.max_rows, params.sorted = pair.num_experts, peers.num_rows, 1
+    params.max_small_m, params.max_tiles = tuning.MOST_SMALL_M, min(pair.num_experts, num_slots)
+    _set_flags(params, common, f"{kernel.entry}_peers", decode=True, more=num_slots * pair.w2.num_rows)
+    results = params.hidden_packets + 8 * common.num_hidden_packets
+    batch: Any = type(peers.params)
+    given = peer_experts(batch).of(params, batch=peers.params, results=results)
+    with peers.launching:
+        kernel.launch(given, (common.num_blocks, 1, 1), _DECODE_THREADS, common.shared_bytes, early=True)
+
+
 def _launch_decode(params: ExpertsParams, common: _Common, kernel: jit.Kernel, flags: str) -> None:
     """Launches a build of the decode kernel, whose flags have that name."""
     _set_flags(params, common, flags, decode=True)
     kernel.launch(params, (common.num_blocks, 1, 1), _DECODE_THREADS, common.shared_bytes, early=True)
 
 
-def _set_flags(params: ExpertsParams, common: _Common, name: str, decode: bool) -> None:
-    params.sync = stream_flags(common.device, name, common.num_flags[decode]).data_ptr()
+def _set_flags(params: ExpertsParams, common: _Common, name: str, decode: bool, more: int = 0) -> None:
+    params.sync = stream_flags(common.device, name, common.num_flags[decode] + more).data_ptr()
     params.fixup_sums = params.sync + 8 * _FIXUP_SUMS
     params.hidden_packets = params.sync + 8 * common.hidden_packets
 
@@ -378,6 +417,17 @@ class _Common:
         results = _ROUTED_SLOTS * w2.num_rows // 2
         self.num_flags = {True: 2 * (self.hidden_packets + hidden + results), False: prefill_flags}
         self._routed: dict[Any, jit.Kernel] = {}
+
+    def peers_kernel(self, pair: WeightPair, peers: PeerBatch) -> jit.Kernel:
+        """The decode kernel that takes such a batch and returns its results."""
+        kernel = self._routed.get(peers.defines)
+        if kernel is None:
+            source = self._sources[True]
+            defines = (*source.defines, *combining_defines(peers.defines, pair.num_experts, peers.topk))
+            source = replace(source, defines=defines, folders=(peers.folder,))
+            kernel = self._routed[peers.defines] = jit.load(source, self.device)
+            kernel.allow_shared(self.shared_bytes)
+        return kernel
 
     def routed_kernel(self, pending: PendingTopK) -> jit.Kernel | None:
         """The decode kernel that makes such a choice itself; None before the first pass that is not captured."""

@@ -100,6 +100,7 @@ class Routing:
         pending: the choice where it is still to be made, of as many tokens as `most_pending_tokens` says; weights and
             ids have no values before its `settle`.
         most_tokens: what no rank has more tokens than, the same on every rank; None where that is not known.
+        experts_combine: the experts are ready to combine the batch, where `may_leave_combine`.
     """
 
     topk_weights: torch.Tensor
@@ -109,6 +110,7 @@ class Routing:
     apply_router_weight_on_input: bool = False
     pending: Any = None
     most_tokens: int | None = None
+    experts_combine: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,6 +127,8 @@ class Dispatched:
         rows_are_weighted: rows were multiplied by their weight before they were sent.
         arrival: rows are still to be sent, and the experts wait for each (`overlaps_experts`); None if all are here.
         pending: as in `Routing`, where rows stay and the choice is left to the experts.
+        peers: the batch, where the experts combine it and so write the layer's output; `rows` are this rank's own then,
+            and there are no counts.
         handle: what the backend keeps for the combine; opaque to everything else, and good for one combine.
     """
 
@@ -136,6 +140,7 @@ class Dispatched:
     rows_are_weighted: bool = False
     arrival: Any = None
     pending: Any = None
+    peers: Any = None
     handle: Any = None
 
 
@@ -315,6 +320,10 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         """The most tokens whose choice `dispatch` takes while it is still to be made (`Routing.pending`), to make or
         hand it on."""
         return 0
+
+    def may_leave_combine(self) -> bool:
+        """Whether `dispatch` may leave the combine to experts that say `combines_batches` (`Dispatched.peers`)."""
+        return False
 
     def overlaps_experts(self) -> bool:
         """Whether `dispatch` leaves rows in flight (`Dispatched.arrival`), and `combine` takes slots
@@ -624,6 +633,10 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         """The most tokens whose choice `run` takes while it is still to be made (`ExpertsCall.pending`)."""
         return 0
 
+    def combines_batches(self) -> bool:
+        """Whether `run` can combine a batch too (`ExpertsCall.peers`)."""
+        return False
+
     def refuses_overlap(self) -> str | None:
         """Why these experts cannot begin before their rows are here (`ExpertsCall.arrival`), in one clause; None if
         they can."""
@@ -739,7 +752,7 @@ class ExpertsCall(NamedTuple):
         meta: the number of rows of each expert, and where they are; batched rows have it.
         row_scales: as in `Dispatched`.
         global_num_experts: number of ids that can occur.
-        rows_are_weighted, arrival, pending: as in `Dispatched`.
+        rows_are_weighted, arrival, pending, peers: as in `Dispatched`.
     """
 
     output: torch.Tensor
@@ -757,6 +770,7 @@ class ExpertsCall(NamedTuple):
     rows_are_weighted: bool = False
     arrival: Any = None
     pending: Any = None
+    peers: Any = None
 
     @property
     def batch(self) -> ExpertTokensMetadata:

@@ -95,6 +95,7 @@ class FusedMoEModularKernel(nn.Module):
         self.most_pending_tokens = prepare_finalize.most_pending_tokens()
         if self._standard:
             self.most_pending_tokens = min(self.most_pending_tokens, fused_experts.most_pending_tokens())
+        self._experts_combine = prepare_finalize.may_leave_combine() and fused_experts.combines_batches()
         self._most_rows = prepare_finalize.most_rows()
         # The backend hands 8-bit rows over as codes only to experts that read them so.
         quant_config = fused_experts.quant_config
@@ -161,6 +162,7 @@ class FusedMoEModularKernel(nn.Module):
                 apply_router_weight_on_input=apply_router_weight_on_input,
                 pending=pending,
                 most_tokens=most_tokens,
+                experts_combine=self._experts_combine,
             )
             self._check_map(routing, self.fused_experts.num_local_experts(w1))
             shared_output = self._start_shared_experts(
@@ -177,7 +179,7 @@ class FusedMoEModularKernel(nn.Module):
                     routing.pending = None
                 dispatched = self._dispatcher.dispatch(hidden_states, routing, self._quant_config)
             with stage("experts"), invariant_ops(experts.moe_config.batch_invariant):
-                target = None if inplace else output
+                target = None if inplace and dispatched.peers is None else output
                 # Weights may require gradients, and scratch must not keep a graph.
                 with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                     dtype = hidden_states.dtype
@@ -227,7 +229,8 @@ class FusedMoEModularKernel(nn.Module):
         dtype, limit = experts.workspace_dtype(act_dtype), self._chunk_size
         in_f32 = self._f32_output or self._f32_partial_sums
         output_dtype = torch.float32 if act_dtype is torch.float16 and in_f32 else dtype
-        if target is not None and not (self._finished_rows and target.dtype == output_dtype and target.is_contiguous()):
+        is_finished = self._finished_rows or dispatched.peers is not None
+        if target is not None and not (is_finished and target.dtype == output_dtype and target.is_contiguous()):
             target = None
 
         def requests(num_rows: int) -> tuple[Request, ...]:
@@ -252,7 +255,7 @@ class FusedMoEModularKernel(nn.Module):
         call = ExpertsCall(
             output, rows, w1, w2, weights, ids, routing.expert_map, activation, (workspace13, workspace2), meta,
             dispatched.row_scales, routing.num_experts, dispatched.rows_are_weighted, dispatched.arrival,
-            dispatched.pending,
+            dispatched.pending, dispatched.peers,
         )  # fmt: skip
         if limit is None or limit >= M:
             experts.run(call)

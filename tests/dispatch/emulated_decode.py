@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.dispatch.nvshmem import low_latency
+from moe_ep.dispatch.nvshmem.kernels import structure
 from moe_ep.dispatch.nvshmem.low_latency import KERNELS, RECEIVE, SEND, BatchLayout, local_indices
 from moe_ep.kernels.routing import PendingTopK
 from moe_ep.routing.topk import topk_reference
@@ -27,6 +30,7 @@ from tests.dispatch.emulated_gpu import Session, compile_kernels
 HIDDEN, TOPK, CAPACITY = 128, 4, 5
 GROUP_THREADS = 64
 NUM_ROUTED = 7  # experts where the dispatch chooses them
+MOST_EXPERTS = 8  # of a rank
 # Packets of 8-bit rows are put together by so many.
 QUANTIZING_THREADS = 256
 
@@ -39,14 +43,21 @@ def compile_decode(
     dtype: torch.dtype = torch.bfloat16,
     routed: bool = False,
 ) -> ctypes.CDLL:
-    """Both kernels, with packets and flags; `routed`: the dispatch chooses experts from ROUTER's logits."""
+    """Both kernels, with packets and flags, and experts that combine where they can; `routed`: the dispatch chooses
+    experts from ROUTER's logits."""
     defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "EIGHT_BIT": int(code_dtype is not None)}
     defines |= {"INT8": int(code_dtype == torch.int8), "ACT_BF16": int(dtype is torch.bfloat16)}
     defines["SLOT_RESULTS"] = int(slot_results)
     if routed:
         defines |= {"ROUTED": 1, **{name: int(value) for name, value in choice_of(torch.empty(1, NUM_ROUTED)).defines}}
     threads = GROUP_THREADS if code_dtype is None else QUANTIZING_THREADS
-    return compile_kernels(folder, dict.fromkeys(KERNELS, threads), **defines)
+    names = (*KERNELS, "layer") if can_combine(code_dtype, slot_results, dtype) else KERNELS
+    return compile_kernels(folder, dict.fromkeys(names, threads), EXPERTS=MOST_EXPERTS, **defines)
+
+
+def can_combine(code_dtype: torch.dtype | None, slot_results: bool, dtype: torch.dtype) -> bool:
+    """Whether experts may combine batches of such rows."""
+    return code_dtype is None and not slot_results and dtype is torch.bfloat16
 
 
 def choice_of(logits: torch.Tensor) -> PendingTopK:
@@ -132,6 +143,7 @@ class Decode(Session):
             slot_results=slot_results,
             f32_results=dtype is torch.float16,
         )
+        self._may_combine = can_combine(code_dtype, slot_results, dtype)
         self.row_packet_tokens = self.random.choice([0, 1, self.layout.row_packet_tokens])
         if self.layout.is_quantized:  # whose rows are packets whatever their number
             self.row_packet_tokens = self.layout.row_packet_tokens
@@ -141,10 +153,12 @@ class Decode(Session):
         self.memory = torch.full((num_ranks, words), first - 1, dtype=torch.int32).view(torch.uint8)
         for rank, memory in enumerate(self.memory):
             self.add_memory(rank, memory)
-        self.counters = torch.full((num_ranks, 2), first << 32)
+        self.counters = torch.full((num_ranks, 3), first << 32)
+        self._published = torch.zeros(num_ranks, num_ranks * CAPACITY * TOPK * HIDDEN // 2, dtype=torch.int64)
         self.status = torch.tensor([[0, 2**num_ranks - 1]] * num_ranks, dtype=torch.int32)
         self.record = torch.zeros(num_ranks, 4 + num_ranks, dtype=torch.int32)
         self.batches: list[Batch] = []
+        self._kept: list[torch.Tensor] = []
 
     def has_failed(self, rank: int) -> bool:
         """As the host finds it."""
@@ -174,13 +188,27 @@ class Decode(Session):
         )
 
     def queue_step(self, case: Case, by_reference: bool, experts_wait: Callable[[int], bool] = lambda _: True) -> None:
-        """Dispatch, experts and combine of all ranks; experts of a rank begin when experts_wait(rank) says so."""
+        """Dispatch, experts and combine of all ranks; experts of a rank begin when experts_wait(rank) says so.
+
+        Some ranks' experts combine the batch, where rows of all tokens are packets.
+        """
         for rank in range(self.num_ranks):
             batch = self._make_batch(make_setting(case, rank, self.num_ranks), by_reference)
-            self._queue_dispatch(batch)
+            combines = self.combines(rank)
+            self._queue_dispatch(batch, is_listed=not combines)
+            if combines:
+                self.queue_host(rank, lambda rank=rank: experts_wait(rank))
+                self._queue_layer(batch)
+                self.batches.append(batch)
+                continue
             self.queue_host(rank, lambda batch=batch: experts_wait(batch.setting.rank) and self._run_experts(batch))
             self._queue_combine(batch)
             self.batches.append(batch)
+
+    def combines(self, rank: int) -> bool:
+        """Whether this rank's experts combine the next batch."""
+        fits = self._may_combine and self.row_packet_tokens == self.layout.row_packet_tokens
+        return fits and self.random.random() < 0.6
 
     def _make_batch(self, setting: Setting, by_reference: bool) -> Batch:
         num_local, most = setting.config.num_local_experts, self.num_ranks * CAPACITY
@@ -206,7 +234,7 @@ class Decode(Session):
             choice=choice,
         )
 
-    def _queue_dispatch(self, batch: Batch) -> None:
+    def _queue_dispatch(self, batch: Batch, is_listed: bool) -> None:
         rows = batch.setting.inputs[batch.setting.rank].rows
         out = None if batch.by_reference else batch.rows
         if batch.by_reference and self.layout.is_quantized:
@@ -220,13 +248,28 @@ class Decode(Session):
             out=None if out is None else out.data_ptr(),
             expert_num_tokens=batch.counts.data_ptr(),
             expert_row_ids=batch.row_ids.data_ptr() if batch.by_reference else None,
-            positions=batch.positions.data_ptr(),
+            positions=batch.positions.data_ptr() if is_listed else None,
             num_local_experts=len(batch.counts),
             shares=1 if batch.by_reference else self.random.choice([1, 2]),
             take_parts=self.random.choice([1, 8]),
             **router,
         )
         self._queue_halves(batch.setting.rank, "low_latency_dispatch", params)
+
+    def _queue_layer(self, batch: Batch) -> None:
+        """Experts that combine."""
+        rank = batch.setting.rank
+        numbers = torch.tensor([*batch.global_ids, 0], dtype=torch.int32)  # and the ticket
+        self._kept.append(numbers)
+        params = layer_type(self.num_ranks)(
+            batch=low_latency.batch_type(self.num_ranks)(common=self._common(batch), output=batch.output.data_ptr()),
+            numbers=numbers.data_ptr(),
+            results=self._published[rank].data_ptr(),
+            ticket=numbers[-1:].data_ptr(),
+            num_experts=len(numbers) - 1,
+            launch=len(self._kept),
+        )
+        self.queue_kernel(rank, "layer", params, self._blocks or self.random.choice([1, 2, 4]), early=True)
 
     def _queue_combine(self, batch: Batch) -> None:
         params = low_latency.combine_type(self.num_ranks)(
@@ -283,6 +326,14 @@ class Decode(Session):
         for phases in (SEND, RECEIVE) if in_halves else (SEND | RECEIVE,):
             params.common.phases = phases
             self.queue_kernel(rank, name, params, blocks, groups=2, early=True)
+
+
+@functools.cache
+def layer_type(num_ranks: int) -> Any:
+    """`Params` of emulated/layer.cu."""
+    pointers = tuple((name, ctypes.c_void_p) for name in ("numbers", "results", "ticket"))
+    numbers = (("num_experts", ctypes.c_int), ("launch", ctypes.c_int))
+    return structure(("batch", low_latency.batch_type(num_ranks)), *pointers, *numbers)
 
 
 def _with_logits(setting: Setting) -> tuple[Setting, PendingTopK]:

@@ -61,12 +61,12 @@ def test_batches_of_decode_have_memory_of_their_own() -> None:
         assert list(common.buffers.pes) == [7, 8, 9] and common.buffers.reachable == 0b111
         assert (common.buffers.rank, common.buffers.capacity, common.buffers.row_packet_tokens) == (RANK, 4, 4)
         assert {name: getattr(common.buffers, name) for name in DECODE.offsets} == DECODE.offsets
-        assert common.counters == made.counters.data_ptr() + 16 * batch
+        assert common.counters == made.counters.data_ptr() + 24 * batch
         rows = made.rows(batch, torch.bfloat16)
         assert rows.shape == (NUM_RANKS * 4, 32)
         assert rows.data_ptr() == arena.address(RANK) + start + DECODE.offsets["rows"]
     assert made.common(0).timeout_ns == 10_000_000_000
-    assert made.counters.tolist() == [[1 << 32] * 2] * 2 and made.status.tolist() == [0, 0b111]
+    assert made.counters.tolist() == [[1 << 32] * 3] * 2 and made.status.tolist() == [0, 0b111]
 
 
 def test_a_batch_of_decode_takes_the_first_free_set_of_buffers() -> None:
@@ -78,11 +78,11 @@ def test_a_batch_of_decode_takes_the_first_free_set_of_buffers() -> None:
     made.give_back(1)
     assert made.take() == 1
     # Epoch 6 was under way in the first set and its combine had begun the next; the other ranks got no further.
-    made.counters.copy_(torch.tensor([[6 << 32 | 5, 5 << 32], [3 << 32, 3 << 32 | 1]]))
+    made.counters.copy_(torch.tensor([[6 << 32 | 5, 5 << 32, 0], [3 << 32, 3 << 32 | 1, 1 << 32 | 1]]))
     made.record.words[0] = 1
     made.recover([2])
     assert made.alive == [0, 1] and made.status.tolist() == [0, 0b011]
-    assert made.counters.tolist() == [[7 << 32] * 2, [4 << 32] * 2]
+    assert made.counters.tolist() == [[7 << 32] * 3, [4 << 32] * 3]
     assert made.take() == 0 and not made.record.words.any()
 
 

@@ -1,7 +1,8 @@
-"""A few tokens routed, computed and summed by one kernel: the bits of the separate kernels."""
+"""A few tokens routed, computed and summed or combined by one kernel: the bits of the separate kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,15 @@ from moe_ep.bench.geometries import MXFP4, Geometry
 from moe_ep.bench.layers import BenchLayers, make_weights
 from moe_ep.bench.workload import parse_routing
 from moe_ep.checkpoint.spec import RoutingSpec
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+from moe_ep.dispatch.nvshmem.low_latency import LowLatencyPrepareFinalize, Tuning
+from moe_ep.errors import DispatchTimeoutError
 from moe_ep.kernels.marlin import hopper
+from moe_ep.kernels.marlin.experts import BatchedMarlinExperts
 from moe_ep.kernels.routing import defer_topk, fused_topk
-from moe_ep.modular_kernel.contracts import Routing
+from moe_ep.modular_kernel.contracts import ExpertsCall, Routing
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate
+from moe_ep.scalar_type import scalar_types
 from tests.dispatch.backend_cases import Case
 from tests.gpu.ranks_of_one_gpu import LOW_LATENCY, Ranks, on_one_gpu
 
@@ -148,3 +154,113 @@ def _step(ranks: Ranks, num_experts: int, settled: bool) -> list[torch.Tensor]:
     for each in ranks.backends:
         each.check()
     return [*(choice.topk_ids for choice in choices), *counts, *listed, *outputs]
+
+
+class CombiningRank:
+    """One rank's backend and packed experts, with random weights."""
+
+    def __init__(self, rank: int, num_ranks: int, capacity: int, K: int, N: int, num_experts: int, topk: int) -> None:
+        local = num_experts // num_ranks
+        self.num_experts, self.topk, self.K = num_experts, topk, K
+        self.config = FusedMoEConfig(
+            num_experts=num_experts, experts_per_token=topk, hidden_dim=K, intermediate_size_per_partition=N,
+            num_local_experts=local, moe_parallel_config=FusedMoEParallelConfig.make(ep_size=num_ranks, rank=rank),
+            in_dtype=torch.bfloat16, max_num_tokens=capacity,
+        )  # fmt: skip
+        self.generator = torch.Generator("cuda").manual_seed(rank)
+        options: dict[str, Any] = {"device": "cuda", "generator": self.generator}
+
+        def codes(*shape: int) -> torch.Tensor:
+            return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32, **options)
+
+        def scales(*shape: int) -> torch.Tensor:
+            return torch.rand(shape, **options).mul_(0.01).to(torch.bfloat16)
+
+        self.weights = codes(local, K // 16, 4 * N), codes(local, N // 16, 2 * K)
+        self.quant = FusedMoEQuantConfig(
+            quant_type_id=scalar_types.uint4b8.id, group_size=128, w1_scale=scales(local, K // 128, 2 * N),
+            w2_scale=scales(local, N // 128, K),
+        )  # fmt: skip
+        tuning = Tuning(combining_rows=32, blocks=32)
+        self.backend = LowLatencyPrepareFinalize(moe_config=self.config, quant_config=self.quant, tuning=tuning)
+        self.experts = BatchedMarlinExperts(self.config, self.quant)
+        self.backend.hand_over_row_ids()
+        assert self.backend.may_leave_combine() and self.experts.combines_batches()
+
+    def draw(self, num_tokens: int, used: int) -> None:
+        """Tokens whose experts are among the first `used`; one in eight slots has none."""
+        options: dict[str, Any] = {"device": "cuda", "generator": self.generator}
+        self.x = torch.randn(num_tokens, self.K, **options).to(torch.bfloat16)
+        chosen = torch.rand(num_tokens, used, **options).argsort(dim=1)[:, : self.topk].to(torch.int32)
+        self.ids = torch.where(torch.rand(chosen.shape, **options) < 0.125, -1, chosen).contiguous()
+        self.topk_weights = torch.rand(num_tokens, self.topk, **options)
+
+    def dispatch(self, combines: bool) -> Any:
+        routing = Routing(
+            topk_weights=self.topk_weights, topk_ids=self.ids, num_experts=self.num_experts, experts_combine=combines
+        )
+        return self.backend.dispatch(self.x, routing, self.quant)
+
+    def run(self, dispatched: Any) -> torch.Tensor:
+        """Experts and combine."""
+        meta, output = dispatched.expert_tokens_meta, torch.full_like(self.x, float("nan"))
+        sizes = self.experts.moe_problem_size(dispatched.rows, *self.weights, self.ids)
+        E, M, N, K, topk = sizes
+        shapes = self.experts.workspace_shapes(M, N, K, topk, self.num_experts, E, meta, "silu")
+        made = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+        target = output if dispatched.peers is not None else made[2]
+        self.experts.run(
+            ExpertsCall(
+                target, dispatched.rows, *self.weights, self.topk_weights, self.ids, None, "silu", (made[0], made[1]),
+                meta, peers=dispatched.peers,
+            )
+        )  # fmt: skip
+        self.backend.combine(output, target, dispatched, self.experts.finalize_weight_and_reduce_impl())
+        return output
+
+
+@pytest.mark.parametrize(
+    ("capacity", "sizes"), [(8, (2048, 768, 128, 8)), (16, (7168, 256, 64, 8)), (5, (1536, 512, 40, 6))], ids=str
+)
+@torch.inference_mode()
+def test_experts_combine(monkeypatch: pytest.MonkeyPatch, capacity: int, sizes: tuple[int, int, int, int]) -> None:
+    """With the bits of separate kernels, also beside a rank that has them; and what others miss is told."""
+    num_ranks = 2
+    monkeypatch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "2")
+    on_one_gpu(monkeypatch, num_ranks)
+    ranks = [CombiningRank(rank, num_ranks, capacity, *sizes) for rank in range(num_ranks)]
+    streams = [torch.cuda.Stream() for _ in ranks]
+
+    def together(call: Any, present: Sequence[int] = range(num_ranks)) -> list[Any]:
+        torch.cuda.synchronize()
+        found: list[Any] = [None] * num_ranks
+        for rank in present:
+            with torch.cuda.stream(streams[rank]):
+                found[rank] = call(rank)
+        torch.cuda.synchronize()
+        return found
+
+    def step(*combines: bool) -> list[torch.Tensor]:
+        dispatched = together(lambda rank: ranks[rank].dispatch(combines[rank]))
+        assert [each.peers is not None for each in dispatched] == list(combines)
+        outputs = together(lambda rank: ranks[rank].run(dispatched[rank]))
+        for rank in ranks:
+            rank.backend.check()
+        return outputs
+
+    for tokens, used in (((1, 1), 128), ((0, 3), 128), ((capacity, 2), 10), ((0, 0), 128), ((capacity, capacity), 128)):
+        for rank, num_tokens in zip(ranks, tokens, strict=True):
+            rank.draw(num_tokens, min(used, sizes[2]))
+        expected = step(False, False)
+        for combines in ((True, True), (True, False), (False, True), (True, True)):
+            for mine, other in zip(step(*combines), expected, strict=True):
+                torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    for present, missing in ((0, 1), (1, 0)):
+        found = together(lambda rank: ranks[rank].dispatch(True), [present])[present]
+        with pytest.raises(DispatchTimeoutError, match=f"rank {missing}"):
+            together(lambda rank, found=found: ranks[rank].run(found), [present])
+            ranks[present].backend.check()
+        for rank in ranks:
+            rank.backend.recover(dead=())
+        for mine, other in zip(step(True, True), expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0)

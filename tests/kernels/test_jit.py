@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.dispatch.nvshmem.kernels import CUDA as NVSHMEM_CUDA
+from moe_ep.dispatch.nvshmem.kernels import kernel_source
+from moe_ep.dispatch.nvshmem.low_latency import BatchLayout
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import eplb_map, jit
 from moe_ep.kernels.marlin import ampere, hopper
@@ -80,6 +84,16 @@ def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, decode: 
     resources = jit.compile_only(hopper.kernel_source(kind, *case[1:], decode=decode, tall=tall), "sm_90a")
     assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
+
+
+@pytest.mark.parametrize("topk", [8, 5])
+def test_experts_that_combine_compile_without_spills(topk: int) -> None:
+    layout = BatchLayout(num_ranks=2, capacity=16, hidden_size=7168, topk=topk, code_dtype=None)
+    of_batch = kernel_source("low_latency_combine", layout, BF16).defines
+    source = hopper.kernel_source(WEIGHT_TYPES[scalar_types.uint4b8.id], BF16, BF16, 1, SILU, decode=True)
+    defines = (*source.defines, *hopper.combining_defines(of_batch, 128, topk))
+    resources = jit.compile_only(replace(source, defines=defines, folders=(NVSHMEM_CUDA,)), "sm_90a")
+    assert resources[1:3] == (0, 0)
 
 
 @pytest.mark.parametrize(("decode", "activation"), [(True, SILU), (True, SWIGLUSTEP), (False, SWIGLUSTEP)])

@@ -82,6 +82,7 @@ def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
     routed = (*choice_of(torch.empty(1, NUM_ROUTED)).defines, ("ROUTED", "1"))
     source = hopper.kernel_source(UINT4B8, BF16, BF16, 1, SILU, True)
     yield "RoutedExperts", replace(source, defines=(*source.defines, *routed)), hopper.RoutedExperts, "ExpertsParams"
+    yield "PeerExperts", combining_source(), hopper.peer_experts(low_latency.batch_type(RANKS)), "ExpertsParams"
     sources = eight_bit.kernel_sources(UINT4B8, torch.int8, BF16, 1, SILU)
     yield "RowsParams", sources["rows"], eight_bit.RowsParams, "RowsParams"
     yield "EightBitParams", sources["experts"], eight_bit.EightBitParams, "EightBitParams"
@@ -122,6 +123,14 @@ def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
         pairs = tuple((key, str(value)) for key, value in defines.items())
         source = jit.KernelSource(Path(module.__file__).with_suffix(".cu"), "nothing", pairs)
         yield module.__name__, source, getattr(module, name), name
+
+
+def combining_source(num_ranks: int = RANKS) -> jit.KernelSource:
+    """The decode kernel that combines batches of so many ranks."""
+    source = hopper.kernel_source(UINT4B8, BF16, BF16, 1, SILU, True)
+    of_ranks = BatchLayout(**{**SHAPE, "num_ranks": num_ranks, "code_dtype": None})
+    defines = hopper.combining_defines(kernels.kernel_source("low_latency_combine", of_ranks, BF16).defines, 16, 5)
+    return replace(source, defines=(*source.defines, *defines), folders=(kernels.CUDA,))
 
 
 def named(mirror: Any, pointers: tuple[str, ...], numbers: tuple[str, ...]) -> Any:
@@ -166,4 +175,4 @@ def test_a_mirror_has_the_layout_of_the_struct(
     path = tmp_path / "layouts.cu"
     path.write_text(WITHOUT_KERNELS.format(path=source.path) + asserts)
     arch = "sm_80" if source.path.name.startswith("ampere") else "sm_90a"
-    jit.compile_only(jit.KernelSource(path, "nothing", source.defines), arch)
+    jit.compile_only(jit.KernelSource(path, "nothing", source.defines, folders=source.folders), arch)

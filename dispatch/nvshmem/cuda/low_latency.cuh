@@ -60,7 +60,9 @@ using Receivers = Group<2, kThreads>;
 // Ticket counters of a batch; each kernel resets the other's for the next round.
 struct Counters {
   u64 dispatch, combine;
+  u64 failed;  // failure_of(epoch) of the last batch whose dispatch was incomplete, where experts return results
 };
+DEVICE u64 failure_of(u32 epoch) { return static_cast<u64>(epoch) << 32 | 1; }
 
 struct Buffers {
   u64 peers[RANKS];  // address of each rank's buffers, 0 if out of reach
@@ -161,6 +163,42 @@ DEVICE int owner_of_slot(const Common& c, int token, u32 alive, u32& due) {
   return owner;
 }
 #endif
+
+// ==== Sums of results ====
+
+DEVICE void add_weighted(Sums& sum, Vec v, float weight) {
+  const Sums f = unpack_result(v);
+#pragma unroll
+  for (int i = 0; i < kResultColumns; ++i) {
+    sum.v[i] = __fadd_rn(sum.v[i], __fmul_rn(f.v[i], weight));
+  }
+}
+
+// Adds the results of `ranks` in rank order; load(rank) loads one, came(rank, v) tells whether it has arrived.
+template <typename Load, typename Came>
+DEVICE OutputVec sum_of(u32 ranks, const Load& load, const Came& came) {
+  constexpr int kAtOnce = RANKS < 4 ? RANKS : 4;  // loaded at a time
+  Sums sum{};
+#pragma unroll 1
+  for (int from = 0; from < RANKS; from += kAtOnce) {
+    Vec v[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (from + j < RANKS && ranks >> (from + j) & 1) {
+        v[j] = load(from + j);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (from + j < RANKS && ranks >> (from + j) & 1 && came(from + j, v[j])) {
+        add_result(sum, v[j]);
+      }
+    }
+  }
+  return pack_output(sum);
+}
+
+// ==== Parts ====
 
 // First vector of a part of a row; parts are multiples of a scale's group.
 DEVICE int part_begin(int part, int parts) {

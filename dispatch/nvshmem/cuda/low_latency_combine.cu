@@ -31,14 +31,6 @@ struct Shared {
   u32 ranks[2];       // ranks whose result of a token has arrived; two tokens alternate
 };
 
-DEVICE void add_weighted(Sums& sum, Vec v, float weight) {
-  const Sums f = unpack_result(v);
-#pragma unroll
-  for (int i = 0; i < kResultColumns; ++i) {
-    sum.v[i] = __fadd_rn(sum.v[i], __fmul_rn(f.v[i], weight));
-  }
-}
-
 // A received token's slots on this rank: lane k of each warp holds slot k.
 struct Slots {
   u32 present;  // bits of the slots that have a result here
@@ -216,32 +208,6 @@ DEVICE void refresh(const Params& p, const Shared& shared, int token, u32 epoch,
   end_refresh();
 #endif
 }
-
-#if !SLOT_RESULTS
-// Adds the results of `ranks` in rank order; load(rank) loads one, came(rank, v) tells whether it has arrived.
-template <typename Load, typename Came>
-DEVICE OutputVec sum_of(u32 ranks, const Load& load, const Came& came) {
-  constexpr int kAtOnce = RANKS < 4 ? RANKS : 4;  // loaded at a time
-  Sums sum{};
-#pragma unroll 1
-  for (int from = 0; from < RANKS; from += kAtOnce) {
-    Vec v[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if (from + j < RANKS && ranks >> (from + j) & 1) {
-        v[j] = load(from + j);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if (from + j < RANKS && ranks >> (from + j) & 1 && came(from + j, v[j])) {
-        add_result(sum, v[j]);
-      }
-    }
-  }
-  return pack_output(sum);
-}
-#endif
 
 #if SLOT_RESULTS
 // A part of one token: every warp waits for what it adds, in slot order; `due`: the bits of the slots, `owner` and

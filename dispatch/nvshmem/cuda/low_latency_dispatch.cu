@@ -2,7 +2,9 @@
 // rows each expert has.
 //
 // Layout in:   rows [T, K], topk_ids and weights [T, TOPK] on each rank.
-// Layout out:  on the rank of expert e: expert_num_tokens [El]; its rows in the order (source, token), either copied to
+// Layout out:  nothing (positions == null) where the experts' kernel reads rows and meta itself (low_latency_layer.cuh): then
+//              the dispatch has waited for all of them. Else,
+//              on the rank of expert e: expert_num_tokens [El]; its rows in the order (source, token), either copied to
 //              out [El, R * C, K], or by reference, as numbers s * C + t in expert_row_ids [El, R * C], of rows that
 //              stay where they arrive (8-bit ones, dequantized, in out [R * C, K]); positions [R * C, TOPK]: the row of its
 //              expert that each slot is, for the combine.
@@ -38,7 +40,7 @@ struct Params {
   u8* out;            // rows for the experts, unless these read them where they arrive; else null
   int* expert_num_tokens;
   int* expert_row_ids;  // null: rows are copied per expert (expanded form)
-  int* positions;
+  int* positions;       // null: rows stay in their packets, and nothing is listed
   int num_local_experts;
   int shares;      // groups that list the same expert and share the copying of its rows, in the expanded form
   int take_parts;  // most parts of a row that is copied
@@ -663,16 +665,73 @@ DEVICE void list_expert(const Params& p, Waits& wait, Shared& shared, int expert
   }
 }
 
+// By a warp: waits for a rank's header, for the meta of one of its tokens, and for the packets of its row if that has an
+// expert here. Everything is requested before the first wait.
+DEVICE bool await_row(const Common& c, Waits& wait, int source, int token) {
+  constexpr int kEach = (kRowPackets + 31) / 32;
+  const Buffers& b = c.buffers;
+  const int lane = threadIdx.x % 32;
+  const u8* meta = b.meta_of(b.rank, source, token, wait.epoch) + 16 * min(lane, kMetaLines - 1);
+  const u64 row = static_cast<u64>(source) * b.row_packet_tokens + token;
+  const u8* packets = b.at(b.rank, b.row_packets) + kPacketBytes * row * kRowPackets + sizeof(Vec) * kPacketVectors;
+  const auto packet = [=](int j) { return packets + kPacketBytes * min(lane + 32 * j, kRowPackets - 1); };
+  Vec line = load_volatile(meta), flags[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    flags[j] = load_volatile(packet(j));
+  }
+  u32 tokens = 0;
+  const bool has_header = wait.for_number(b.header_of(b.rank, source, wait.epoch), source, tokens);
+  if (!__all_sync(kAllLanes, has_header)) {
+    return false;
+  }
+  if (token >= static_cast<int>(tokens)) {
+    return true;
+  }
+  bool came = is_of(line, wait.epoch) || wait.for_line(meta, source, line);
+  const u32 four[kLocalsOfLine] = {line.x & 0xffff, line.x >> 16, line.z & 0xffff, line.z >> 16};
+  bool is_here = false;
+#pragma unroll
+  for (int i = 0; i < kLocalsOfLine; ++i) {
+    is_here |= lane < kLocalLines && four[i] != kNotHere;
+  }
+  if (__any_sync(kAllLanes, came && is_here)) {
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      came = came && (is_of(flags[j], wait.epoch) || wait.for_line(packet(j), source, flags[j]));
+    }
+  }
+  return __all_sync(kAllLanes, came);
+}
+
+// All rows that arrive, each by a warp. Whoever misses something notes it, so that the kernel behind leaves the batch out.
+DEVICE void await_rows(const Common& c, Waits& wait, u32 alive) {
+  const int capacity = c.buffers.capacity;
+  for (int row = threadIdx.x % kThreads / 32 * gridDim.x + blockIdx.x; row < RANKS * capacity;
+       row += kWarps * gridDim.x) {
+    const int source = row / capacity;
+    if (alive >> source & 1 && !await_row(c, wait, source, row % capacity) && threadIdx.x % 32 == 0) {
+      store_volatile(&c.counters->failed, failure_of(wait.epoch));
+    }
+    __syncwarp();
+  }
+}
+
 DEVICE void receive_all(const Params& p, Shared& shared) {
   const Common& c = p.common;
   const bool by_reference = p.expert_row_ids != nullptr;
   const int lists = p.num_local_experts * p.shares;
   // A rank without experts waits for the headers, too: it must not get two batches ahead of any rank.
-  if (!by_reference && static_cast<int>(blockIdx.x) >= max(lists, 1)) {
+  const bool is_listed = p.positions != nullptr;
+  if (is_listed && !by_reference && static_cast<int>(blockIdx.x) >= max(lists, 1)) {
     return;
   }
   const u32 epoch = static_cast<u32>(*reinterpret_cast<volatile u64*>(&c.counters->dispatch) >> 32);
   Waits wait(c.limits, epoch);
+  if (!is_listed) {
+    await_rows(c, wait, c.alive());
+    return;
+  }
   read_headers(p, wait, shared, c.alive());
   for (int task = blockIdx.x; task < lists; task += gridDim.x) {
     list_expert(p, wait, shared, task / p.shares, task % p.shares);

@@ -53,8 +53,8 @@ constexpr int kMaxBlocks = 256;
 constexpr int kStepBits = 22;  // of the number of a phase's steps
 constexpr u32 kTicketsPerLaunch = 4 * kMaxBlocks;
 
-#if ROUTED
-// Tokens of a launch, at most: a warp routes each, and sums over their slots fit in the fields of a word.
+#if ROUTED && !PEERS
+// Tokens of a launch, at most: a warp routes each.
 constexpr int kRoutedTokens = TOP_K < 8 ? 16 : 128 / TOP_K;
 #endif
 
@@ -81,8 +81,10 @@ enum class Partition : int {
 DEVICE int units_per_tile(Partition partition) { return (int)partition; }
 DEVICE bool is_split_k(Partition partition) { return (int)partition > 0; }
 
-#if ROUTED
 // The choices of all tokens.
+#if PEERS
+using Routes = peers::Rows<NUM_EXPERTS>;
+#elif ROUTED
 struct Routes {
   u32 tokens[NUM_EXPERTS];  // of each expert, as bits
   u16 ids[kRoutedTokens][TOP_K];
@@ -115,6 +117,9 @@ struct TileSlice {
   int row_tile, from, to;  // which tile, and which of its steps; from == to: there are no more slices
   int units_behind;        // of its tile, where it has the first step of it
   int part;                // of a reduction: see find_reduction
+#if ROUTED
+  int sums;  // part of a layer's outputs that this CTA adds up behind all its slices; below 0: none
+#endif
 };
 
 // Exclusive prefix sum over the lanes.
@@ -153,20 +158,24 @@ DEVICE Partition choose_partition(int phase, int tiles, int large_tiles, int ste
     bool is_short = total < 2 * small_m_cost(kDecodeTileTokens) * (int)gridDim.x;
     return is_short ? Partition::kStreamKEven : Partition::kStreamKByCost;
   }
-  int split_k = phase == 1 && !ROUTED ? quotient(gridDim.x, tiles) : 0;
+  int split_k = phase == 1 && (!ROUTED || PEERS) ? quotient(gridDim.x, tiles) : 0;
   return split_k >= kMinSplitK ? Partition(min(split_k, steps)) : Partition::kStreamKEven;
 }
 
-#if ROUTED
+// Of the list of active experts: their number, how many are large, the cost of a step of each, and the most rows.
+struct ListSums {
+  int active, large, cost, largest;
+};
+
+#if ROUTED && !PEERS
 // One warp lists the active experts. A lane has neighbouring experts, so that one prefix sum is enough.
-DEVICE void list_routed(Schedule& s, int lane, int& active, int& large, int& cost, int& largest) {
+DEVICE ListSums list_routed(Schedule& s, int lane) {
   constexpr int kEach = (NUM_EXPERTS + 31) / 32;
   // What precedes an expert: active experts and rows in 8 bits each, large ones in 4, their cost behind.
   auto word_of = [](int rows) {
     return rows == 0 ? 0 : 1 | rows << 8 | (rows > kSmallTileRows) << 16 | small_m_cost(rows) << 20;
   };
-  int rows[kEach], own = 0;
-  largest = 0;
+  int rows[kEach], own = 0, largest = 0;
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     int expert = lane * kEach + i;
@@ -183,16 +192,53 @@ DEVICE void list_routed(Schedule& s, int lane, int& active, int& large, int& cos
         (u16)(before >> 16 & 15)};
     before += word_of(rows[i]);
   }
-  active = all & 255, large = all >> 16 & 15, cost = all >> 20;
+  return {all & 255, all >> 16 & 15, all >> 20, (int)__reduce_max_sync(~0u, largest)};
+}
+#else
+// One warp: lists the active experts, unless one of them is large-M or counts as several (`active` is -1 then). A lane has
+// neighbouring experts, so that prefix sums over the lanes are enough.
+DEVICE ListSums list_at_once(Schedule& s, const ExpertsParams& p, const int* rows_of_expert, int lane) {
+#if PEERS
+  auto rows_at = [&](int e) { return __popc(s.routes.tokens[e]); };
+#else
+  auto rows_at = [&](int e) { return rows_of_expert[e]; };
+#endif
+  // What precedes an expert, in two words: active and large experts; costs and rows.
+  auto counts_of = [](int rows) { return rows == 0 ? 0 : 1 | (rows > kSmallTileRows) << 16; };
+  auto sums_of = [](int rows) { return rows == 0 ? 0 : small_m_cost(rows) | rows << 16; };
+  int each = (p.num_experts + 31) / 32, first = lane * each, end = min(first + each, p.num_experts);
+  int counts = 0, sums = 0, largest = 0;
+#pragma unroll 4
+  for (int e = first; e < end; e++) {
+    int rows = rows_at(e);
+    counts += counts_of(rows), sums += sums_of(rows), largest = max(largest, rows);
+  }
+  largest = __reduce_max_sync(~0u, largest);
+  if (largest > min(p.max_small_m, kDecodeTileTokens)) return {-1, 0, 0, 0};
+  int counts_before = sum_before(counts, lane), before = sum_before(sums, lane);
+  int all_counts = __shfl_sync(~0u, counts_before + counts, 31), cost = __shfl_sync(~0u, before + sums, 31) & 0xffff;
+  if ((all_counts & 0xffff) > p.max_tiles) __trap();  // more rows than the launch was told
+#pragma unroll 1
+  for (int e = first; e < end; e++) {
+    int rows = rows_at(e), first_row = before >> 16;
+    if (rows == 0) continue;
+    s.active()[counts_before & 0xffff] = {e,
+                                          first_row,
+                                          p.sorted ? first_row : e * p.max_rows,
+                                          before & 0xffff,
+                                          (u16)rows,
+                                          (u16)small_m_cost(rows),
+                                          (u16)(counts_before >> 16)};
+    counts_before += counts_of(rows), before += sums_of(rows);
+  }
+  return {all_counts & 0xffff, all_counts >> 16, cost, largest};
 }
 #endif
 
-// One warp lists the active experts and chooses the partition of both phases.
-DEVICE void make_tables(Schedule& s, const ExpertsParams& p, const int* rows_of_expert, int lane) {
+#if !ROUTED
+// The same for any rows.
+DEVICE ListSums list_parts(Schedule& s, const ExpertsParams& p, const int* rows_of_expert, int lane) {
   int active, large, cost, largest;
-#if ROUTED
-  list_routed(s, lane, active, large, cost, largest);
-#else
   int max_small_m = p.max_small_m;
   while (true) {
     int all = 0;
@@ -236,8 +282,22 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, const int* rows_of_
     max_small_m = select_kernel(p, lane);
     if (max_small_m == p.max_small_m) break;
   }
+  return {active, large, cost, (int)__reduce_max_sync(~0u, largest)};
+}
 #endif
-  largest = __reduce_max_sync(~0u, largest);
+
+// One warp lists the active experts and chooses the partition of both phases.
+DEVICE void make_tables(Schedule& s, const ExpertsParams& p, const int* rows_of_expert, int lane) {
+#if ROUTED && !PEERS
+  ListSums all = list_routed(s, lane);
+#elif PEERS
+  ListSums all = list_at_once(s, p, rows_of_expert, lane);
+#else
+  // Beside e4m3 weights the registers of both would be spilled.
+  ListSums all = WEIGHT_TYPE == FLOAT8_E4M3 ? ListSums{-1} : list_at_once(s, p, rows_of_expert, lane);
+  if (all.active < 0) all = list_parts(s, p, rows_of_expert, lane);
+#endif
+  int active = all.active, large = all.large, cost = all.cost, largest = all.largest;
   if (BATCH_INVARIANT && largest > 0) largest = kDecodeTileTokens;  // as tiles are computed
   if (lane < 2 && active > 0) {
     int row_tiles = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
@@ -290,13 +350,13 @@ DEVICE int find_unit_start(Schedule& s, int phase, int unit) {
 DEVICE int summing_blocks() { return (gridDim.x + 1) / 2; }
 #endif
 
-// What the CTA with this last ticket adds up behind all its slices: part `part` of a split-K tile, or nothing (-1).
+// What the CTA with this last ticket adds up behind all its slices: part `part` of a split-K tile, or nothing (-1), and
+// then a part of the layer's outputs.
 DEVICE TileSlice find_reduction(Schedule& s, int ticket) {
   TileSlice g = {};
   int split_k = units_per_tile(s.partition[1]), number = ticket - 2 * (int)gridDim.x, row_tiles = s.row_tiles[1];
 #if ROUTED
-  g.part = number - ((int)gridDim.x - summing_blocks());
-  return g;
+  g.sums = number - ((int)gridDim.x - summing_blocks());
 #endif
   g.part = split_k > 0 && number < split_k * s.num_active * row_tiles ? number : -1;
   if (g.part < 0) return g;
@@ -517,6 +577,9 @@ DEVICE const TileSlice& for_each_slice(Shared& shared, Work work) {
 //   output[t] = sum over slots k, in their order, of weight[t, k] * result[t, k], in f32 without fused multiply-add
 //
 // A CTA waits for results only behind its own units, when all units have been claimed by running CTAs.
+//
+// PEERS: a build for the rows of all ranks that were dispatched to this one (low_latency_layer.cuh). Their experts are
+// read, not chosen, their columns are copied from the packets in which they came, and sums return to the tokens' ranks.
 
 // Row i of an expert is its i-th token.
 DEVICE int token_of_row(const Routes& routes, int expert, int i) {
@@ -526,6 +589,7 @@ DEVICE int token_of_row(const Routes& routes, int expert, int i) {
   return __ffs(tokens) - 1;
 }
 
+#if !PEERS
 // One warp: the experts of a token. CTA 0 also writes them down.
 DEVICE void route_token(const RouterParams& p, Routes& routes, int token) {
   Choice choice = choose_experts(p, token);
@@ -535,6 +599,7 @@ DEVICE void route_token(const RouterParams& p, Routes& routes, int token) {
   atomicOr(&routes.tokens[choice.id], 1u << token);
   if (blockIdx.x == 0) p.ids[token * TOP_K + slot] = choice.id, p.weights[token * TOP_K + slot] = choice.weight;
 }
+#endif
 
 DEVICE u64* result_packets(const ExpertsParams& p, int slot, int column) {
   return p.results + ((i64)slot * p.gemm[1].rows + column) / 2;
@@ -776,17 +841,51 @@ DEVICE void load_hidden_packets(const ExpertsParams& p, Shared& shared, const Ti
 // 16 weight rows of a warp, as finish_rows passes them.
 template <int kTokens>
 DEVICE void store_results(const ExpertsParams& p, const Shared& shared, const TileSlice& g, int first,
-                          const float* sums, SumScale sum_scale) {
-  finish_rows<kTokens, false>(p, g.expert, g.rows, first, sums, 0, sum_scale, [&](int row, const u32* pairs) {
+                          const float* sums, int first_token, SumScale sum_scale) {
+  finish_rows<kTokens, false>(p, g.expert, g.rows, first, sums, first_token, sum_scale, [&](int i, const u32* pairs) {
     const Routes& routes = shared.schedule.routes;
-    int token = token_of_row(routes, g.expert, row), slot = 0;
+    int token = token_of_row(routes, g.expert, i);
 #pragma unroll
-    for (int k = 1; k < TOP_K; k++) slot = routes.ids[token][k] == g.expert ? k : slot;
-    u64* to = result_packets(p, token * TOP_K + slot, first + threadIdx.x % 4 * 4);
-    store_two_packets(to, pairs[0], pairs[1], shared.launch);
+    for (int k = 0; k < TOP_K; k++) {
+      if (routes.ids[token][k] != g.expert) continue;
+      u64* to = result_packets(p, token * TOP_K + k, first + threadIdx.x % 4 * 4);
+      store_two_packets(to, pairs[0], pairs[1], shared.launch);
+    }
   });
 }
 
+#if PEERS
+// Results of slots, eight columns at a time.
+struct SlotResults {
+  struct Loaded {
+    TwoPackets packets[2];
+  };
+  const ExpertsParams& p;
+  int launch;
+  DEVICE Loaded load(int slot, int vector) const {
+    const u64* from = result_packets(p, slot, 8 * vector);
+    return {load_two_packets(from), load_two_packets(from + 2)};
+  }
+  DEVICE bool is_here(const Loaded& v) const { return v.packets[0].is_of(launch) && v.packets[1].is_of(launch); }
+  DEVICE peers::Vec vector(const Loaded& v) const {
+    return {v.packets[0].value(0), v.packets[0].value(1), v.packets[1].value(0), v.packets[1].value(1)};
+  }
+};
+
+// The consumers of a CTA: part `part` of the sums of all rows; then, on the last CTAs, of this rank's outputs: as few as
+// have a warp for every task, since they may wait for other ranks, which may share the GPU.
+DEVICE void sum_results(const ExpertsParams& p, const Shared& shared, int part, bool has_rows) {
+  const Routes& routes = shared.schedule.routes;
+  int blocks = summing_blocks(), warp = sums_thread() / 32;
+  if (has_rows) {
+    SlotResults results{p, shared.launch};
+    peers::return_sums(p.batch, routes, part + blocks * warp, blocks * kConsumerWarps, results);
+  }
+  int tasks = p.batch.common.num_tokens * peers::kWarpsPerResult;
+  int receivers = min(blocks, (tasks + kConsumerWarps - 1) / kConsumerWarps), index = part - (blocks - receivers);
+  if (index >= 0) peers::receive_sums(p.batch, routes, index + receivers * warp, receivers * kConsumerWarps);
+}
+#else
 // The consumers of every CTA: part `part` of the outputs, four columns a thread.
 DEVICE void sum_results(const ExpertsParams& p, const Shared& shared, int part) {
   constexpr int kAtOnce = TOP_K < 8 ? TOP_K : 8;
@@ -824,6 +923,7 @@ DEVICE void sum_results(const ExpertsParams& p, const Shared& shared, int part) 
     *reinterpret_cast<uint2*>(to) = make_uint2(to_pair(sums[0], sums[1]), to_pair(sums[2], sums[3]));
   }
 }
+#endif
 #endif
 
 // ==== Producers ====
@@ -996,7 +1096,15 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const TileSlice&
   int stage_rows = BATCH_INVARIANT ? kDecodeTileTokens : g.rows;
   u32 offset = chunk / 8 * token_rows_of(stage_rows) * 128 + first * 128 + (chunk ^ first) % 8 * 16;
   // Each lane finds where one row begins, in units of 16 bytes, which 32 bits can count.
-  u32 start = lane < g.rows ? (u32)input_row(p, shared.schedule, g, lane) * (u32)(gemm.columns / 8) : 0;
+#if PEERS
+  // Seven of eight vectors of a packet are columns.
+  bool packed = g.phase == 0;
+  u32 row_vectors = packed ? peers::kRowPackets * peers::kPacketThreads : gemm.columns / 8;
+#else
+  constexpr bool packed = false;
+  u32 row_vectors = gemm.columns / 8;
+#endif
+  u32 start = lane < g.rows ? (u32)input_row(p, shared.schedule, g, lane) * row_vectors : 0;
   u32 from[kRows / kRowsAtOnce];
 #pragma unroll
   for (int i = 0; i < kRows / kRowsAtOnce; i++) from[i] = __shfl_sync(~0u, start, first + i * kRowsAtOnce);
@@ -1005,13 +1113,14 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const TileSlice&
 #pragma unroll 1
   for (int step = g.from; step < end; step++) {
     if (step >= ready) ready = wait_for_hidden(p, shared, g, step);
+    int packets = packed ? (step * kChunks + chunk) / 7 : 0;  // before this vector
     u32 to = shared_address(ring.tokens()) + offset, valid = columns_left > 0 ? 16 : 0;
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < kRows / kRowsAtOnce; i++) {
       int row = i * kRowsAtOnce;
       if (row >= num_rows) break;
-      copy_async_16((to ^ row % 8 * 16) + row * 128, input + from[i], valid);
+      copy_async_16((to ^ row % 8 * 16) + row * 128, input + packets + from[i], valid);
     }
     if (kRaw && !raw && lane == 0) barrier_arrive(&shared.landed[ring.stage], 32);  // as in every filling of a stage
     barrier_arrive_on_copies(raw ? &shared.landed[ring.stage] : &shared.full[ring.stage]);
@@ -1428,7 +1537,7 @@ DEVICE void finish_slice(const ExpertsParams& p, Shared& shared, const TileSlice
   if (first >= p.gemm[g.phase].rows) return;
   if (g.phase == 1) {
 #if ROUTED
-    store_results<kTokens>(p, shared, g, first, total, kSumScale);
+    store_results<kTokens>(p, shared, g, first, total, 0, kSumScale);
 #else
     store_rows<kTokens, false>(p, g.expert, g.first_row, g.output_row, g.rows, first, total, 0, kSumScale);
 #endif
@@ -1454,7 +1563,11 @@ DEVICE void reduce_part(const ExpertsParams& p, Shared& shared, const TileSlice&
     reader.add(from, units, sums);
     int first = g.row_tile * kTileRows + (warp % group_warps * split_k + warp / group_warps) * 16;
     if (first >= p.gemm[1].rows) continue;
+#if ROUTED
+    store_results<8>(p, shared, g, first, sums, 8 * group, sum_scale_of(tokens));
+#else
     store_rows<8, false>(p, g.expert, g.first_row, g.output_row, g.rows, first, sums, 8 * group, sum_scale_of(tokens));
+#endif
   }
 }
 
@@ -1524,7 +1637,7 @@ DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring ring) {
   const TileSlice& last = for_each_slice<true>(shared, [&](const TileSlice& g) {
     switch (tile_tokens(g.rows)) {
       case 8: compute_slice<8>(p, shared, g, ring); break;
-#if ROUTED
+#if ROUTED && !PEERS
       default: compute_slice<16>(p, shared, g, ring);
 #else
       case 16: compute_slice<16>(p, shared, g, ring); break;
@@ -1533,10 +1646,11 @@ DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring ring) {
 #endif
     }
   });
-#if ROUTED
-  if (last.part >= 0) sum_results(p, shared, last.part);
-#else
   if (last.part >= 0) reduce_part(p, shared, last);
+#if PEERS
+  if (last.sums >= 0) sum_results(p, shared, last.sums, true);
+#elif ROUTED
+  if (last.sums >= 0) sum_results(p, shared, last.sums);
 #endif
 }
 
@@ -1593,10 +1707,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
 #endif
   __syncwarp();
   grid_dependency_wait();
+#if PEERS
+  if (blockIdx.x > 0) {
+    grid_dependency_launch();
+  } else if (threadIdx.x == 32 * kFlagWarp) {
+    peers::hand_over(p.batch);
+  }
+#else
   grid_dependency_launch();
+#endif
   int* rows_of_expert = rows_in_shared(memory, p.max_tiles);
   if (warp >= kFirstConsumer) {
-#if ROUTED
+#if PEERS
+    int rows = RANKS * p.batch.common.buffers.capacity;
+    for (int i = warp - kFirstConsumer; i < rows; i += kConsumerWarps) {
+      peers::read_row(p.batch, shared.schedule.routes, i);
+    }
+#elif ROUTED
     int token = warp - kFirstConsumer;
     if (token < p.router.num_tokens) route_token(p.router, shared.schedule.routes, token);
 #else
@@ -1605,6 +1732,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     }
 #endif
     named_arrive<kRowsBarrier, kConsumerThreads + 32>();
+#if PEERS
+    for (int i = warp - kFirstConsumer; i < rows; i += kConsumerWarps) {
+      peers::read_ranks(p.batch, shared.schedule.routes, i);
+    }
+#endif
   }
   // The weight warp requests its first weights as soon as the tables exist; the others wait, so that it runs alone.
   if (warp == kWeightWarp) {
@@ -1614,7 +1746,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   } else {
     named_barrier<kTablesBarrier, kThreads>();
   }
-  if (shared.schedule.largest == 0) return;  // nothing to do: all experts are large-M or empty
+  if (shared.schedule.largest == 0) {  // all experts are large-M or empty
+#if PEERS
+    if (warp >= kFirstConsumer && (int)blockIdx.x < summing_blocks()) sum_results(p, shared, blockIdx.x, false);
+#endif
+    return;
+  }
   Ring ring = make_ring(memory, shared.end, shared.schedule.largest);
   if (warp >= kFirstConsumer) {
     registers_grow<104>();

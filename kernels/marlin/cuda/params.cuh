@@ -10,11 +10,19 @@
 #include "arrival.cuh"
 #endif
 
-// 1: a decode kernel that routes a few tokens itself and sums their slots (decode_sm90.cu, section "Route").
+// 1: a decode kernel that computes a whole layer of a few tokens (decode_sm90.cu, section "Route"): it routes them itself
+// and sums their slots, or with PEERS takes them from other ranks' packets and returns the sums.
 #ifndef ROUTED
 #define ROUTED 0
 #endif
-#if ROUTED
+#ifndef PEERS
+#define PEERS 0
+#endif
+#if PEERS
+namespace peers {
+#include "low_latency_layer.cuh"
+}
+#elif ROUTED
 #include "router.cuh"
 #endif
 
@@ -73,8 +81,12 @@ struct ExpertsParams {
 #if ARRIVALS
   Arrival arrival;
 #endif
-#if ROUTED
+#if PEERS
+  peers::Batch batch;
+#elif ROUTED
   RouterParams router;
+#endif
+#if ROUTED
   u64* results;  // of every slot, as flag-in-data packets
 #endif
 };

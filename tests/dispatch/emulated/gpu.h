@@ -271,6 +271,10 @@ T atomicAdd(T* at, T value) {
   return atomically(at, [&](T before) { return before + value; });
 }
 template <typename T>
+T atomicOr(T* at, T value) {
+  return atomically(at, [&](T before) { return before | value; });
+}
+template <typename T>
 T atomicExch(T* at, T value) {
   return atomically(at, [&](T) { return value; });
 }

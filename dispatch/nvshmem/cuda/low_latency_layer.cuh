@@ -1,0 +1,200 @@
+// A low-latency batch whose experts' kernel returns the results itself: what that kernel does beside computing them.
+//
+// Layout in:   what the dispatch has waited for (positions == null): headers, meta, and rows that stay in their packets.
+//              Row s * C + t is token t of rank s; there are up to 32.
+// Layout out:  output [T, K] of this rank's own tokens, with the bits of low_latency_combine.cu.
+// Steps:       read_row: which experts a row has here. The kernel computes them and publishes the results of slots.
+//              return_sums: adds up a row's slots and sends the sum to the token's rank, as packets.
+//              receive_sums: adds up what the ranks return for this rank's own tokens.
+//              All are done by warps, of any CTAs; the sums are distributed over `warps` of them.
+// Failures:    whether the batch is complete was decided by the dispatch, so that all CTAs see the same rows. Only
+//              receive_sums waits for other ranks, behind everything that other CTAs wait for.
+#pragma once
+
+#include "low_latency.cuh"
+
+constexpr int kMostRows = 32;
+
+struct Batch {
+  Common common;
+  u8* output;  // [T, K]
+};
+
+// The experts of all rows, in shared memory.
+template <int kExperts>
+struct Rows {
+  u32 tokens[kExperts];                 // of each local expert: its rows, as bits
+  unsigned short ids[kMostRows][TOPK];  // local experts; kNotHere where a slot has none on this rank
+  float weights[kMostRows][TOPK];
+  u32 ranks[kMostRows];  // that return a result of this rank's token, as bits
+};
+
+DEVICE u32 epoch_of(const Batch& p) {
+  return static_cast<u32>(*reinterpret_cast<volatile u64*>(&p.common.counters->combine) >> 32);
+}
+
+// By one thread, once it has waited for earlier kernels and before any of its block lets the next start.
+DEVICE void hand_over(const Batch& p) { hand_over(true, &p.common.counters->dispatch, epoch_of(p) + 1); }
+
+// By a warp: the slots of a row.
+template <int kExperts>
+DEVICE void read_row(const Batch& p, Rows<kExperts>& rows, int row) {
+  const Common& c = p.common;
+  const Buffers& b = c.buffers;
+  const int lane = threadIdx.x % 32, slot = min(lane, TOPK - 1), source = row / b.capacity;
+  const int token = row - source * b.capacity;
+  const u64 counter = *reinterpret_cast<volatile u64*>(&c.counters->combine);
+  const u64 failed = *reinterpret_cast<volatile u64*>(&c.counters->failed);
+  // Of even and odd epochs, so that these loads do not wait for the epoch.
+  u64 headers[2];
+  Vec locals[2], weights[2];
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) {
+    const u8* meta = b.meta_of(b.rank, source, token, i);
+    headers[i] = *reinterpret_cast<volatile u64*>(b.header_of(b.rank, source, i));
+    locals[i] = load_volatile(meta + 16 * (slot / kLocalsOfLine));
+    weights[i] = load_volatile(meta + 16 * (kLocalLines + slot / kWeightsOfLine));
+  }
+  const u32 epoch = static_cast<u32>(counter >> 32);
+  const bool is_odd = epoch % 2;
+  const u64 header = is_odd ? headers[1] : headers[0];
+  const Vec line = is_odd ? locals[1] : locals[0], pair = is_odd ? weights[1] : weights[0];
+  const u32 local = (slot % kLocalsOfLine < 2 ? line.x : line.z) >> (slot % 2 * 16) & 0xffff;
+  const bool is_sent = static_cast<u32>(header >> 32) == epoch && token < static_cast<int>(header);
+  const bool is_here = is_sent && failed != failure_of(epoch) && is_of(line, epoch) && local != kNotHere;
+  if (lane < TOPK) {
+    rows.ids[row][lane] = is_here ? local : kNotHere;
+    rows.weights[row][lane] = __uint_as_float(slot % kWeightsOfLine ? pair.z : pair.x);
+    if (is_here) {
+      atomicOr(&rows.tokens[local], 1u << row);
+    }
+  }
+}
+
+// By a warp, behind all read_row: the ranks that return something for a row that is this rank's own.
+template <int kExperts>
+DEVICE void read_ranks(const Batch& p, Rows<kExperts>& rows, int row) {
+  const Common& c = p.common;
+  const int token = row - c.buffers.rank * c.buffers.capacity;
+  if (token >= 0 && token < c.num_tokens) {
+    const u32 ranks = c.destinations(c.id_of_slot(token), c.alive(), [&](int id) { return c.owners[id]; });
+    if (threadIdx.x % 32 == 0) {
+      rows.ranks[token] = ranks;
+    }
+  }
+}
+
+// The rows that have an expert here, as bits. By whole warps.
+template <int kExperts>
+DEVICE u32 rows_here(const Batch& p, const Rows<kExperts>& rows) {
+  const int row = threadIdx.x % 32;
+  bool is_here = false;
+  if (row < RANKS * p.common.buffers.capacity) {
+#pragma unroll
+    for (int k = 0; k < TOPK; ++k) {
+      is_here |= rows.ids[row][k] != kNotHere;
+    }
+  }
+  return __ballot_sync(kAllLanes, is_here);
+}
+
+constexpr int kWarpsPerResult = kResultPackets / kWarpPackets;  // each has four packets
+
+// This thread's vector of a result, and whether it is data.
+struct ResultPlace {
+  int packet, vector;
+  bool is_data;
+
+  DEVICE explicit ResultPlace(int part) {
+    packet = part * kWarpPackets + threadIdx.x % 32 / kPacketThreads;
+    vector = packet * kPacketVectors + packet_slot();
+    is_data = packet_slot() < kPacketVectors && vector < kResultVectors;
+  }
+};
+
+// Results that are not sent, as low_latency_combine.cu does.
+DEVICE void refresh_results(const Batch& p, u32 here, u32 epoch, int warp, int warps) {
+  const Buffers& b = p.common.buffers;
+  for (int row = warp; row < RANKS * b.capacity; row += warps) {
+    const int source = row / b.capacity;
+    if (here >> row & 1 || !(p.common.alive() >> source & 1)) {
+      continue;
+    }
+    for (int part = 0; part < kWarpsPerResult; ++part) {
+      const ResultPlace place(part);
+      if (packet_slot() == kPacketVectors) {
+        store_volatile(b.result_packet(source, b.rank, row - source * b.capacity, place.packet), old_line(epoch));
+      }
+    }
+  }
+}
+
+// By warp `warp` of `warps`: sends the sums of rows that have an expert here. results.load(slot, i) requests vector i of a
+// slot's result, results.is_here(loaded) tells whether it was there, and results.vector(loaded) what it is.
+template <int kExperts, typename Results>
+DEVICE void return_sums(const Batch& p, const Rows<kExperts>& rows, int warp, int warps, const Results& results) {
+  constexpr int kDeep = TOPK < 4 ? TOPK : 4;  // requested at a time
+  const Buffers& b = p.common.buffers;
+  const u32 epoch = epoch_of(p), here = rows_here(p, rows);
+  for (int task = warp; task < __popc(here) * kWarpsPerResult; task += warps) {
+    u32 left = here;
+    for (int i = task / kWarpsPerResult; i > 0; --i) {
+      left &= left - 1;
+    }
+    const int row = __ffs(left) - 1, source = row / b.capacity, lane = threadIdx.x % 32;
+    const ResultPlace place(task % kWarpsPerResult);
+    Sums sum{};
+    left = __ballot_sync(kAllLanes, lane < TOPK && rows.ids[row][min(lane, TOPK - 1)] != kNotHere);
+    while (left && place.is_data) {
+      typename Results::Loaded loaded[kDeep];
+      int slots[kDeep];  // -1: none
+#pragma unroll
+      for (int d = 0; d < kDeep; ++d) {
+        slots[d] = __ffs(left) - 1;
+        left &= left - 1;
+      }
+      bool all_here;
+      do {
+        all_here = true;
+#pragma unroll
+        for (int d = 0; d < kDeep; ++d) {
+          loaded[d] = results.load(row * TOPK + max(slots[d], slots[0]), place.vector);
+        }
+#pragma unroll
+        for (int d = 0; d < kDeep; ++d) {
+          all_here &= results.is_here(loaded[d]);
+        }
+      } while (!all_here);
+#pragma unroll
+      for (int d = 0; d < kDeep; ++d) {
+        if (slots[d] >= 0) {
+          add_weighted(sum, results.vector(loaded[d]), rows.weights[row][slots[d]]);
+        }
+      }
+    }
+    const bool is_flag = packet_slot() == kPacketVectors;
+    store_packets(b.result_packet(source, b.rank, row - source * b.capacity, place.packet),
+                  is_flag ? Vec{0, epoch, 0, epoch} : pack_result(sum));
+  }
+  if (refresh_is_due(epoch)) {
+    refresh_results(p, here, epoch, warp, warps);
+  }
+}
+
+// By warp `warp` of `warps`: adds up the results of this rank's own tokens.
+template <int kExperts>
+DEVICE void receive_sums(const Batch& p, const Rows<kExperts>& rows, int warp, int warps) {
+  const Buffers& b = p.common.buffers;
+  Wait<PHASE_COMBINE> wait(p.common.limits, epoch_of(p));
+  for (int task = warp; task < p.common.num_tokens * kWarpsPerResult; task += warps) {
+    const int token = task / kWarpsPerResult;
+    const ResultPlace place(task % kWarpsPerResult);
+    const auto at = [&](int rank) { return b.result_packet(b.rank, rank, token, place.packet); };
+    const OutputVec v = sum_of(
+        rows.ranks[token], [&](int rank) { return load_packets(at(rank)); },
+        [&](int rank, Vec& v) { return wait.for_packets(at(rank), rank, v); });
+    if (place.is_data) {
+      reinterpret_cast<OutputVec*>(p.output + 2ull * HIDDEN * token)[place.vector] = v;
+    }
+  }
+}
