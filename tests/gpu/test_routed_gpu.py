@@ -256,10 +256,12 @@ def test_experts_combine(monkeypatch: pytest.MonkeyPatch, capacity: int, sizes: 
             for mine, other in zip(step(*combines), expected, strict=True):
                 torch.testing.assert_close(mine, other, rtol=0, atol=0)
     for present, missing in ((0, 1), (1, 0)):
-        found = together(lambda rank: ranks[rank].dispatch(True), [present])[present]
-        with pytest.raises(DispatchTimeoutError, match=f"rank {missing}"):
-            together(lambda rank, found=found: ranks[rank].run(found), [present])
-            ranks[present].backend.check()
+        # The other comes late: what was sent to it is there, and what it sends is left out.
+        for rank in (present, missing):
+            found = together(lambda rank: ranks[rank].dispatch(True), [rank])[rank]
+            with pytest.raises(DispatchTimeoutError, match=f"rank {1 - rank}"):
+                together(lambda rank, found=found: ranks[rank].run(found), [rank])
+                ranks[rank].backend.check()
         for rank in ranks:
             rank.backend.recover(dead=())
         for mine, other in zip(step(True, True), expected, strict=True):

@@ -36,7 +36,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for source in SOURCES.iterdir():
         shutil.copy(source, folder)
     for name, defines in (("decode_schedule", []), ("invariant_schedule", ["-DBATCH_INVARIANT=1"])):
-        command = [str(COMPILER), "-std=c++17", "-O1", *defines, "decode_schedule.cpp", "-o", name]
+        types = ["-DWEIGHT_TYPE=1", "-DFLOAT8_E4M3=3"]
+        command = [str(COMPILER), "-std=c++17", "-O1", *types, *defines, "decode_schedule.cpp", "-o", name]
         subprocess.run(command, cwd=folder, check=True)
     return folder / "decode_schedule"
 

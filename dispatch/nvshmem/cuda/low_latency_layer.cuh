@@ -3,7 +3,7 @@
 // Layout in:   what the dispatch has waited for (positions == null): headers, meta, and rows that stay in their packets.
 //              Row s * C + t is token t of rank s; there are up to 32.
 // Layout out:  output [T, K] of this rank's own tokens, with the bits of low_latency_combine.cu.
-// Steps:       read_row: which experts a row has here. The kernel computes them and publishes the results of slots.
+// Steps:       read_rows: which experts each row has here. The kernel computes them and publishes the results of slots.
 //              return_sums: adds up a row's slots and sends the sum to the token's rank, as packets.
 //              receive_sums: adds up what the ranks return for this rank's own tokens.
 //              All are done by warps, of any CTAs; the sums are distributed over `warps` of them.
@@ -23,10 +23,12 @@ struct Batch {
 // The experts of all rows, in shared memory.
 template <int kExperts>
 struct Rows {
-  u32 tokens[kExperts];                 // of each local expert: its rows, as bits
-  unsigned short ids[kMostRows][TOPK];  // local experts; kNotHere where a slot has none on this rank
+  u32 tokens[kExperts];                             // of each local expert: its rows, as bits
+  alignas(16) unsigned short ids[kMostRows][TOPK];  // local experts; kNotHere where a slot has none on this rank
   float weights[kMostRows][TOPK];
   u32 ranks[kMostRows];  // that return a result of this rank's token, as bits
+  u32 epoch;
+  bool is_complete;  // the dispatch has received everything
 };
 
 DEVICE u32 epoch_of(const Batch& p) {
@@ -36,42 +38,90 @@ DEVICE u32 epoch_of(const Batch& p) {
 // By one thread, once it has waited for earlier kernels and before any of its block lets the next start.
 DEVICE void hand_over(const Batch& p) { hand_over(true, &p.common.counters->dispatch, epoch_of(p) + 1); }
 
-// By a warp: the slots of a row.
-template <int kExperts>
-DEVICE void read_row(const Batch& p, Rows<kExperts>& rows, int row) {
-  const Common& c = p.common;
-  const Buffers& b = c.buffers;
-  const int lane = threadIdx.x % 32, slot = min(lane, TOPK - 1), source = row / b.capacity;
-  const int token = row - source * b.capacity;
-  const u64 counter = *reinterpret_cast<volatile u64*>(&c.counters->combine);
-  const u64 failed = *reinterpret_cast<volatile u64*>(&c.counters->failed);
-  // Of even and odd epochs, so that these loads do not wait for the epoch.
-  u64 headers[2];
+// What is loaded of a row's meta by the lane of a slot, of even and odd epochs, so that it does not wait for the epoch.
+struct SlotLines {
   Vec locals[2], weights[2];
+
+  SlotLines() = default;
+  DEVICE SlotLines(const Buffers& b, int row) {
+    const int slot = min(static_cast<int>(threadIdx.x % 32), TOPK - 1), source = row / b.capacity;
 #pragma unroll
-  for (u32 i = 0; i < 2; ++i) {
-    const u8* meta = b.meta_of(b.rank, source, token, i);
-    headers[i] = *reinterpret_cast<volatile u64*>(b.header_of(b.rank, source, i));
-    locals[i] = load_volatile(meta + 16 * (slot / kLocalsOfLine));
-    weights[i] = load_volatile(meta + 16 * (kLocalLines + slot / kWeightsOfLine));
+    for (u32 i = 0; i < 2; ++i) {
+      const u8* meta = b.meta_of(b.rank, source, row - source * b.capacity, i);
+      locals[i] = load_volatile(meta + 16 * (slot / kLocalsOfLine));
+      weights[i] = load_volatile(meta + 16 * (kLocalLines + slot / kWeightsOfLine));
+    }
   }
-  const u32 epoch = static_cast<u32>(counter >> 32);
-  const bool is_odd = epoch % 2;
-  const u64 header = is_odd ? headers[1] : headers[0];
-  const Vec line = is_odd ? locals[1] : locals[0], pair = is_odd ? weights[1] : weights[0];
+};
+
+// By a warp: the slots of a row. Lines of the epoch are there for all tokens that were sent, and for no others.
+template <int kExperts>
+DEVICE void read_row(Rows<kExperts>& rows, int row, const SlotLines& lines) {
+  const int slot = threadIdx.x % 32;
+  const bool is_odd = rows.epoch % 2;
+  const Vec line = is_odd ? lines.locals[1] : lines.locals[0], pair = is_odd ? lines.weights[1] : lines.weights[0];
   const u32 local = (slot % kLocalsOfLine < 2 ? line.x : line.z) >> (slot % 2 * 16) & 0xffff;
-  const bool is_sent = static_cast<u32>(header >> 32) == epoch && token < static_cast<int>(header);
-  const bool is_here = is_sent && failed != failure_of(epoch) && is_of(line, epoch) && local != kNotHere;
-  if (lane < TOPK) {
-    rows.ids[row][lane] = is_here ? local : kNotHere;
-    rows.weights[row][lane] = __uint_as_float(slot % kWeightsOfLine ? pair.z : pair.x);
+  const bool is_here = rows.is_complete && is_of(line, rows.epoch) && local != kNotHere;
+  if (slot < TOPK) {
+    rows.ids[row][slot] = is_here ? local : kNotHere;
+    rows.weights[row][slot] = __uint_as_float(slot % kWeightsOfLine ? pair.z : pair.x);
     if (is_here) {
       atomicOr(&rows.tokens[local], 1u << row);
     }
   }
 }
 
-// By a warp, behind all read_row: the ranks that return something for a row that is this rank's own.
+// By kReaders warps, of which this is number `warp`: the slots of all rows. Where many warps of every block load the
+// same number, each waits for the others, so one loads the epoch for all; sync() lets them meet.
+template <int kReaders, int kExperts, typename Sync>
+DEVICE void read_rows(const Batch& p, Rows<kExperts>& rows, int warp, const Sync& sync) {
+  constexpr int kEach = (kMostRows + kReaders - 1) / kReaders;
+  const Counters& counters = *p.common.counters;
+  const int num_rows = RANKS * p.common.buffers.capacity;
+  if (warp == 0 && threadIdx.x % 32 == 0) {
+    const u64 failed = *reinterpret_cast<const volatile u64*>(&counters.failed);
+    rows.epoch = epoch_of(p);
+    rows.is_complete = failed != failure_of(rows.epoch);
+  }
+  __syncwarp();
+  SlotLines lines[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (warp + i * kReaders < num_rows) {
+      lines[i] = SlotLines(p.common.buffers, warp + i * kReaders);
+    }
+  }
+  sync();
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (warp + i * kReaders < num_rows) {
+      read_row(rows, warp + i * kReaders, lines[i]);
+    }
+  }
+}
+
+// The slots of a row that have this expert, as bits.
+template <int kExperts>
+DEVICE u32 slots_of(const Rows<kExperts>& rows, int row, u32 expert) {
+  u32 slots = 0;
+  if (TOPK == 8) {  // in one load
+    const Vec ids = *reinterpret_cast<const Vec*>(rows.ids[row]);
+    const u32 pairs[4] = {ids.x, ids.y, ids.z, ids.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      slots |= ((pairs[i] & 0xffff) == expert ? 1u : 0u) << (2 * i);
+      slots |= (pairs[i] >> 16 == expert ? 2u : 0u) << (2 * i);
+    }
+    return slots;
+  }
+#pragma unroll
+  for (int k = 0; k < TOPK; ++k) {
+    slots |= (rows.ids[row][k] == expert ? 1u : 0u) << k;
+  }
+  return slots;
+}
+
+// By a warp, behind read_rows: the ranks that return something for a row that is this rank's own.
 template <int kExperts>
 DEVICE void read_ranks(const Batch& p, Rows<kExperts>& rows, int row) {
   const Common& c = p.common;
@@ -135,7 +185,7 @@ template <int kExperts, typename Results>
 DEVICE void return_sums(const Batch& p, const Rows<kExperts>& rows, int warp, int warps, const Results& results) {
   constexpr int kDeep = TOPK < 4 ? TOPK : 4;  // requested at a time
   const Buffers& b = p.common.buffers;
-  const u32 epoch = epoch_of(p), here = rows_here(p, rows);
+  const u32 epoch = rows.epoch, here = rows_here(p, rows);
   for (int task = warp; task < __popc(here) * kWarpsPerResult; task += warps) {
     u32 left = here;
     for (int i = task / kWarpsPerResult; i > 0; --i) {
@@ -185,7 +235,7 @@ DEVICE void return_sums(const Batch& p, const Rows<kExperts>& rows, int warp, in
 template <int kExperts>
 DEVICE void receive_sums(const Batch& p, const Rows<kExperts>& rows, int warp, int warps) {
   const Buffers& b = p.common.buffers;
-  Wait<PHASE_COMBINE> wait(p.common.limits, epoch_of(p));
+  Wait<PHASE_COMBINE> wait(p.common.limits, rows.epoch);
   for (int task = warp; task < p.common.num_tokens * kWarpsPerResult; task += warps) {
     const int token = task / kWarpsPerResult;
     const ResultPlace place(task % kWarpsPerResult);

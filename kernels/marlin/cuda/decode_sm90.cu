@@ -123,10 +123,11 @@ struct TileSlice {
 };
 
 // Exclusive prefix sum over the lanes.
-DEVICE int sum_before(int value, int lane) {
-  int sum = value;
+template <typename T>
+DEVICE T sum_before(T value, int lane) {
+  T sum = value;
   for (int d = 1; d < 32; d *= 2) {
-    int below = __shfl_up_sync(~0u, sum, d);
+    T below = __shfl_up_sync(~0u, sum, d);
     if (lane >= d) sum += below;
   }
   return sum - value;
@@ -167,42 +168,53 @@ struct ListSums {
   int active, large, cost, largest;
 };
 
-#if ROUTED && !PEERS
+#if ROUTED
+// What precedes an expert in the list, in one word: active experts, rows, large experts, costs.
+#if PEERS
+using ListWord = u64;
+constexpr int kListedRows = 12, kListedLarge = 24, kListedCosts = 36;
+#else
+using ListWord = int;
+constexpr int kListedRows = 8, kListedLarge = 16, kListedCosts = 20;
+#endif
+
 // One warp lists the active experts. A lane has neighbouring experts, so that one prefix sum is enough.
 DEVICE ListSums list_routed(Schedule& s, int lane) {
   constexpr int kEach = (NUM_EXPERTS + 31) / 32;
-  // What precedes an expert: active experts and rows in 8 bits each, large ones in 4, their cost behind.
-  auto word_of = [](int rows) {
-    return rows == 0 ? 0 : 1 | rows << 8 | (rows > kSmallTileRows) << 16 | small_m_cost(rows) << 20;
+  auto field = [](ListWord word, int from, int to) { return (int)(word >> from) & ((1 << to - from) - 1); };
+  auto word_of = [](int rows) -> ListWord {
+    ListWord large = rows > kSmallTileRows, cost = small_m_cost(rows);
+    return rows == 0 ? 0 : 1 | (ListWord)rows << kListedRows | large << kListedLarge | cost << kListedCosts;
   };
-  int rows[kEach], own = 0, largest = 0;
+  int rows[kEach], largest = 0;
+  ListWord own = 0;
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     int expert = lane * kEach + i;
     rows[i] = expert < NUM_EXPERTS ? __popc(s.routes.tokens[expert]) : 0;
     own += word_of(rows[i]), largest = max(largest, rows[i]);
   }
-  int before = sum_before(own, lane), all = __shfl_sync(~0u, before + own, 31);
+  ListWord before = sum_before(own, lane), all = __shfl_sync(~0u, before + own, 31);
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     if (rows[i] == 0) continue;
-    int first = before >> 8 & 255;
-    s.active()[before & 255] = {
-        lane * kEach + i,        first, first, before >> 20, (u16)rows[i], (u16)small_m_cost(rows[i]),
-        (u16)(before >> 16 & 15)};
+    int first = field(before, kListedRows, kListedLarge);
+    s.active()[field(before, 0, kListedRows)] = {lane * kEach + i,
+                                                 first,
+                                                 first,
+                                                 (int)(before >> kListedCosts),
+                                                 (u16)rows[i],
+                                                 (u16)small_m_cost(rows[i]),
+                                                 (u16)field(before, kListedLarge, kListedCosts)};
     before += word_of(rows[i]);
   }
-  return {all & 255, all >> 16 & 15, all >> 20, (int)__reduce_max_sync(~0u, largest)};
+  return {field(all, 0, kListedRows), field(all, kListedLarge, kListedCosts), (int)(all >> kListedCosts),
+          (int)__reduce_max_sync(~0u, largest)};
 }
 #else
 // One warp: lists the active experts, unless one of them is large-M or counts as several (`active` is -1 then). A lane has
 // neighbouring experts, so that prefix sums over the lanes are enough.
 DEVICE ListSums list_at_once(Schedule& s, const ExpertsParams& p, const int* rows_of_expert, int lane) {
-#if PEERS
-  auto rows_at = [&](int e) { return __popc(s.routes.tokens[e]); };
-#else
-  auto rows_at = [&](int e) { return rows_of_expert[e]; };
-#endif
   // What precedes an expert, in two words: active and large experts; costs and rows.
   auto counts_of = [](int rows) { return rows == 0 ? 0 : 1 | (rows > kSmallTileRows) << 16; };
   auto sums_of = [](int rows) { return rows == 0 ? 0 : small_m_cost(rows) | rows << 16; };
@@ -210,7 +222,7 @@ DEVICE ListSums list_at_once(Schedule& s, const ExpertsParams& p, const int* row
   int counts = 0, sums = 0, largest = 0;
 #pragma unroll 4
   for (int e = first; e < end; e++) {
-    int rows = rows_at(e);
+    int rows = rows_of_expert[e];
     counts += counts_of(rows), sums += sums_of(rows), largest = max(largest, rows);
   }
   largest = __reduce_max_sync(~0u, largest);
@@ -220,7 +232,7 @@ DEVICE ListSums list_at_once(Schedule& s, const ExpertsParams& p, const int* row
   if ((all_counts & 0xffff) > p.max_tiles) __trap();  // more rows than the launch was told
 #pragma unroll 1
   for (int e = first; e < end; e++) {
-    int rows = rows_at(e), first_row = before >> 16;
+    int rows = rows_of_expert[e], first_row = before >> 16;
     if (rows == 0) continue;
     s.active()[counts_before & 0xffff] = {e,
                                           first_row,
@@ -233,9 +245,7 @@ DEVICE ListSums list_at_once(Schedule& s, const ExpertsParams& p, const int* row
   }
   return {all_counts & 0xffff, all_counts >> 16, cost, largest};
 }
-#endif
 
-#if !ROUTED
 // The same for any rows.
 DEVICE ListSums list_parts(Schedule& s, const ExpertsParams& p, const int* rows_of_expert, int lane) {
   int active, large, cost, largest;
@@ -288,10 +298,8 @@ DEVICE ListSums list_parts(Schedule& s, const ExpertsParams& p, const int* rows_
 
 // One warp lists the active experts and chooses the partition of both phases.
 DEVICE void make_tables(Schedule& s, const ExpertsParams& p, const int* rows_of_expert, int lane) {
-#if ROUTED && !PEERS
+#if ROUTED
   ListSums all = list_routed(s, lane);
-#elif PEERS
-  ListSums all = list_at_once(s, p, rows_of_expert, lane);
 #else
   // Beside e4m3 weights the registers of both would be spilled.
   ListSums all = WEIGHT_TYPE == FLOAT8_E4M3 ? ListSums{-1} : list_at_once(s, p, rows_of_expert, lane);
@@ -845,10 +853,16 @@ DEVICE void store_results(const ExpertsParams& p, const Shared& shared, const Ti
   finish_rows<kTokens, false>(p, g.expert, g.rows, first, sums, first_token, sum_scale, [&](int i, const u32* pairs) {
     const Routes& routes = shared.schedule.routes;
     int token = token_of_row(routes, g.expert, i);
+#if PEERS
+    u32 slots = peers::slots_of(routes, token, g.expert);
+#else
+    u32 slots = 1;
 #pragma unroll
-    for (int k = 0; k < TOP_K; k++) {
-      if (routes.ids[token][k] != g.expert) continue;
-      u64* to = result_packets(p, token * TOP_K + k, first + threadIdx.x % 4 * 4);
+    for (int k = 1; k < TOP_K; k++) slots = routes.ids[token][k] == g.expert ? 1u << k : slots;
+#endif
+#pragma unroll 1
+    for (; slots; slots &= slots - 1) {  // one, unless a token has an expert twice
+      u64* to = result_packets(p, token * TOP_K + __ffs(slots) - 1, first + threadIdx.x % 4 * 4);
       store_two_packets(to, pairs[0], pairs[1], shared.launch);
     }
   });
@@ -1719,10 +1733,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   int* rows_of_expert = rows_in_shared(memory, p.max_tiles);
   if (warp >= kFirstConsumer) {
 #if PEERS
-    int rows = RANKS * p.batch.common.buffers.capacity;
-    for (int i = warp - kFirstConsumer; i < rows; i += kConsumerWarps) {
-      peers::read_row(p.batch, shared.schedule.routes, i);
-    }
+    auto sync = [] { named_barrier<kSumsBarrier, kConsumerThreads>(); };
+    peers::read_rows<kConsumerWarps>(p.batch, shared.schedule.routes, warp - kFirstConsumer, sync);
 #elif ROUTED
     int token = warp - kFirstConsumer;
     if (token < p.router.num_tokens) route_token(p.router, shared.schedule.routes, token);
@@ -1733,7 +1745,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
 #endif
     named_arrive<kRowsBarrier, kConsumerThreads + 32>();
 #if PEERS
-    for (int i = warp - kFirstConsumer; i < rows; i += kConsumerWarps) {
+    for (int i = warp - kFirstConsumer; i < RANKS * p.batch.common.buffers.capacity; i += kConsumerWarps) {
       peers::read_ranks(p.batch, shared.schedule.routes, i);
     }
 #endif

@@ -59,9 +59,7 @@ extern "C" __global__ void layer(const __grid_constant__ Params p) {
   } else if (threadIdx.x == 0) {
     hand_over(p.batch);
   }
-  for (int row = warp; row < num_rows; row += kWarps) {
-    read_row(p.batch, rows, row);
-  }
+  read_rows<kWarps>(p.batch, rows, warp, [] { __syncthreads(); });
   for (int row = warp; row < num_rows; row += kWarps) {
     read_ranks(p.batch, rows, row);
   }
@@ -74,8 +72,9 @@ extern "C" __global__ void layer(const __grid_constant__ Params p) {
     __syncthreads();
     if (ticket >= p.num_experts * num_rows) break;
     const int e = ticket / num_rows, row = ticket % num_rows;
-    for (int k = 0; k < TOPK && rows.tokens[e] >> row & 1; ++k) {
-      if (rows.ids[row][k] != e) continue;
+    if (!(rows.tokens[e] >> row & 1)) continue;
+    for (u32 left = slots_of(rows, row, e); left; left &= left - 1) {
+      const int k = __ffs(left) - 1;
       for (int pair = threadIdx.x; pair < HIDDEN / 2; pair += kThreads) {
         const u64 found = static_cast<u64>(p.launch) << 32 | result_of(p, e, row, pair);
         emulated::store(p.results + static_cast<u64>(row * TOPK + k) * (HIDDEN / 2) + pair, found);
