@@ -21,8 +21,8 @@ constexpr int kTries = kTargets + 1;  // the last one without copies
 constexpr int kTolerance = 26;        // 1024ths of the mean
 constexpr int kCopies = RANKS * SPARE;
 constexpr int kMostSlots = 1024;
-constexpr int kAtOnce = 4;  // slots whose experts are read together
-constexpr int kAnyRank = RANKS;
+constexpr int kAtOnce = 4;       // slots whose experts are read together
+constexpr int kAnyRank = RANKS;  // of an expert on several
 constexpr u32 kAll = 0xFFFFFFFFu;
 static_assert(RANKS <= 32 && SLOTS <= kMostSlots && kTries <= kWarps, "a lane is a rank, a warp a try");
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -215,7 +216,29 @@ def test_a_rank_that_comes_too_late_is_missed(library: ctypes.CDLL) -> None:
         session.records[0].check()
 
 
-SIZES = [(256, 256, 32, 2), (256, 264, 8, 2), (16, 16, 2, 1)]
+@pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+def test_plans_of_more_slots_than_lanes(tmp_path: Path) -> None:
+    num_experts, num_slots, num_ranks = 80, 90, 2
+    sizes = {"EXPERTS": num_experts, "SLOTS": num_slots, "RANKS": num_ranks, "SPARE": SPARE, "IDS_64": 0}
+    library = compile_kernels(tmp_path, {"batch_plan": 512}, **sizes)
+    num_copies = 0
+    for seed in range(6):
+        torch.manual_seed(seed)
+        popularity = torch.arange(1, num_experts + 1)[torch.randperm(num_experts)].double() ** -(seed % 3)
+        counts = torch.stack([torch.multinomial(popularity, 600, replacement=True) for _ in range(num_ranks)])
+        counts = torch.stack([of_rank.bincount(minlength=num_experts) for of_rank in counts]).int()
+        slots = torch.cat([torch.arange(num_experts), torch.randint(-1, num_experts, (num_slots - num_experts,))])
+        slots = slots[torch.randperm(num_slots)] if seed % 2 else slots
+        session = Session(library, 1, seed)
+        plan, params, held = batch_plan.prepare_plan(counts, slots, 1, SPARE, 0)
+        session.queue_kernel(0, "batch_plan", params, 1)
+        assert session.run() and held
+        assert all(map(torch.equal, plan, rank_plan_reference(counts, slots, 1, SPARE, 0))), seed
+        num_copies += int((plan.sources >= 0).sum())
+    assert num_copies > 0
+
+
+SIZES = [(256, 288, 32, 2), (16, 16, 2, 1)]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
