@@ -194,13 +194,21 @@ def one_replica(slots: Array, num_experts: int, ep_size: int, active: Array | No
 
 
 class _Split:
-    """Rows of each expert on each rank, int64 `[E, R]`, where they may be, bool `[E, R]`, and the loads that follow."""
+    """Rows of each expert on each rank, int64 `[E, R]`, where they may be, bool `[E, R]`, and what follows from both.
 
-    def __init__(self, share: torch.Tensor, held: torch.Tensor, copies: list[tuple[int, int]]) -> None:
+    Attributes:
+        loads: int64 `[R]`.
+        arcs: the most rows of one expert that can pass from rank to rank, int64 `[R, R]`.
+    """
+
+    def __init__(
+        self, share: torch.Tensor, held: torch.Tensor, copies: list[tuple[int, int]], arcs: torch.Tensor | None = None
+    ) -> None:
         self.share, self.held, self.copies = share, held, copies
         self.loads = share.sum(dim=0)
-        # Experts with several places, the only ones whose rows can pass.
-        self.several = (held.sum(dim=1) > 1).nonzero().flatten()
+        ranks = torch.arange(self.loads.numel(), device=_HOST)
+        self._find_several()
+        self.arcs = self._arcs_from(ranks) if arcs is None else arcs
 
     @classmethod
     def at(cls, total: torch.Tensor, held: torch.Tensor) -> _Split:
@@ -210,26 +218,44 @@ class _Split:
         return cls(torch.where(held, each, 0), held.clone(), [])
 
     def copy(self) -> _Split:
-        return _Split(self.share.clone(), self.held.clone(), list(self.copies))
+        return _Split(self.share.clone(), self.held.clone(), list(self.copies), self.arcs.clone())
 
     def pass_rows(self, expert: int, source: int, target: int, rows: int) -> None:
         self.share[expert, source] -= rows
         self.share[expert, target] += rows
         self.loads[source] -= rows
         self.loads[target] += rows
+        self._pass_from(source, target)
 
     def add_copy(self, expert: int, rank: int) -> None:
         self.held[expert, rank] = True
         self.copies.append((expert, rank))
-        self.several = (self.held.sum(dim=1) > 1).nonzero().flatten()
+        self._find_several()
+        self._pass_to(rank)
 
     def drop_copy(self, expert: int, rank: int, home: int) -> None:
         self.pass_rows(expert, rank, home, int(self.share[expert, rank]))
         self.held[expert, rank] = False
         self.copies.remove((expert, rank))
+        self._find_several()
+        self._pass_to(rank)
 
-    def arcs(self, ranks: torch.Tensor) -> torch.Tensor:
-        """The most rows of one expert that can pass from these ranks to each, int64 `[len(ranks), R]`."""
+    def _find_several(self) -> None:
+        """Experts with several places, the only ones whose rows can pass."""
+        self.several = (self.held.sum(dim=1) > 1).nonzero().flatten()
+
+    def _pass_from(self, *ranks: int) -> None:
+        changed = torch.tensor(ranks, device=_HOST)
+        self.arcs[changed] = self._arcs_from(changed)
+
+    def _pass_to(self, rank: int) -> None:
+        if self.several.numel():
+            self.arcs[:, rank] = (self.share[self.several] * self.held[self.several, rank, None]).amax(dim=0)
+            self.arcs[rank, rank] = 0
+        else:
+            self.arcs.zero_()
+
+    def _arcs_from(self, ranks: torch.Tensor) -> torch.Tensor:
         if not self.several.numel():
             return self.loads.new_zeros(ranks.numel(), self.loads.numel())
         most = (self.share[self.several][:, ranks, None] * self.held[self.several, None]).amax(dim=0)
@@ -254,11 +280,11 @@ def _flow(split: _Split, target: int) -> torch.Tensor | None:
         None once no rank is above the target; otherwise bool `[R]`, the component of the fullest rank: the ranks that
         it can pass rows to, none of which is below the target.
     """
-    arcs = split.arcs(torch.arange(split.loads.numel(), device=_HOST))
     while True:
         loads = split.loads
         if int(loads.max()) <= target:
             return None
+        arcs = split.arcs
         distance = _distances(arcs, loads < target)
         source = int(torch.where(distance < _FAR, loads, -1).argmax())
         if int(distance[source]) == _FAR or int(loads[source]) <= target:
@@ -272,8 +298,6 @@ def _flow(split: _Split, target: int) -> torch.Tensor | None:
         if int(distance[to]) == 0:
             rows = min(rows, target - int(loads[to]))
         split.pass_rows(int(split.several[passing.argmax()]), source, to, rows)
-        changed = torch.tensor([source, to], device=_HOST)
-        arcs[changed] = split.arcs(changed)
 
 
 def _level(split: _Split) -> None:
