@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -411,9 +412,10 @@ class FusedMoE(MoELayer):
         else:
             with self.groups:
                 self._check_given(hidden_states, router_logits, topk_weights, topk_ids)
-            if self._may_replay(hidden_states):
-                with torch.no_grad(), without_autocast():  # as in the node
-                    return cast(torch.Tensor, self._run(router, hidden_states, *inputs, may_replay=True))
+                if self._may_replay(hidden_states):
+                    no_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+                    with no_grad, without_autocast():  # as in the node
+                        return cast(torch.Tensor, self._run(router, hidden_states, *inputs, may_replay=True))
         if self.shared_experts is None:
             return operator(name, self.layer_name)(hidden_states, *inputs, self.layer_name)
         shared, routed = operator(f"{name}_shared", self.layer_name)(hidden_states, *inputs, self.layer_name)
@@ -444,13 +446,15 @@ class FusedMoE(MoELayer):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The body of the graph node: the routed output, all-reduced if asked for; with shared experts, (shared,
         routed)."""
-        return self._run(self.router, hidden_states, router_logits)
+        with self.groups:
+            return self._run(self.router, hidden_states, router_logits)
 
     def forward_routed(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """As `forward_impl`, for choices that the model's own router made."""
-        return self._run(self.precomputed, hidden_states, topk_weights, topk_ids)
+        with self.groups:
+            return self._run(self.precomputed, hidden_states, topk_weights, topk_ids)
 
     def _run(
         self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, may_replay: bool | None = None
@@ -463,21 +467,20 @@ class FusedMoE(MoELayer):
         """
         if may_replay is None:
             may_replay = self.parallel_config.spans_ranks and self._may_replay(hidden_states)
-        with self.groups:
-            self.check_loaded()
-            if self.parallel_config.spans_ranks:
-                self._check_not_broadcast()
-            self._drop_stale_kernels()
-            self.check_rows("hidden_states", hidden_states)
-            try:
-                router.check(hidden_states, *inputs)
-            except ValueError as error:
-                raise ValueError(f"{error}, of the layer {self.layer_name}") from None
-            with invariant_ops(self.batch_invariant):
-                shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs, may_replay=may_replay)
-            if self.dispatch_config.reduce_results:
-                routed = self.dispatcher.all_reduce(routed).to(hidden_states.dtype)
-            return routed if shared is None else (shared.contiguous(), routed)
+        self.check_loaded()
+        if self.parallel_config.spans_ranks:
+            self._check_not_broadcast()
+        self._drop_stale_kernels()
+        self.check_rows("hidden_states", hidden_states)
+        try:
+            router.check(hidden_states, *inputs)
+        except ValueError as error:
+            raise ValueError(f"{error}, of the layer {self.layer_name}") from None
+        with invariant_ops(self.batch_invariant):
+            shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs, may_replay=may_replay)
+        if self.dispatch_config.reduce_results:
+            routed = self.dispatcher.all_reduce(routed).to(hidden_states.dtype)
+        return routed if shared is None else (shared.contiguous(), routed)
 
     def forward_impl_chunked(
         self, full_hidden_states: torch.Tensor, full_router_logits: torch.Tensor
@@ -778,7 +781,7 @@ class FusedMoE(MoELayer):
             # nn.Module would report it as a missing attribute of the layer.
             raise RuntimeError(f"the experts of {self.layer_name} cannot be made: {error}") from error
         try:
-            addresses = tuple(self.tensor_addresses())
+            addresses = self.tensor_addresses()
         except RuntimeError:  # as of torch.export, which asks here and does not run the kernel
             addresses = (0,)
         self._kernels.keep(kernel, addresses)
@@ -799,7 +802,7 @@ class FusedMoE(MoELayer):
             RuntimeError: a transform of torch.func is over the layer's own tensors.
         """
         try:
-            addresses = tuple(self.tensor_addresses())
+            addresses = self.tensor_addresses()
         except RuntimeError as error:
             raise RuntimeError(
                 f"a transform of torch.func is over tensors of {self.layer_name}; its experts are for inference, so "
@@ -808,11 +811,10 @@ class FusedMoE(MoELayer):
         if self._kernels.are_stale(addresses):
             self.forget_kernels()
 
-    def tensor_addresses(self) -> Iterator[int]:
+    def tensor_addresses(self) -> tuple[int, ...]:
         """The addresses of the layer's tensors, some of which modular kernels keep references to."""
-        for tensor in (*self._parameters.values(), *self._buffers.values()):
-            if tensor is not None:
-                yield tensor.data_ptr()
+        tensors = (*self._parameters.values(), *self._buffers.values())
+        return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
     def supports_cuda_graph(self) -> bool:
         """Whether a pass can be captured in a CUDA graph while other ranks run eagerly; makes backend and experts
