@@ -58,7 +58,7 @@ def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_pat
     shared, routing = shared_files(), tmp_path / "routing.safetensors"
     job = generate(
         demo, tmp_path, "--launcher", "local", "--ep-size", "3", "--when-uncovered", "skip",
-        "--return-routed-experts", str(routing), deadline_s=10,
+        "--return-routed-experts", str(routing), deadline_s=8,
     )  # fmt: skip
     job.until("serving: 3 ranks")
     os.kill(job.pids[0], signal.SIGKILL)

@@ -111,7 +111,7 @@ def elastic_agents(model: Path, folder: Path, hosts: Sequence[Host], port: int, 
         # Enough tokens for both jobs to serve at a time.
         size = ["--ep-size", str(num_ranks * len(hosts)), "--batch-size", "6", "--max-new-tokens", "96"]
         command, output = generating(model, own, "--elastic", "--device", "cpu", *where, *size)
-        process = host.start("-m", "moe_ep.launch", *command, environment={"MOE_EP_DISPATCH_TIMEOUT_S": "10"})
+        process = host.start("-m", "moe_ep.launch", *command, environment={"MOE_EP_DISPATCH_TIMEOUT_S": "8"})
         jobs.append(Job(process, output))
     return jobs
 
