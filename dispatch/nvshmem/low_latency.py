@@ -297,7 +297,10 @@ def common_type(num_ranks: int) -> Any:
         ("buffers", buffers_type(num_ranks)),
         ("limits", Limits),
         *((name, ctypes.c_void_p) for name in ("counters", "topk_ids", "owners")),
-        *((name, ctypes.c_int) for name in ("num_ids", "num_tokens", "phases", "packet_parts", "packet_tasks")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("num_ids", "num_tokens", "phases", "packet_parts", "packet_tasks", "most_tokens")
+        ),
         anonymous=("limits",),
     )
 
@@ -345,8 +348,8 @@ class Tuning:
         blocks: of a kernel, at most.
         routed_tokens: tokens whose experts the dispatch chooses itself, at most; with many, a block would choose for
             several, one after the other. 0 for none: how fast that is was not measured.
-        combining_rows: capacity of all ranks together up to which experts that can combine a batch do so; at most
-            MOST_COMBINING_ROWS. 0 for none: how fast that is was not measured.
+        combining_rows: tokens of all ranks together up to which experts that can combine a batch do so, at most
+            MOST_COMBINING_ROWS; as many as a rank may have are counted for each. 0 for none.
     """
 
     packet_parts: int = 8
@@ -495,7 +498,10 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def may_leave_combine(self) -> bool:
         layout = self.layout
         is_plain = not (layout.device_api or layout.is_quantized or layout.slot_results or layout.f32_results)
-        return is_plain and layout.num_ranks * layout.capacity <= min(self.tuning.combining_rows, MOST_COMBINING_ROWS)
+        return is_plain and layout.num_ranks <= self._combining_rows()
+
+    def _combining_rows(self) -> int:
+        return min(self.tuning.combining_rows, MOST_COMBINING_ROWS)
 
     def _routed_kernel(self, pending: Any) -> jit.Kernel | None:
         """The dispatch that makes such a choice itself; None before the first pass that is not captured."""
@@ -520,7 +526,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         layout, config, device = self.layout, self.moe_config, batch.rows.device
         El, max_rows = config.num_local_experts, layout.num_ranks * layout.capacity
         new = functools.partial(torch.empty, device=device)
-        is_left = batch.experts_combine and self.may_leave_combine()
+        most_tokens = max(layout.capacity if batch.most_tokens is None else min(batch.most_tokens, layout.capacity), 1)
+        is_left = batch.experts_combine and layout.num_ranks * most_tokens <= self._combining_rows()
         counts, positions = new(El, dtype=torch.int32), new(max_rows * layout.topk, dtype=torch.int32)
         row_ids = new((El, max_rows), dtype=torch.int32) if self.by_reference else None
         out = None
@@ -541,7 +548,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             else:
                 kernel, router = routed, {"router": batch.pending.take()}
         params = dispatch_type(layout.num_ranks, bool(router))(
-            common=self._common(index, batch.topk_ids),
+            common=self._common(index, batch.topk_ids, most_tokens),
             rows=batch.rows.data_ptr(),
             weights=batch.topk_weights.data_ptr(),
             locals=self._local_table.data_ptr(),
@@ -557,7 +564,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         to_send = 1 + num_tokens * self.tuning.packet_parts
         to_receive = El * shares
         if is_left:
-            to_receive = -(-max_rows // WARPS)
+            to_receive = -(-layout.num_ranks * most_tokens // WARPS)
         elif self.by_reference:
             expected = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks
             to_receive += -(-expected * self.tuning.take_parts // WARPS)
@@ -573,20 +580,20 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         def receive() -> Dispatched:
             launch.receive()
             if is_left:
-                return Dispatched(rows=batch.rows, peers=self._peers(index, batch.topk_ids), handle=sent)
+                return Dispatched(rows=batch.rows, peers=self._peers(index, batch.topk_ids, most_tokens), handle=sent)
             return Dispatched(rows=rows, expert_tokens_meta=meta, handle=sent)
 
         return Pending(launch.receive, receive, launch.send)
 
-    def _peers(self, index: int, topk_ids: torch.Tensor) -> PeerBatch:
+    def _peers(self, index: int, topk_ids: torch.Tensor, most_tokens: int) -> PeerBatch:
         """The batch, for experts that combine it."""
         layout = self.layout
         return PeerBatch(
-            params=batch_type(layout.num_ranks)(common=self._common(index, topk_ids)),
+            params=batch_type(layout.num_ranks)(common=self._common(index, topk_ids, most_tokens)),
             defines=kernel_source("low_latency_combine", layout, self.moe_config.in_dtype).defines,
             folder=CUDA,
             rows=self.channel.part(index, "row_packets").data_ptr(),
-            num_rows=layout.num_ranks * layout.capacity,
+            num_rows=layout.num_ranks * most_tokens,
             topk=layout.topk,
             launching=self.channel.order,
         )
@@ -632,11 +639,11 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         rows = num_tokens * self.layout.num_ranks * self.layout.topk
         return self.tuning.blocks_of_expert(rows / self._owner_table.numel(), self.moe_config.num_local_experts)
 
-    def _common(self, index: int, topk_ids: torch.Tensor) -> Any:
+    def _common(self, index: int, topk_ids: torch.Tensor, most_tokens: int = 0) -> Any:
         common = self.channel.common(index)
         common.topk_ids = topk_ids.data_ptr()
         common.owners = self._owner_table.data_ptr()
         common.num_ids = self._owner_table.numel()
-        common.num_tokens = topk_ids.size(0)
+        common.num_tokens, common.most_tokens = topk_ids.size(0), most_tokens
         common.packet_parts, common.packet_tasks = self.tuning.packet_parts, self.tuning.packet_tasks
         return common

@@ -295,7 +295,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
 
     def workspace_shapes(self, M: int, N: int, K: int, topk: int, *more: Any) -> tuple[Shape, Shape, Shape]:
         if more[2] is None:  # no counts: a batch that these experts combine
-            return (0,), (self._max_rows * topk, N), (M, K)
+            return (0,), (min(self._max_rows, hopper.MOST_PEER_ROWS) * topk, N), (M, K)
         return super().workspace_shapes(M, N, K, topk, *more)
 
     def run(self, step: Step) -> None:

@@ -259,14 +259,14 @@ class Decode(Session):
     def _queue_layer(self, batch: Batch) -> None:
         """Experts that combine."""
         rank = batch.setting.rank
-        numbers = torch.tensor([*batch.global_ids, 0], dtype=torch.int32)  # and the ticket
+        numbers = torch.tensor([*batch.global_ids, 0, 0], dtype=torch.int32)  # and the tickets
         self._kept.append(numbers)
         params = layer_type(self.num_ranks)(
             batch=low_latency.batch_type(self.num_ranks)(common=self._common(batch), output=batch.output.data_ptr()),
             numbers=numbers.data_ptr(),
             results=self._published[rank].data_ptr(),
-            ticket=numbers[-1:].data_ptr(),
-            num_experts=len(numbers) - 1,
+            ticket=numbers[-2:].data_ptr(),
+            num_experts=len(numbers) - 2,
             launch=len(self._kept),
         )
         self.queue_kernel(rank, "layer", params, self._blocks or self.random.choice([1, 2, 4]), early=True)
@@ -317,6 +317,7 @@ class Decode(Session):
             num_tokens=len(inputs.rows),
             packet_parts=self.random.choice([1, 2, 8]),
             packet_tasks=1024,
+            most_tokens=self.random.randint(max(max(batch.setting.case.tokens), 1), CAPACITY),
         )
 
     def _queue_halves(self, rank: int, name: str, params: ctypes.Structure) -> None:

@@ -123,6 +123,7 @@ struct Common {
   int num_tokens;
   int phases;
   int packet_parts, packet_tasks;  // parts of a row sent as packets, and about how many tasks to make of all
+  int most_tokens;                 // no rank has more: of a batch that experts combine (low_latency_layer.cuh)
 
   DEVICE int packet_parts_of(int rows) const { return max(1, min(packet_parts, packet_tasks / max(rows, 1))); }
 

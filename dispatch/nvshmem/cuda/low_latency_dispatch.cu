@@ -688,6 +688,9 @@ DEVICE bool await_row(const Common& c, Waits& wait, int source, int token) {
   if (token >= static_cast<int>(tokens)) {
     return true;
   }
+  if (static_cast<int>(tokens) > c.most_tokens) {
+    return false;
+  }
   bool came = is_of(line, wait.epoch) || wait.for_line(meta, source, line);
   const u32 four[kLocalsOfLine] = {line.x & 0xffff, line.x >> 16, line.z & 0xffff, line.z >> 16};
   bool is_here = false;
@@ -706,11 +709,10 @@ DEVICE bool await_row(const Common& c, Waits& wait, int source, int token) {
 
 // All rows that arrive, each by a warp. Whoever misses something notes it, so that the kernel behind leaves the batch out.
 DEVICE void await_rows(const Common& c, Waits& wait, u32 alive) {
-  const int capacity = c.buffers.capacity;
-  for (int row = threadIdx.x % kThreads / 32 * gridDim.x + blockIdx.x; row < RANKS * capacity;
-       row += kWarps * gridDim.x) {
-    const int source = row / capacity;
-    if (alive >> source & 1 && !await_row(c, wait, source, row % capacity) && threadIdx.x % 32 == 0) {
+  const int most = c.most_tokens, first = threadIdx.x % kThreads / 32 * gridDim.x + blockIdx.x;
+  for (int row = first; row < RANKS * most; row += kWarps * gridDim.x) {
+    const int source = row / most;
+    if (alive >> source & 1 && !await_row(c, wait, source, row % most) && threadIdx.x % 32 == 0) {
       store_volatile(&c.counters->failed, failure_of(wait.epoch));
     }
     __syncwarp();

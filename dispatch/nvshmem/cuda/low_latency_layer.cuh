@@ -1,7 +1,7 @@
 // A low-latency batch whose experts' kernel returns the results itself: what that kernel does beside computing them.
 //
 // Layout in:   what the dispatch has waited for (positions == null): headers, meta, and rows that stay in their packets.
-//              Row s * C + t is token t of rank s; there are up to 32.
+//              Row s * M + t is token t of rank s, where no rank has more than M tokens; there are up to 32.
 // Layout out:  output [T, K] of this rank's own tokens, with the bits of low_latency_combine.cu.
 // Steps:       read_rows: which experts each row has here. The kernel computes them and publishes the results of slots.
 //              return_sums: adds up a row's slots and sends the sum to the token's rank, as packets.
@@ -35,6 +35,12 @@ DEVICE u32 epoch_of(const Batch& p) {
   return static_cast<u32>(*reinterpret_cast<volatile u64*>(&p.common.counters->combine) >> 32);
 }
 
+// The number of a row among packets.
+DEVICE int packet_row(const Common& c, int row) {
+  const int source = row / c.most_tokens;
+  return source * c.buffers.row_packet_tokens + row - source * c.most_tokens;
+}
+
 // By one thread, once it has waited for earlier kernels and before any of its block lets the next start.
 DEVICE void hand_over(const Batch& p) { hand_over(true, &p.common.counters->dispatch, epoch_of(p) + 1); }
 
@@ -43,11 +49,12 @@ struct SlotLines {
   Vec locals[2], weights[2];
 
   SlotLines() = default;
-  DEVICE SlotLines(const Buffers& b, int row) {
-    const int slot = min(static_cast<int>(threadIdx.x % 32), TOPK - 1), source = row / b.capacity;
+  DEVICE SlotLines(const Common& c, int row) {
+    const Buffers& b = c.buffers;
+    const int slot = min(static_cast<int>(threadIdx.x % 32), TOPK - 1), source = row / c.most_tokens;
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
-      const u8* meta = b.meta_of(b.rank, source, row - source * b.capacity, i);
+      const u8* meta = b.meta_of(b.rank, source, row - source * c.most_tokens, i);
       locals[i] = load_volatile(meta + 16 * (slot / kLocalsOfLine));
       weights[i] = load_volatile(meta + 16 * (kLocalLines + slot / kWeightsOfLine));
     }
@@ -77,7 +84,7 @@ template <int kReaders, int kExperts, typename Sync>
 DEVICE void read_rows(const Batch& p, Rows<kExperts>& rows, int warp, const Sync& sync) {
   constexpr int kEach = (kMostRows + kReaders - 1) / kReaders;
   const Counters& counters = *p.common.counters;
-  const int num_rows = RANKS * p.common.buffers.capacity;
+  const int num_rows = RANKS * p.common.most_tokens;
   if (warp == 0 && threadIdx.x % 32 == 0) {
     const u64 failed = *reinterpret_cast<const volatile u64*>(&counters.failed);
     rows.epoch = epoch_of(p);
@@ -88,7 +95,7 @@ DEVICE void read_rows(const Batch& p, Rows<kExperts>& rows, int warp, const Sync
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     if (warp + i * kReaders < num_rows) {
-      lines[i] = SlotLines(p.common.buffers, warp + i * kReaders);
+      lines[i] = SlotLines(p.common, warp + i * kReaders);
     }
   }
   sync();
@@ -125,7 +132,7 @@ DEVICE u32 slots_of(const Rows<kExperts>& rows, int row, u32 expert) {
 template <int kExperts>
 DEVICE void read_ranks(const Batch& p, Rows<kExperts>& rows, int row) {
   const Common& c = p.common;
-  const int token = row - c.buffers.rank * c.buffers.capacity;
+  const int token = row - c.buffers.rank * c.most_tokens;
   if (token >= 0 && token < c.num_tokens) {
     const u32 ranks = c.destinations(c.id_of_slot(token), c.alive(), [&](int id) { return c.owners[id]; });
     if (threadIdx.x % 32 == 0) {
@@ -139,7 +146,7 @@ template <int kExperts>
 DEVICE u32 rows_here(const Batch& p, const Rows<kExperts>& rows) {
   const int row = threadIdx.x % 32;
   bool is_here = false;
-  if (row < RANKS * p.common.buffers.capacity) {
+  if (row < RANKS * p.common.most_tokens) {
 #pragma unroll
     for (int k = 0; k < TOPK; ++k) {
       is_here |= rows.ids[row][k] != kNotHere;
@@ -165,15 +172,16 @@ struct ResultPlace {
 // Results that are not sent, as low_latency_combine.cu does.
 DEVICE void refresh_results(const Batch& p, u32 here, u32 epoch, int warp, int warps) {
   const Buffers& b = p.common.buffers;
-  for (int row = warp; row < RANKS * b.capacity; row += warps) {
-    const int source = row / b.capacity;
-    if (here >> row & 1 || !(p.common.alive() >> source & 1)) {
+  for (int task = warp; task < RANKS * b.capacity; task += warps) {
+    const int source = task % RANKS, token = task / RANKS;
+    const bool is_sent = token < p.common.most_tokens && here >> (source * p.common.most_tokens + token) & 1;
+    if (is_sent || !(p.common.alive() >> source & 1)) {
       continue;
     }
     for (int part = 0; part < kWarpsPerResult; ++part) {
       const ResultPlace place(part);
       if (packet_slot() == kPacketVectors) {
-        store_volatile(b.result_packet(source, b.rank, row - source * b.capacity, place.packet), old_line(epoch));
+        store_volatile(b.result_packet(source, b.rank, token, place.packet), old_line(epoch));
       }
     }
   }
@@ -191,7 +199,7 @@ DEVICE void return_sums(const Batch& p, const Rows<kExperts>& rows, int warp, in
     for (int i = task / kWarpsPerResult; i > 0; --i) {
       left &= left - 1;
     }
-    const int row = __ffs(left) - 1, source = row / b.capacity, lane = threadIdx.x % 32;
+    const int row = __ffs(left) - 1, source = row / p.common.most_tokens, lane = threadIdx.x % 32;
     const ResultPlace place(task % kWarpsPerResult);
     Sums sum{};
     left = __ballot_sync(kAllLanes, lane < TOPK && rows.ids[row][min(lane, TOPK - 1)] != kNotHere);
@@ -223,7 +231,7 @@ DEVICE void return_sums(const Batch& p, const Rows<kExperts>& rows, int warp, in
       }
     }
     const bool is_flag = packet_slot() == kPacketVectors;
-    store_packets(b.result_packet(source, b.rank, row - source * b.capacity, place.packet),
+    store_packets(b.result_packet(source, b.rank, row - source * p.common.most_tokens, place.packet),
                   is_flag ? Vec{0, epoch, 0, epoch} : pack_result(sum));
   }
   if (refresh_is_due(epoch)) {

@@ -1076,7 +1076,9 @@ DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring, i
 
 DEVICE i64 input_row(const ExpertsParams& p, const Schedule& s, const TileSlice& g, int i) {
   if (g.phase == 1) return g.first_row + i;
-#if ROUTED
+#if PEERS
+  return peers::packet_row(p.batch.common, token_of_row(s.routes, g.expert, i));
+#elif ROUTED
   return token_of_row(s.routes, g.expert, i);
 #endif
   return p.row_ids == nullptr ? g.output_row + i : p.row_ids[g.output_row + i] / p.ids_divisor;
@@ -1745,7 +1747,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
 #endif
     named_arrive<kRowsBarrier, kConsumerThreads + 32>();
 #if PEERS
-    for (int i = warp - kFirstConsumer; i < RANKS * p.batch.common.buffers.capacity; i += kConsumerWarps) {
+    for (int i = warp - kFirstConsumer; i < RANKS * p.batch.common.most_tokens; i += kConsumerWarps) {
       peers::read_ranks(p.batch, shared.schedule.routes, i);
     }
 #endif

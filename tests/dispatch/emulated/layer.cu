@@ -7,7 +7,7 @@ struct Params {
   Batch batch;
   const int* numbers;  // [num_experts]: the id of each
   u64* results;        // [rows * TOPK, HIDDEN / 2]: {launch, two columns}
-  int* ticket;         // 0
+  int* ticket;         // of slots, and of blocks that have sent their sums; 0
   int num_experts;
   int launch;
 };
@@ -38,7 +38,8 @@ struct SlotResults {
 DEVICE u32 result_of(const Params& p, int expert, int row, int pair) {
   const Buffers& b = p.batch.common.buffers;
   const int vector = pair / 4, packets = vector / kPacketVectors;
-  const u8* at = b.at(b.rank, b.row_packets) + kPacketBytes * static_cast<u64>(row) * kRowPackets;
+  const u8* at =
+      b.at(b.rank, b.row_packets) + kPacketBytes * static_cast<u64>(packet_row(p.batch.common, row)) * kRowPackets;
   const u32 columns = reinterpret_cast<const u32*>(at + 16 * (vector + packets))[pair % 4];
   const float number = p.numbers[expert];
   const auto compute = [=](float x) { return emulated::half(x * (1.0f + number / 8.0f) + number); };
@@ -48,7 +49,7 @@ DEVICE u32 result_of(const Params& p, int expert, int row, int pair) {
 extern "C" __global__ void layer(const __grid_constant__ Params p) {
   __shared__ Rows<EXPERTS> rows;
   __shared__ int ticket;
-  const int warp = threadIdx.x / 32, num_rows = RANKS * p.batch.common.buffers.capacity;
+  const int warp = threadIdx.x / 32, num_rows = RANKS * p.batch.common.most_tokens;
   for (int e = threadIdx.x; e < EXPERTS; e += kThreads) {
     rows.tokens[e] = 0;
   }
@@ -81,7 +82,14 @@ extern "C" __global__ void layer(const __grid_constant__ Params p) {
       }
     }
   }
-  const int sums = blockIdx.x * kWarps + warp, warps = gridDim.x * kWarps;
-  return_sums(p.batch, rows, sums, warps, SlotResults{p});
-  receive_sums(p.batch, rows, sums, warps);
+  return_sums(p.batch, rows, blockIdx.x * kWarps + warp, gridDim.x * kWarps, SlotResults{p});
+  // As few blocks as may wait for other ranks: the one whose sums are the last to be sent.
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ticket = atomicAdd(p.ticket + 1, 1);
+  }
+  __syncthreads();
+  if (ticket == static_cast<int>(gridDim.x) - 1) {
+    receive_sums(p.batch, rows, warp, kWarps);
+  }
 }
