@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from moe_ep.files import user_path
+from moe_ep.registry import ALL2ALL_BACKENDS
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LARGEST = 2**31 - 1
 _PREFIX = "MOE_EP_"
 # Set by launchers for their workers, and for the tests of this project.
 _OTHERS = ("MOE_EP_GANG_", "MOE_EP_TEST_", "MOE_EP_TEXT_MOE")
@@ -61,15 +64,63 @@ def warn_of_unknown_names() -> None:
         logger.warning("the environment has %s, which moe_ep does not read: %s", name, hint)
 
 
-def _seconds(raw: str) -> float:
-    try:
-        value = float(raw)
-    except ValueError:
-        value = 0.0
-    # Whole milliseconds that are more than none, and nanoseconds that 64 bits hold.
-    if not 1e-3 <= value <= 1e9:
-        raise ValueError("it must be a number of seconds from 0.001 to 1e9")
+# ==== Values ====
+#
+# Parsers of values, which raise ValueError with the rule that a value breaks; command-line options share them.
+
+
+def whole(digits: str) -> int:
+    """Converts digits to an integer; ValueError if it does not fit into 31 bits, as counts and seeds must."""
+    value = int(digits.lstrip("0")[: len(str(_LARGEST)) + 1] or 0)
+    if value > _LARGEST:
+        raise ValueError(f"it must be at most {_LARGEST}")
     return value
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A whole number."""
+
+    def parse(raw: str) -> int:
+        if not raw.isdecimal() or whole(raw) < minimum:
+            raise ValueError(f"it must be a whole number of at least {minimum}")
+        return whole(raw)
+
+    return parse
+
+
+def number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """A finite number that satisfies `holds`; `rule` completes "it must be"."""
+
+    def parse(raw: str) -> float:
+        try:
+            value = float(raw)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and holds(value)):
+            raise ValueError(f"it must be {rule}")
+        return value
+
+    return parse
+
+
+def one_of(*allowed: str) -> Callable[[str], str]:
+    """One word of a fixed set."""
+    return one_of_these(lambda: allowed)
+
+
+def one_of_these(allowed: Callable[[], Sequence[str]]) -> Callable[[str], str]:
+    """One word of a set that is known when a value is parsed."""
+
+    def parse(raw: str) -> str:
+        if raw not in allowed():
+            raise ValueError(f"it must be one of {', '.join(allowed())}")
+        return raw
+
+    return parse
+
+
+# Whole milliseconds that are more than none, and nanoseconds that 64 bits hold.
+_seconds = number("a number of seconds from 0.001 to 1e9", lambda value: 1e-3 <= value <= 1e9)
 
 
 def _seconds_or_off(raw: str) -> float:
@@ -81,47 +132,18 @@ def _seconds_or_off(raw: str) -> float:
         raise ValueError(f"{error}, or off") from None
 
 
-def _positive_int(raw: str) -> int:
-    if not raw.isdecimal() or int(raw) < 1:
-        raise ValueError("it must be a whole number of at least 1")
-    return int(raw)
-
-
-def _whole_number(raw: str) -> int:
-    if not raw.isdecimal():
-        raise ValueError("it must be a whole number of at least 0")
-    return int(raw)
-
-
 def _switch(raw: str) -> bool:
-    return _one_of("0", "1")(raw) == "1"
-
-
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def parse(raw: str) -> str:
-        if raw not in allowed:
-            raise ValueError(f"it must be {', '.join(allowed[:-1])} or {allowed[-1]}")
-        return raw
-
-    return parse
-
-
-def _backend_name(raw: str) -> str:
-    from moe_ep.registry import ALL2ALL_BACKENDS
-
-    known = ("auto", *ALL2ALL_BACKENDS)
-    if raw not in known:
-        raise ValueError(f"it must be one of {', '.join(known)}")
-    return raw
+    return one_of("0", "1")(raw) == "1"
 
 
 # The values of MOE_EP_INPUT_DTYPE and --input-dtype.
 INPUT_DTYPE_NAMES = ("none", "int8", "fp8", "checkpoint")
-_log_level = _one_of("DEBUG", "INFO", "WARNING", "ERROR")
+_log_level = one_of("DEBUG", "INFO", "WARNING", "ERROR")
 
 ALL2ALL_BACKEND = EnvVar(
-    "MOE_EP_ALL2ALL_BACKEND", _backend_name, "auto", "dispatch backend of layers made with all2all_backend='auto'"
-)
+    "MOE_EP_ALL2ALL_BACKEND", one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), "auto",
+    "dispatch backend of layers made with all2all_backend='auto'",
+)  # fmt: skip
 BATCH_INVARIANT = EnvVar(
     "MOE_EP_BATCH_INVARIANT", _switch, "0",
     "1: layers that are made without batch_invariant have it, so that a token's result does not depend on the batch",
@@ -131,7 +153,7 @@ CACHE_DIR = EnvVar(
     "where made checkpoints, compiled kernels and tuned choices are kept",
 )  # fmt: skip
 CHUNK_SIZE = EnvVar(
-    "MOE_EP_CHUNK_SIZE", _positive_int, "16384",
+    "MOE_EP_CHUNK_SIZE", at_least(1), "16384",
     "rows that experts in the Standard format compute at a time; bounds their scratch",
 )  # fmt: skip
 DISPATCH_TIMEOUT_S = EnvVar(
@@ -139,7 +161,7 @@ DISPATCH_TIMEOUT_S = EnvVar(
     "seconds a collective step of dispatch, combine or start-up may take before the rank gives up",
 )  # fmt: skip
 INPUT_DTYPE = EnvVar(
-    "MOE_EP_INPUT_DTYPE", _one_of(*INPUT_DTYPE_NAMES), "checkpoint",
+    "MOE_EP_INPUT_DTYPE", one_of(*INPUT_DTYPE_NAMES), "checkpoint",
     "rows that quantized experts compute with. int8 or fp8: rounded to it, on GPUs where that is faster, which "
     "changes results by some 1.8 or 4.4 % of their size; checkpoint: on GPUs to what the checkpoint was made for; "
     "none: as they are",
@@ -153,7 +175,7 @@ NVSHMEM_FORCE_DEVICE_API = EnvVar(
     "1: the NVSHMEM backends treat every other rank as one of another host (for tests on one host)",
 )  # fmt: skip
 NVSHMEM_NUM_SMS = EnvVar(
-    "MOE_EP_NVSHMEM_NUM_SMS", _whole_number, "0", "SMs that nvshmem_high_throughput moves rows with; 0: its own choice"
+    "MOE_EP_NVSHMEM_NUM_SMS", at_least(0), "0", "SMs that nvshmem_high_throughput moves rows with; 0: its own choice"
 )
 NVSHMEM_TIMEOUT_S = EnvVar(
     "MOE_EP_NVSHMEM_TIMEOUT_S", _seconds_or_off, "10",
@@ -165,11 +187,11 @@ OVERLAP = EnvVar(
     "which was slower where it was measured",
 )  # fmt: skip
 RANKS_PER_HOST = EnvVar(
-    "MOE_EP_RANKS_PER_HOST", _whole_number, "0",
+    "MOE_EP_RANKS_PER_HOST", at_least(0), "0",
     "this many consecutive ranks count as one host (for tests of several hosts on one); 0: off",
 )  # fmt: skip
 REPLAY_MAX_TOKENS = EnvVar(
-    "MOE_EP_REPLAY_MAX_TOKENS", _whole_number, "1024",
+    "MOE_EP_REPLAY_MAX_TOKENS", at_least(0), "1024",
     "most tokens of a layer's call that is replayed from a CUDA graph of the layer after four calls of its kind (over "
     "ranks: with the NVSHMEM backends alone); 0: none is",
 )  # fmt: skip

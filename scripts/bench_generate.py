@@ -25,7 +25,8 @@ from harness import GangBenchConfig, measure_on_gang
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
 from moe_ep.distributed.exchange import gather_texts, gather_values
-from moe_ep.launch.cli.options import at_least, checkpoint_folder, one_of, option, whole_numbers
+from moe_ep.env import at_least, one_of
+from moe_ep.launch.cli.options import checkpoint_folder, option, whole_numbers
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs.rank_env import RankEnv
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from harness import GangBenchConfig, measure_on_gang
 
-from moe_ep.launch.cli.options import at_least, geometry_name, option, output_file
+from moe_ep.env import at_least
+from moe_ep.launch.cli.options import geometry_name, option, output_file
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 _CHAIN = 40

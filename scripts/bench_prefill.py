@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness import GangBenchConfig, measure_on_gang
 
-from moe_ep.launch.cli.options import one_of, option, whole_numbers
+from moe_ep.env import one_of
+from moe_ep.launch.cli.options import option, whole_numbers
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_ep.env import at_least, one_of
 from moe_ep.errors import ConfigError, MoeEpError
 from moe_ep.files import parse_json
 from moe_ep.launch.cli.gang_options import (
@@ -27,17 +28,7 @@ from moe_ep.launch.cli.gang_options import (
     start_gang,
     torch_dtype,
 )
-from moe_ep.launch.cli.options import (
-    OptionError,
-    Parser,
-    add_flags,
-    at_least,
-    checkpoint_folder,
-    from_args,
-    input_file,
-    one_of,
-    option,
-)
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, checkpoint_folder, from_args, input_file, option
 from moe_ep.launch.gangs.rank_env import RankEnv
 
 

@@ -9,16 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from moe_ep.env import INPUT_DTYPE_NAMES
+from moe_ep.env import INPUT_DTYPE_NAMES, at_least, one_of, one_of_these
 from moe_ep.launch.cli.options import (
     BACKEND_NAMES,
     OptionError,
-    at_least,
     check_needs,
     checkpoint_folder,
     endpoint,
-    one_of,
-    one_of_these,
     option,
     ray_address,
     read_model_config,

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moe_ep.env import at_least, number, one_of
 from moe_ep.files import parse_json
 from moe_ep.generation.conversation import TEMPLATE_FIELDS, Conversation
 from moe_ep.launch.cli.gang_options import ElasticOptions
-from moe_ep.launch.cli.options import OptionError, at_least, input_file, number, one_of, option, output_file
+from moe_ep.launch.cli.options import OptionError, input_file, option, output_file
 
 _STDIN = Path("-")
 # Settings of a request that hold for all prompts of a command: the option for each, and the values without effect,

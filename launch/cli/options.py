@@ -17,7 +17,6 @@ import contextlib
 import difflib
 import inspect
 import json
-import math
 import os
 import re
 import tomllib
@@ -26,13 +25,13 @@ from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from moe_ep.env import whole
 from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded, user_path
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 C = TypeVar("C")
 Parse = Callable[[str], Any]
 Main = Callable[[argparse.Namespace], int]
-_LARGEST = 2**31 - 1
 
 
 class OptionError(ValueError):
@@ -232,56 +231,6 @@ def check_needs(config: Any, switch: str, names: Iterable[str]) -> None:
         if (value := getattr(config, name)) != defaults[name]:
             needed = flag(switch)
             raise OptionError(f"{flag(name)} is {str(value)!r} without {needed}; add {needed} or leave it out")
-
-
-def whole(digits: str) -> int:
-    """Converts digits to an integer; ValueError if it does not fit into 31 bits, as counts and seeds must."""
-    value = int(digits.lstrip("0")[: len(str(_LARGEST)) + 1] or 0)
-    if value > _LARGEST:
-        raise ValueError(f"it must be at most {_LARGEST}")
-    return value
-
-
-def at_least(minimum: int) -> Parse:
-    """A whole number."""
-
-    def parse(raw: str) -> int:
-        if not raw.isdecimal() or whole(raw) < minimum:
-            raise ValueError(f"it must be a whole number of at least {minimum}")
-        return whole(raw)
-
-    return parse
-
-
-def number(rule: str, holds: Callable[[float], bool]) -> Parse:
-    """A finite number that satisfies `holds`; `rule` completes "it must be"."""
-
-    def parse(raw: str) -> float:
-        try:
-            value = float(raw)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and holds(value)):
-            raise ValueError(f"it must be {rule}")
-        return value
-
-    return parse
-
-
-def one_of(*allowed: str) -> Parse:
-    """One word of a fixed set."""
-    return one_of_these(lambda: allowed)
-
-
-def one_of_these(allowed: Callable[[], Sequence[str]]) -> Parse:
-    """One word of a set that may still grow after the flag is declared."""
-
-    def parse(raw: str) -> str:
-        if raw not in allowed():
-            raise ValueError(f"it must be one of {', '.join(allowed())}")
-        return raw
-
-    return parse
 
 
 # The names of moe_ep.bench.geometries.PRESETS, repeated so that --help need not import torch.

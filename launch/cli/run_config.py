@@ -7,24 +7,20 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from moe_ep.env import at_least, number, one_of, one_of_these, whole
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.files import parse_json
 from moe_ep.launch.cli.gang_options import ElasticOptions
 from moe_ep.launch.cli.options import (
     OptionError,
-    at_least,
     check_needs,
     flag,
     host,
     input_file,
     new_folder,
-    number,
-    one_of,
-    one_of_these,
     option,
     output_file,
     port,
-    whole,
 )
 from moe_ep.launch.cli.outputs import ADDS_LINES
 from moe_ep.registry import EPLB_POLICIES

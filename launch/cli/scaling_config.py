@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_ep.env import at_least, number, one_of, one_of_these
 from moe_ep.launch.cli.gang_options import GangConfig, batch_balance_option, input_dtype_option
 from moe_ep.launch.cli.options import (
     BACKEND_NAMES,
     GEOMETRY_NAMES,
     Parse,
-    at_least,
     checkpoint_folder,
     geometry_name,
-    number,
-    one_of,
-    one_of_these,
     option,
     output_file,
     whole_numbers,

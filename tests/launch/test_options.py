@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from moe_ep.env import at_least, number, one_of
 from moe_ep.launch.cli import main as cli
 from moe_ep.launch.cli.options import (
     OptionError,
     Parser,
     add_flags,
-    at_least,
     check_apart,
     endpoint,
     from_args,
     new_folder,
-    number,
-    one_of,
     option,
     output_file,
     port,

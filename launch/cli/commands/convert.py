@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from moe_ep.launch.cli.options import Parser, add_command, checkpoint_folder, new_folder, one_of, parsed
+from moe_ep.env import one_of
+from moe_ep.launch.cli.options import Parser, add_command, checkpoint_folder, new_folder, parsed
 from moe_ep.launch.cli.outputs import show
 
 KINDS = ("int4", "int8", "fp8")

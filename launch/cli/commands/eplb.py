@@ -11,20 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_ep.env import at_least, number, one_of
 from moe_ep.files import user_path
 from moe_ep.launch.cli.options import (
     GEOMETRY_NAMES,
     OptionError,
     Parser,
     add_command,
-    at_least,
     check_apart,
     checkpoint_folder,
     from_args,
     geometry_name,
     input_file,
-    number,
-    one_of,
     option,
     output_file,
     parsed,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from moe_ep.env import at_least
 from moe_ep.launch.cli.gang_options import ControlConfig
-from moe_ep.launch.cli.options import Parser, add_command, at_least, from_args, parsed
+from moe_ep.launch.cli.options import Parser, add_command, from_args, parsed
 from moe_ep.launch.gangs import control
 
 

@@ -8,18 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_ep.env import at_least, number, one_of
 from moe_ep.launch.cli.options import (
     GEOMETRY_NAMES,
     OptionError,
     Parser,
     add_command,
-    at_least,
     check_apart,
     from_args,
     geometry_name,
     input_file,
-    number,
-    one_of,
     option,
     output_file,
     refusing,

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_ep.env import at_least, one_of
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.launch.cli.options import (
     GEOMETRY_NAMES,
     OptionError,
     Parser,
     add_command,
-    at_least,
     from_args,
     geometry_name,
-    one_of,
     option,
     output_file,
     refusing,
