@@ -585,7 +585,8 @@ class FusedMoE(MoELayer):
     @property
     def balanced_from(self) -> int | None:
         """Tokens of the rank that has most, from which on a batch is balanced by its own counts; None for never."""
-        return self._balanced_from(self.device)
+        # Before its weights are there, a layer may be nowhere.
+        return None if self.balancer is None else self._balanced_from(self.device)
 
     def _balanced_from(self, device: torch.device) -> int | None:
         exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
