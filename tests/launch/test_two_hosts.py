@@ -109,7 +109,7 @@ def elastic_agents(model: Path, folder: Path, hosts: Sequence[Host], port: int, 
     for number, host in enumerate(hosts):
         (own := folder / f"{port}.{number}").mkdir()
         # Enough tokens for both jobs to serve at a time.
-        size = ["--ep-size", str(num_ranks * len(hosts)), "--batch-size", "6", "--max-new-tokens", "96"]
+        size = ["--ep-size", str(num_ranks * len(hosts)), "--batch-size", "6", "--max-new-tokens", "64"]
         command, output = generating(model, own, "--elastic", "--device", "cpu", *where, *size)
         process = host.start("-m", "moe_ep.launch", *command, environment={"MOE_EP_DISPATCH_TIMEOUT_S": "8"})
         jobs.append(Job(process, output))
