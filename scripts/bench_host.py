@@ -3,7 +3,8 @@
 python scripts/bench_host.py --launcher local --ep-size 2 [--tokens 64] [--profile FILE] [--json FILE]
 
 A layer of a preset with made-up weights is called in a chain, with other tokens each time; the slowest rank's time of a
-call, the median over repeats. Inside one_pass the ranks have agreed on their tokens; outside each call asks.
+call, the median over repeats: until the host has queued it, and with the GPU's. Inside one_pass the ranks have agreed
+on their tokens; outside each call asks. With MOE_EP_REPLAY_MAX_TOKENS=0 no call is replayed.
 """
 
 from __future__ import annotations
@@ -79,17 +80,18 @@ def measure(rank_env: RankEnv, config: HostBenchConfig) -> list[dict[str, Any]]:
                     layers.call(index, batch)
 
             row = {"benchmark": "host", "geometry": geometry.name, "ep_size": size, "tokens": config.tokens}
-            row |= {"backend": backend, "asking_us": _time(chain, device)}
+            asking_host_us, asking_us = _time(chain, device)
+            row |= {"backend": backend, "asking_host_us": asking_host_us, "asking_us": asking_us}
             with one_pass(layers.layers, config.tokens):
-                row["us"] = _time(chain, device)
+                row["host_us"], row["us"] = _time(chain, device)
                 if config.profile is not None:
                     _profile(chain, config.profile if rank_env.rank == 0 else None, backend)
             rows.append(config.keep(row, rank_env.rank))
     return rows
 
 
-def _time(chain: Callable[[], None], device: Any) -> float:
-    """Microseconds of one call of the slowest rank."""
+def _time(chain: Callable[[], None], device: Any) -> tuple[float, float]:
+    """Microseconds of one call of the slowest rank, until it is queued and until it has ended."""
     import torch
     import torch.distributed as dist
 
@@ -97,15 +99,17 @@ def _time(chain: Callable[[], None], device: Any) -> float:
 
     wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
     together = dist.barrier if dist.is_initialized() else (lambda: None)
-    times = []
+    queued, ended = [], []
     for _ in range(1 + _REPEATS):
         wait()
         together()
         started = time.perf_counter()
         chain()
+        queued.append((time.perf_counter() - started) / _CHAIN * 1e6)
         wait()
-        times.append((time.perf_counter() - started) / _CHAIN * 1e6)
-    return round(timing_of(slowest_rank(times[1:])).median, 1)
+        ended.append((time.perf_counter() - started) / _CHAIN * 1e6)
+    of_host, whole = (round(timing_of(slowest_rank(times[1:])).median, 1) for times in (queued, ended))
+    return of_host, whole
 
 
 def _profile(chain: Callable[[], None], path: Path | None, backend: str) -> None:
@@ -126,7 +130,13 @@ def main() -> int:
         from moe_ep.bench.results import table
 
         columns = {"geometry": "geometry", "ep_size": "EP", "tokens": "T", "backend": "backend"}
-        print(table(results[0], columns | {"us": "us a layer", "asking_us": "asking by itself"}))
+        times = {
+            "host_us": "host us a layer",
+            "us": "with the GPU",
+            "asking_host_us": "asking, host",
+            "asking_us": "with it",
+        }
+        print(table(results[0], columns | times))
     return 0
 
 
