@@ -555,7 +555,8 @@ class FusedMoE(MoELayer):
         if reads is None:
             return None
         if self.parallel_config.spans_ranks:
-            around = None if num_rows is None or num_rows > self._replay_tokens else backend.around_replay()
+            fits = num_rows is not None and hidden_states.size(0) <= num_rows <= self._replay_tokens
+            around = backend.around_replay() if fits else None
             if around is None:
                 return None
         if self.eplb_state is not None:
@@ -608,6 +609,11 @@ class FusedMoE(MoELayer):
         result = zero_expert_result = None
         known: dict[str, Any] = {}
         if most_tokens is not None and self.prepare_finalize.most_rows() is not None:
+            if hidden_states.size(0) > most_tokens:  # others would have no room for them
+                raise ValueError(
+                    f"hidden_states has {hidden_states.size(0)} rows and the ranks agreed on at most {most_tokens} "
+                    f"tokens for this pass; give one_pass, or the model, as many tokens as its layers get rows"
+                )
             known["most_tokens"] = most_tokens
         if pending is not None:
             chosen = pending.topk_weights, pending.topk_ids
