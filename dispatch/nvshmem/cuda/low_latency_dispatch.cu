@@ -79,6 +79,10 @@ struct Shared {
   int before[RANKS + 1];    // tokens of all ranks before each
   int warp_counts[kWarps];  // rows of the expert among the tokens that each warp has read
   Arrival arrivals[kListed];
+#if ROUTED
+  int ids[kMetaTokens * TOPK];  // of the tokens whose meta is sent
+  float weights[kMetaTokens * TOPK];
+#endif
 
   DEVICE int tokens_of(int source) const { return before[source + 1] - before[source]; }
 };
@@ -135,20 +139,26 @@ DEVICE void put_packets(const Buffers& b, Vec v, int packet, int token, u32 rank
   }
 }
 
-// One line of a token's meta for `peer`: four local experts, or two weights.
-DEVICE void store_meta(const Params& p, const Shared& shared, u8* at, int peer, int token, int line, u32 epoch) {
-  const int first = token * TOPK;
+// One line of a token's meta for `peer`: four local experts, or two weights, of those from slot number `first` on.
+DEVICE void store_meta(const Params& p, const Shared& shared, u8* at, int peer, int first, int line, u32 epoch) {
+#if ROUTED
+  const int* ids = shared.ids;
+  const float* weights = shared.weights;
+#else
+  const int* ids = p.common.topk_ids;
+  const float* weights = p.weights;
+#endif
   if (line >= kLocalLines) {
     const int slot = (line - kLocalLines) * kWeightsOfLine;
-    const u32 next = slot + 1 < TOPK ? __float_as_uint(p.weights[first + slot + 1]) : 0;
-    store_line(at, __float_as_uint(p.weights[first + slot]), next, epoch);
+    const u32 next = slot + 1 < TOPK ? __float_as_uint(weights[first + slot + 1]) : 0;
+    store_line(at, __float_as_uint(weights[first + slot]), next, epoch);
     return;
   }
   u32 locals[kLocalsOfLine];
 #pragma unroll
   for (int i = 0; i < kLocalsOfLine; ++i) {
     const int slot = line * kLocalsOfLine + i;
-    const int id = slot < TOPK ? p.common.topk_ids[first + slot] : -1;
+    const int id = slot < TOPK ? ids[first + slot] : -1;
     const ExpertLocation location =
         id >= 0 && id < p.common.num_ids ? location_of(p, shared, id) : ExpertLocation{kNotHere, kNotHere};
     locals[i] = location.owner == peer ? location.local : kNotHere;
@@ -157,7 +167,7 @@ DEVICE void store_meta(const Params& p, const Shared& shared, u8* at, int peer, 
 }
 
 // The meta of some tokens to every rank within reach, ahead of the rows, so that these are listed when they arrive.
-DEVICE void send_meta(const Params& p, const Shared& shared, int task, u32 epoch, u32 alive) {
+DEVICE void send_meta(const Params& p, Shared& shared, int task, u32 epoch, u32 alive) {
   const Buffers& b = p.common.buffers;
   const int first = task * kMetaTokens, lines = (min(first + kMetaTokens, p.common.num_tokens) - first) * kMetaLines;
 #if ROUTED
@@ -165,16 +175,21 @@ DEVICE void send_meta(const Params& p, const Shared& shared, int task, u32 epoch
   if (routed < p.common.num_tokens) {
     const Choice choice = choose_experts(p.router, routed);
     if (lane < TOPK) {
-      p.router.ids[routed * TOPK + lane] = choice.id;
-      p.router.weights[routed * TOPK + lane] = choice.weight;
+      const int slot = (routed - first) * TOPK + lane;
+      p.router.ids[first * TOPK + slot] = shared.ids[slot] = choice.id;
+      p.router.weights[first * TOPK + slot] = shared.weights[slot] = choice.weight;
     }
   }
   Senders::sync();
+  const int before = first;
+#else
+  const int before = 0;
 #endif
   for (int i = threadIdx.x; i < lines * RANKS; i += kThreads) {
     const int peer = i / lines, token = first + i % lines / kMetaLines, line = i % lines % kMetaLines;
     if (b.reaches(peer) && alive >> peer & 1) {
-      store_meta(p, shared, b.meta_of(peer, b.rank, token, epoch) + 16 * line, peer, token, line, epoch);
+      u8* at = b.meta_of(peer, b.rank, token, epoch) + 16 * line;
+      store_meta(p, shared, at, peer, (token - before) * TOPK, line, epoch);
     }
   }
 }
@@ -296,7 +311,7 @@ DEVICE void put_meta(const Params& p, const Shared& shared, int peer, u32 epoch)
   const int lines = p.common.num_tokens * kMetaLines;
   u8* from = b.at(b.rank, b.meta_outbox + b.meta_at(peer, 0, epoch));
   for (int i = threadIdx.x; i < lines; i += kThreads) {
-    store_meta(p, shared, from + 16 * i, peer, i / kMetaLines, i % kMetaLines, epoch);
+    store_meta(p, shared, from + 16 * i, peer, i / kMetaLines * TOPK, i % kMetaLines, epoch);
   }
   u64* header = b.header_of(b.rank, b.rank, epoch);
   const u64 value = static_cast<u64>(epoch) << 32 | p.common.num_tokens;
