@@ -44,21 +44,33 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerBuild:
+    """What a kernel that combines the batches of a backend is compiled with.
+
+    Attributes:
+        defines, folder: constants, and where its headers are.
+        topk: slots of a row.
+    """
+
+    defines: tuple[tuple[str, str], ...]
+    folder: Path
+    topk: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeerBatch:
     """A batch that lies in its senders' packets, and whose results the experts return to the tokens' ranks.
 
     Attributes:
         params: what the kernel needs for that, with the address of `output` still to be set.
-        defines, folder: the constants of the kernel's build, and where its headers are.
+        build: of the kernel.
         rows: address of the packets of all rows.
-        num_rows, topk: the most rows, and slots of a row.
+        num_rows: the most rows.
         launching: what the launch runs in.
     """
 
     params: Any
-    defines: tuple[tuple[str, str], ...]
-    folder: Path
+    build: PeerBuild
     rows: int
     num_rows: int
-    topk: int
     launching: AbstractContextManager[None]

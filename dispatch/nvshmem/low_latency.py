@@ -50,7 +50,7 @@ from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import CombineCall, Result, check_delegated
 from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
-from moe_ep.kernels.arrival import Limits, PeerBatch
+from moe_ep.kernels.arrival import Limits, PeerBatch, PeerBuild
 from moe_ep.kernels.quantize import quantized_row_bytes
 from moe_ep.kernels.routing import RouterParams
 from moe_ep.modular_kernel.contracts import (
@@ -495,10 +495,15 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         has_router = not self.layout.device_api and self.layout.topk == self.moe_config.experts_per_token
         return self.tuning.routed_tokens if has_router else 0
 
-    def may_leave_combine(self) -> bool:
+    @cached_property
+    def _build(self) -> PeerBuild:
+        defines = kernel_source("low_latency_combine", self.layout, self.moe_config.in_dtype).defines
+        return PeerBuild(defines=defines, folder=CUDA, topk=self.layout.topk)
+
+    def peer_build(self) -> PeerBuild | None:
         layout = self.layout
         is_plain = not (layout.device_api or layout.is_quantized or layout.slot_results or layout.f32_results)
-        return is_plain and layout.num_ranks <= self._combining_rows()
+        return self._build if is_plain and layout.num_ranks <= self._combining_rows() else None
 
     def _combining_rows(self) -> int:
         return min(self.tuning.combining_rows, MOST_COMBINING_ROWS)
@@ -590,11 +595,9 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         layout = self.layout
         return PeerBatch(
             params=batch_type(layout.num_ranks)(common=self._common(index, topk_ids, most_tokens)),
-            defines=kernel_source("low_latency_combine", layout, self.moe_config.in_dtype).defines,
-            folder=CUDA,
+            build=self._build,
             rows=self.channel.part(index, "row_packets").data_ptr(),
             num_rows=layout.num_ranks * most_tokens,
-            topk=layout.topk,
             launching=self.channel.order,
         )
 

@@ -324,7 +324,7 @@ def compute_peers(
             "experts combine a batch themselves and need kernels that cannot (act-order, or two spacings)"
         )
     pair.once(_check_starts)
-    hidden = _scratch(intermediate_cache2, peers.num_rows * peers.topk * pair.w2.num_columns, output)
+    hidden = _scratch(intermediate_cache2, peers.num_rows * peers.build.topk * pair.w2.num_columns, output)
     _check_start("intermediate_cache2", hidden)
     peers.params.output = output.data_ptr()
     hopper.launch_peers(experts_params(output, hidden, output, pair, None), pair, peers)

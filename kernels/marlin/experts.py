@@ -7,6 +7,7 @@ slot. Gate and up rows need no scratch, since they never leave the kernel.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.kernels import jit
+from moe_ep.kernels.arrival import PeerBuild
 from moe_ep.kernels.expert_formats import BatchedFormat, Shape, StandardFormat, Step, wide_dtype
 from moe_ep.kernels.marlin import eight_bit, hopper
 from moe_ep.kernels.marlin.checks import (
@@ -280,7 +282,14 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
             numel = -(-numel // 128) * 128 + num_experts * max_rows * self.moe_config.hidden_dim
         return (numel,), (num_experts * max_rows, N)
 
-    def combines_batches(self) -> bool:
+    def combines_batches(self, build: PeerBuild) -> bool:
+        if not self._may_combine:
+            return False
+        is_loaded = self._pair is not None and hopper.has_peers_kernel(self._pair, build)
+        return is_loaded or not torch.cuda.is_current_stream_capturing()
+
+    @functools.cached_property
+    def _may_combine(self) -> bool:
         config = self.moe_config
         groups = [scales.size(1) for scales, *_ in self._companions]  # type: ignore[union-attr]
         columns = (config.hidden_dim, config.intermediate_size_per_partition)

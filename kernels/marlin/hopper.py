@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
-from moe_ep.kernels.arrival import Arrival, ArrivalParams, PeerBatch
+from moe_ep.kernels.arrival import Arrival, ArrivalParams, PeerBatch, PeerBuild
 from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, stream_flags, type_number
 from moe_ep.kernels.marlin.types import WeightType
@@ -153,11 +152,11 @@ def kernel_source(
     return jit.KernelSource(CUDA / name, entry, tuple((name, str(value)) for name, value in defines.items()))
 
 
-def combining_defines(of_batch: Sequence[tuple[str, str]], num_experts: int, topk: int) -> tuple[tuple[str, str], ...]:
-    """What the decode kernel's build with PEERS has beside the plain one's constants, for such batches and experts."""
-    experts = {"ROUTED": 1, "PEERS": 1, "NUM_EXPERTS": num_experts, "TOP_K": topk}
+def combining_defines(build: PeerBuild, num_experts: int) -> tuple[tuple[str, str], ...]:
+    """What the decode kernel's build with PEERS has beside the plain one's constants."""
+    experts = {"ROUTED": 1, "PEERS": 1, "NUM_EXPERTS": num_experts, "TOP_K": build.topk}
     return (
-        *(each for each in of_batch if each[0] != "ACT_BF16"),
+        *(each for each in build.defines if each[0] != "ACT_BF16"),
         *((name, str(value)) for name, value in experts.items()),
     )
 
@@ -286,6 +285,11 @@ def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK)
     return True
 
 
+def has_peers_kernel(pair: WeightPair, build: PeerBuild) -> bool:
+    """Whether launch_peers has no kernel left to load."""
+    return pair.once(_Common).has_kernel(build)
+
+
 def launch_peers(params: ExpertsParams, pair: WeightPair, peers: PeerBatch) -> None:
     """Computes the rows of all ranks that lie in packets and returns the sums, with the bits of separate kernels.
 
@@ -294,8 +298,8 @@ def launch_peers(params: ExpertsParams, pair: WeightPair, peers: PeerBatch) -> N
         peers: with its output set.
     """
     common = pair.once(_Common)
-    kernel = common.peers_kernel(pair, peers)
-    num_slots = peers.num_rows * peers.topk
+    kernel = common.peers_kernel(pair, peers.build)
+    num_slots = peers.num_rows * peers.build.topk
     params.gemm[0].input = peers.rows
     params.num_experts, params.max_rows, params.sorted = pair.num_experts, peers.num_rows, 1
     params.max_small_m, params.max_tiles = tuning.MOST_SMALL_M, min(pair.num_experts, num_slots)
@@ -419,14 +423,17 @@ class _Common:
         self.num_flags = {True: 2 * (self.hidden_packets + hidden + results), False: prefill_flags}
         self._routed: dict[Any, jit.Kernel] = {}
 
-    def peers_kernel(self, pair: WeightPair, peers: PeerBatch) -> jit.Kernel:
-        """The decode kernel that takes such a batch and returns its results."""
-        kernel = self._routed.get(peers.defines)
+    def has_kernel(self, build: PeerBuild) -> bool:
+        return build in self._routed
+
+    def peers_kernel(self, pair: WeightPair, build: PeerBuild) -> jit.Kernel:
+        """The decode kernel that combines such batches."""
+        kernel = self._routed.get(build)
         if kernel is None:
             source = self._sources[True]
-            defines = (*source.defines, *combining_defines(peers.defines, pair.num_experts, peers.topk))
-            source = replace(source, defines=defines, folders=(peers.folder,))
-            kernel = self._routed[peers.defines] = jit.load(source, self.device)
+            defines = (*source.defines, *combining_defines(build, pair.num_experts))
+            source = replace(source, defines=defines, folders=(build.folder,))
+            kernel = self._routed[build] = jit.load(source, self.device)
             kernel.allow_shared(self.shared_bytes)
         return kernel
 

@@ -100,7 +100,7 @@ class Routing:
         pending: the choice where it is still to be made, of as many tokens as `most_pending_tokens` says; weights and
             ids have no values before its `settle`.
         most_tokens: what no rank has more tokens than, the same on every rank; None where that is not known.
-        experts_combine: the experts are ready to combine the batch, where `may_leave_combine`.
+        experts_combine: the experts are ready to combine the batch, if it is one of `peer_build`.
     """
 
     topk_weights: torch.Tensor
@@ -321,9 +321,10 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         hand it on."""
         return 0
 
-    def may_leave_combine(self) -> bool:
-        """Whether `dispatch` may leave the combine to experts that say `combines_batches` (`Dispatched.peers`)."""
-        return False
+    def peer_build(self) -> Any:
+        """What experts are compiled with that combine the batches of this backend (`Dispatched.peers`); None where it
+        leaves no combine to them."""
+        return None
 
     def overlaps_experts(self) -> bool:
         """Whether `dispatch` leaves rows in flight (`Dispatched.arrival`), and `combine` takes slots
@@ -633,8 +634,8 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         """The most tokens whose choice `run` takes while it is still to be made (`ExpertsCall.pending`)."""
         return 0
 
-    def combines_batches(self) -> bool:
-        """Whether `run` can combine a batch too (`ExpertsCall.peers`)."""
+    def combines_batches(self, build: Any) -> bool:
+        """Whether `run` can combine a batch of this `peer_build` now (`ExpertsCall.peers`); asked before each pass."""
         return False
 
     def refuses_overlap(self) -> str | None:

@@ -95,7 +95,7 @@ class FusedMoEModularKernel(nn.Module):
         self.most_pending_tokens = prepare_finalize.most_pending_tokens()
         if self._standard:
             self.most_pending_tokens = min(self.most_pending_tokens, fused_experts.most_pending_tokens())
-        self._experts_combine = prepare_finalize.may_leave_combine() and fused_experts.combines_batches()
+        self._peer_build = prepare_finalize.peer_build()
         self._most_rows = prepare_finalize.most_rows()
         # The backend hands 8-bit rows over as codes only to experts that read them so.
         quant_config = fused_experts.quant_config
@@ -162,7 +162,7 @@ class FusedMoEModularKernel(nn.Module):
                 apply_router_weight_on_input=apply_router_weight_on_input,
                 pending=pending,
                 most_tokens=most_tokens,
-                experts_combine=self._experts_combine,
+                experts_combine=self._peer_build is not None and self.fused_experts.combines_batches(self._peer_build),
             )
             self._check_map(routing, self.fused_experts.num_local_experts(w1))
             shared_output = self._start_shared_experts(

@@ -185,7 +185,7 @@ class CombiningRank:
         self.backend = LowLatencyPrepareFinalize(moe_config=self.config, quant_config=self.quant, tuning=tuning)
         self.experts = BatchedMarlinExperts(self.config, self.quant)
         self.backend.hand_over_row_ids()
-        assert self.backend.may_leave_combine() and self.experts.combines_batches()
+        assert self.experts.combines_batches(self.backend.peer_build())
 
     def draw(self, num_tokens: int, used: int) -> None:
         """Tokens whose experts are among the first `used`; one in eight slots has none."""

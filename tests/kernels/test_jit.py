@@ -15,6 +15,7 @@ from moe_ep.dispatch.nvshmem.kernels import kernel_source
 from moe_ep.dispatch.nvshmem.low_latency import BatchLayout
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import eplb_map, jit
+from moe_ep.kernels.arrival import PeerBuild
 from moe_ep.kernels.marlin import ampere, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.scalar_type import scalar_types
@@ -91,8 +92,9 @@ def test_experts_that_combine_compile_without_spills(topk: int) -> None:
     layout = BatchLayout(num_ranks=2, capacity=16, hidden_size=7168, topk=topk, code_dtype=None)
     of_batch = kernel_source("low_latency_combine", layout, BF16).defines
     source = hopper.kernel_source(WEIGHT_TYPES[scalar_types.uint4b8.id], BF16, BF16, 1, SILU, decode=True)
-    defines = (*source.defines, *hopper.combining_defines(of_batch, 128, topk))
-    resources = jit.compile_only(replace(source, defines=defines, folders=(NVSHMEM_CUDA,)), "sm_90a")
+    build = PeerBuild(defines=of_batch, folder=NVSHMEM_CUDA, topk=topk)
+    defines = (*source.defines, *hopper.combining_defines(build, 128))
+    resources = jit.compile_only(replace(source, defines=defines, folders=(build.folder,)), "sm_90a")
     assert resources[1:3] == (0, 0)
 
 

@@ -16,6 +16,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.dispatch.nvshmem import high_throughput, kernels, low_latency
 from moe_ep.dispatch.nvshmem.low_latency import BatchLayout
 from moe_ep.kernels import align, eplb_map, jit
+from moe_ep.kernels.arrival import PeerBuild
 from moe_ep.kernels.marlin import ampere, eight_bit, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.scalar_type import scalar_types
@@ -129,8 +130,10 @@ def combining_source(num_ranks: int = RANKS) -> jit.KernelSource:
     """The decode kernel that combines batches of so many ranks."""
     source = hopper.kernel_source(UINT4B8, BF16, BF16, 1, SILU, True)
     of_ranks = BatchLayout(**{**SHAPE, "num_ranks": num_ranks, "code_dtype": None})
-    defines = hopper.combining_defines(kernels.kernel_source("low_latency_combine", of_ranks, BF16).defines, 16, 5)
-    return replace(source, defines=(*source.defines, *defines), folders=(kernels.CUDA,))
+    of_batch = kernels.kernel_source("low_latency_combine", of_ranks, BF16).defines
+    build = PeerBuild(defines=of_batch, folder=kernels.CUDA, topk=of_ranks.topk)
+    defines = (*source.defines, *hopper.combining_defines(build, 16))
+    return replace(source, defines=defines, folders=(build.folder,))
 
 
 def named(mirror: Any, pointers: tuple[str, ...], numbers: tuple[str, ...]) -> Any:
