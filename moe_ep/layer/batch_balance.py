@@ -57,28 +57,19 @@ if TYPE_CHECKING:
 CHOICES = ("auto", "off")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Rates:
-    """What decides whether balancing pays.
-
-    Attributes:
-        link_bytes_per_s, flops_per_s: bytes out of a rank, and operations of its experts.
-        plan_s: what exchange and plan of an even batch take.
-        plan_share: of the time of a batch's rows, what they may take.
-    """
+    """Rates that decide whether a copy pays: bytes a second out of a rank, operations a second of its experts."""
 
     link_bytes_per_s: float
     flops_per_s: float
-    plan_s: float
-    plan_share: float
 
 
-_RATES = {
-    # NVLink between H200s, bf16 products as the experts reach them (docs/benchmarks). An even batch gains nothing.
-    "cuda": _Rates(link_bytes_per_s=290e9, flops_per_s=650e12, plan_s=20e-6, plan_share=0.01),
-    # gloo over loopback, f32 products of one core, plans at EP 8. About 0.3 of the busiest rank's rows are taken away.
-    "cpu": _Rates(link_bytes_per_s=1e9, flops_per_s=30e9, plan_s=0.01, plan_share=0.3),
-}
+# NVLink between H200s, and bf16 products there, as the experts reach them (docs/benchmarks); gloo over loopback and f32
+# products of one CPU core.
+_RATES = {"cuda": _Rates(290e9, 650e12), "cpu": _Rates(1e9, 30e9)}
+# Planning takes 5 to 40 ms on the host at EP 8 to 32, and takes about 0.3 of the busiest rank's rows away.
+_PLAN_S, _TAKEN_AWAY = 0.01, 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +79,7 @@ class BatchBalance:
     Attributes:
         spare_slots: scratch slots of each rank, shared by all layers of one kind.
         min_rows: rows (tokens times top_k) of the rank that has most, from which on a batch is balanced; None for as
-            many as pay for the plan: over NVSHMEM those whose experts take 100 times as long; over torch.distributed
-            none on GPUs.
+            many as pay for the plan on CPUs, and for no batch on GPUs.
         copy_cost_rows: rows that a copy must take off the busiest rank; None for as many as are computed in the time
             that an expert is sent in.
 
@@ -147,22 +137,11 @@ class BatchBalancer:
         """Drops what was made for the layer's kernels."""
         self._parts = None
 
-    def min_rows(self, device: torch.device, on_device: bool) -> int | None:
-        """Rows of the rank that has most, from which on a batch is balanced; None for never.
-
-        Args:
-            on_device: of the exchange. Where the host waits for a GPU it has not been measured what pays.
-        """
-        if self.options.min_rows is not None:
+    def min_rows(self, device: torch.device) -> int | None:
+        """Rows of the rank that has most, from which on a batch is balanced; None for never."""
+        if self.options.min_rows is not None or device.type == "cuda":
             return self.options.min_rows
-        kind = device.type
-        if kind == "cuda" and not on_device:
-            return None
-        least = self._least_rows.get(kind)
-        if least is None:
-            rates = _rates(device)
-            least = self._least_rows[kind] = int(rates.plan_s / (rates.plan_share * self._row_s(device)))
-        return least
+        return int(_PLAN_S / (_TAKEN_AWAY * self._row_s(device)))
 
     def _row_s(self, device: torch.device) -> float:
         """Seconds that one row takes one rank."""
@@ -361,6 +340,7 @@ class SplitExperts(Experts, unchecked=True):
         self._arriving: Pending[Copied] | None = None
         self._copied = Copied(0, 0)
         self._maps: tuple[torch.Tensor, ...] = ()
+        self._scratch_has_run = False
 
     def expect(self, copies: Pending[Copied]) -> None:
         """The copies of the next batch, in flight."""
@@ -380,8 +360,12 @@ class SplitExperts(Experts, unchecked=True):
     def run(self, call: ExpertsCall) -> None:
         resident, scratch = self._divided(call)
         self._run_resident.run(resident)
-        if not self.copied().here:
+        copied = self.copied()
+        # All ranks run the scratch slots in the first batch with copies: if some alone compiled their kernels, the
+        # others would wait in the combine.
+        if not copied.here and (self._scratch_has_run or not copied.total):
             return
+        self._scratch_has_run = True
         if self.activation_format() is FusedMoEActivationFormat.BatchedExperts:
             self._run_scratch.run(scratch)
             return
