@@ -212,6 +212,7 @@ class PendingTopK:
         logits, top_k: the arguments.
         topk_weights, topk_ids: f32 and int32 `[T, top_k]`, without values before.
         defines: what such a kernel is compiled with.
+        is_plain_softmax: there are no groups and no other scores, so that a warp chooses as fast as a kernel does.
     """
 
     def __init__(self, router_logits: torch.Tensor, top_k: int, **options: Any) -> None:
@@ -220,6 +221,7 @@ class PendingTopK:
         self.topk_weights = router_logits.new_empty((num_tokens, top_k), dtype=torch.float32)
         self.topk_ids = router_logits.new_empty((num_tokens, top_k), dtype=torch.int32)
         self._bias: torch.Tensor | None = options["e_score_correction_bias"]
+        self.is_plain_softmax = options["scoring_func"] == "softmax" and options["num_expert_group"] == 1
         self.defines = (
             ("SCORING", str(_SCORING_NUMBERS[options["scoring_func"]])),
             ("LOGITS", str(_LOGITS_NUMBERS[router_logits.dtype])),

@@ -346,10 +346,11 @@ class Tuning:
             is known on the device alone.
         list_blocks: blocks that list experts where received rows are copied, at most.
         blocks: of a kernel, at most.
-        routed_tokens: tokens whose experts the dispatch chooses itself, at most; with many, a block would choose for
-            several, one after the other. 0 for none: how fast that is was not measured.
+        routed_tokens: tokens whose experts the dispatch chooses itself by softmax, at most; with many, a block would
+            choose for several, one after the other. Groups take a warp longer than a kernel of its own.
         combining_rows: tokens of all ranks together up to which experts that can combine a batch do so, at most
-            MOST_COMBINING_ROWS; as many as a rank may have are counted for each. 0 for none.
+            MOST_COMBINING_ROWS; as many as a rank may have are counted for each. 0 for none: it was faster where
+            measured, but its faults have not run on GPUs to the end.
     """
 
     packet_parts: int = 8
@@ -359,7 +360,7 @@ class Tuning:
     expected_tokens: int = 4
     list_blocks: int = 264
     blocks: int = 264
-    routed_tokens: int = 0
+    routed_tokens: int = 16
     combining_rows: int = 0
 
     def blocks_of_expert(self, mean_rows: float, num_local_experts: int) -> int:
@@ -492,8 +493,10 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.by_reference = True
 
     def most_pending_tokens(self) -> int:
-        has_router = not self.layout.device_api and self.layout.topk == self.moe_config.experts_per_token
-        return self.tuning.routed_tokens if has_router else 0
+        layout = self.layout
+        has_router = not layout.device_api and layout.topk == self.moe_config.experts_per_token
+        # Weights may differ in the last bit from those of more tokens.
+        return self.tuning.routed_tokens if has_router and not layout.slot_results else 0
 
     @cached_property
     def _build(self) -> PeerBuild:
@@ -547,7 +550,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         shares = 1 if self.by_reference else self._blocks_of_expert(num_tokens)
         kernel, router = self.kernels["low_latency_dispatch"], {}
         if batch.pending is not None:
-            routed = self._routed_kernel(batch.pending)
+            routed = self._routed_kernel(batch.pending) if batch.pending.is_plain_softmax else None
             if routed is None or num_tokens > self.tuning.routed_tokens:
                 batch.pending.settle()
             else:

@@ -37,9 +37,9 @@ def _geometry(name: str, hidden_size: int, intermediate_size: int, num_experts: 
     return Geometry(name=name, num_layers=1, **sizes, **({"top_k": 8} | more))
 
 
-OF_SIGMOID: dict[str, Any] = {
-    "scoring_func": "sigmoid", "renormalize": True, "num_expert_group": 8, "topk_group": 4,
-    "e_score_correction_bias": None, "routed_scaling_factor": 2.5,
+OF_SOFTMAX: dict[str, Any] = {
+    "scoring_func": "softmax", "renormalize": True, "num_expert_group": 1, "topk_group": 1,
+    "e_score_correction_bias": None, "routed_scaling_factor": 1.0,
 }  # fmt: skip
 SQRT = RoutingSpec(renormalize=True, scoring_func="sqrtsoftplus", routed_scaling_factor=1.5)
 GEOMETRIES = [
@@ -124,7 +124,7 @@ def _step(ranks: Ranks, num_experts: int, settled: bool) -> list[torch.Tensor]:
     for rank, args in enumerate(ranks.args):
         generator = torch.Generator("cuda").manual_seed(rank)
         logits = torch.randn(args[0].size(0), num_experts, device="cuda", generator=generator)
-        choices.append(defer_topk(logits, 8, **OF_SIGMOID))
+        choices.append(defer_topk(logits, 8, **OF_SOFTMAX))
         if settled:
             choices[-1].settle()
 
