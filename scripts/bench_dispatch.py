@@ -32,6 +32,7 @@ os.environ["NCCL_NVLS_ENABLE"] = "0"
 os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
+import deepep_peer
 import torch
 import torch.distributed as dist
 from dispatch_steps import (
@@ -93,6 +94,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--backends", type=names, help=f"all that run here; nvshmem_low_latency{BY_REFERENCE} is one")
     parser.add_argument("--wires", type=names, default=["bf16", "fp8"])
     parser.add_argument("--num-sms", type=numbers, default=[None], help="of nvshmem_high_throughput, eager")
+    parser.add_argument("--peers", choices=["deepep"], help="beside them in the same run, at --graph-tokens; GPUs only")
     parser.add_argument("--kernels", action="store_true", help="time the GPU kernels of each setting too")
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--chain", type=int, default=8, help="pairs in one graph, or in one eager repeat")
@@ -252,6 +254,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_gpus = torch.cuda.device_count() if commands[0].device == "cuda" else None
     for args in commands:
         args.backends = choose_backends(args)
+        if args.peers is not None and (num_gpus is None or "RANK" in os.environ):
+            sys.exit(
+                "--peers starts processes of its own on the GPUs of this machine; leave out --device cpu and torchrun"
+            )
         for size in args.ranks or [4 if num_gpus is None else num_gpus]:
             by_size.setdefault(size, []).append(args)
     if "RANK" in os.environ:
@@ -262,6 +268,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if num_gpus is not None and size > num_gpus:
             sys.exit(f"--ranks is {size} and this machine has {num_gpus} GPUs; pass at most as many")
         spawn_ranks(size, run_rank, of_size)
+        if beside := [args for args in of_size if args.peers is not None]:
+            spawn_ranks(size, deepep_peer.run_rank, beside)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ def _pairs(rows: Sequence[Row], shape: Sequence[str]) -> str:
             if tuple(row[key] for key in keys) == size and row.get("median_us") is not None:
                 known = best.get(row["backend"])
                 best[row["backend"]] = row if known is None or row["median_us"] < known["median_us"] else known
-        least = min(best.values(), key=lambda row: row["bytes_leaving"], default=None)
+        ours = [row for row in best.values() if "bytes_leaving" in row]
+        least = min(ours, key=lambda row: row["bytes_leaving"], default=None)
         ends = ["-", "-"] if least is None else [least["raw_median_us"], least["floor_us"]]
         lines.append(_line([*size, *(_time(best[name]) if name in best else "-" for name in backends), *ends]))
     return "\n".join(lines)

@@ -6,14 +6,12 @@ first call; the error says which. Rows are quantized beforehand, as its users do
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from peer_package import PeerPackage, PeerUnavailableError, first_line
 
 from moe_ep.bench.geometries import Geometry, preset
 from moe_ep.bench.timing import slowest_rank, time_calls, timing_of
@@ -21,44 +19,11 @@ from moe_ep.bench.workload import draw_logits, parse_routing
 from moe_ep.launch.cli.scaling_config import ScalingConfig
 from moe_ep.launch.gangs.rank_env import RankEnv
 
-PACKAGE, KNOWN_GOOD = "sgl-deep-gemm", "0.1.4"
-_NEEDED = ("get_symm_buffer_for_sm90_mega_moe", "transform_weights_for_mega_moe_sm90", "fp8_mega_moe")
+PACKAGE = PeerPackage(
+    module="deep_gemm", name="sgl-deep-gemm", known_good="0.1.4", beside=("apache-tvm-ffi==0.1.11",),
+    needs=("get_symm_buffer_for_sm90_mega_moe", "transform_weights_for_mega_moe_sm90", "fp8_mega_moe"),
+)  # fmt: skip
 _BLOCK = 128
-
-
-class PeerUnavailableError(RuntimeError):
-    """The peer cannot be timed here; the message says why, and what would help."""
-
-
-def load(import_module: Callable[[str], Any] = importlib.import_module) -> Any:
-    """The package deep_gemm with the kernels for Hopper.
-
-    Raises:
-        PeerUnavailableError: it is missing, does not load with this torch, or lacks them.
-    """
-    line = f"pip install {PACKAGE}=={KNOWN_GOOD} apache-tvm-ffi==0.1.11"
-    try:
-        module = import_module("deep_gemm")
-    except ModuleNotFoundError as error:
-        if error.name != "deep_gemm":
-            raise PeerUnavailableError(f"deep_gemm needs the package {error.name}; {line}") from error
-        raise PeerUnavailableError(f"deep_gemm is not installed; {line}") from error
-    except (ImportError, OSError, RuntimeError) as error:
-        raise PeerUnavailableError(
-            f"{PACKAGE} {version()} does not load with torch {torch.__version__} ({_first_line(error)}); {line}"
-        ) from error
-    missing = [name for name in _NEEDED if not hasattr(module, name)]
-    if missing:
-        raise PeerUnavailableError(f"{PACKAGE} {version()} has no {', '.join(missing)}; {line}")
-    return module
-
-
-def version() -> str:
-    """Of the installed package; "unknown" without one of that name."""
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 class MegaMoE:
@@ -70,11 +35,11 @@ class MegaMoE:
         capacity: most tokens of a rank.
 
     Raises:
-        PeerUnavailableError: as `load`, or sizes that its scales of 128 x 128 do not fit.
+        PeerUnavailableError: as `PeerPackage.load`, or sizes that its scales of 128 x 128 do not fit.
     """
 
     def __init__(self, num_experts: int, K: int, N: int, topk: int, capacity: int) -> None:
-        self._module = load()
+        self._module = PACKAGE.load()
         if K % _BLOCK or N % _BLOCK:
             raise PeerUnavailableError(f"K is {K} and N {N}; MegaMoE's scales need multiples of {_BLOCK}")
         group = dist.group.WORLD
@@ -115,7 +80,8 @@ class MegaMoE:
             torch.cuda.synchronize()
         except (RuntimeError, TypeError, AttributeError) as error:
             raise PeerUnavailableError(
-                f"{PACKAGE} {version()} loads and fails in its first call ({_first_line(error)}); {KNOWN_GOOD} did not"
+                f"{PACKAGE.name} {PACKAGE.version()} loads and fails in its first call ({first_line(error)}); "
+                f"{PACKAGE.known_good} did not"
             ) from error
         return call
 
@@ -126,16 +92,12 @@ def _weights(experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch
     return codes, torch.full((experts, rows // _BLOCK, columns // _BLOCK), 0.02, device="cuda")
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def measure(rank_env: RankEnv, config: ScalingConfig) -> list[str]:
     """One worker's part: a line of a table for every geometry and number of tokens, or a sentence that says why not."""
     device = torch.device(rank_env.device)
     if device.type != "cuda":
         return [f"MegaMoE is for GPUs, and the workers run on {device.type}"]
-    lines = [f"| MegaMoE, {PACKAGE} {version()}: geometry | tokens per rank | us |", "|---|---|---|"]
+    lines = [f"| MegaMoE, {PACKAGE.name} {PACKAGE.version()}: geometry | tokens per rank | us |", "|---|---|---|"]
     for geometry in map(preset, config.geometry or ("deepseek-v3",)):
         try:
             lines += [

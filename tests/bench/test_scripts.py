@@ -16,6 +16,7 @@ import bench_dispatch
 import gemm_peers
 import gemm_tables
 import megamoe_peer
+import peer_package
 from gemm_cases import OF_PEERS, WEIGHTS
 from harness import Bench, measure_on_gang, this_gpu, use_gpu_of_rank
 
@@ -119,6 +120,6 @@ def test_megamoe_that_does_not_serve_is_named_with_the_version_that_does(found: 
             raise found
         return found
 
-    with pytest.raises(megamoe_peer.PeerUnavailableError, match=said) as raised:
-        megamoe_peer.load(load)
-    assert megamoe_peer.KNOWN_GOOD in str(raised.value)
+    with pytest.raises(peer_package.PeerUnavailableError, match=said) as raised:
+        megamoe_peer.PACKAGE.load(load)
+    assert megamoe_peer.PACKAGE.known_good in str(raised.value)
