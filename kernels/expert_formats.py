@@ -46,13 +46,13 @@ def check_weights(step: Step) -> None:
 class StandardFormat(Experts):
     """Experts that find the rows of each expert themselves, and weight and sum the results unless they leave slots."""
 
-    _overlaps = False
+    _sums_are_left = False
 
-    def overlap_dispatch(self) -> None:
-        self._overlaps = True
+    def leave_slots(self) -> None:
+        self._sums_are_left = True
 
     def _leaves_slots(self) -> bool:
-        return self._overlaps or self.moe_config.batch_invariant
+        return self._sums_are_left or self.moe_config.batch_invariant
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard

@@ -137,8 +137,8 @@ def compute_rows(
 
 
 class ReferenceExperts(StandardFormat, _ReferenceExpertsBase, unchecked=True):
-    """Standard format: finds the rows of each local expert, computes them, and sums them weighted in expert order; in a
-    batch-invariant layer it leaves the slots to the token's rank."""
+    """Standard format: finds the rows of each local expert, computes them, and sums them weighted in expert order, or
+    leaves slots, as in a batch-invariant layer."""
 
     def supports_cuda_graph(self) -> bool:
         return False
@@ -146,7 +146,7 @@ class ReferenceExperts(StandardFormat, _ReferenceExpertsBase, unchecked=True):
     def run(self, step: Step) -> None:
         check_weights(step)
         local_ids, scales = to_local_ids(step.topk_ids, step.expert_map), step.row_scales
-        if self.moe_config.batch_invariant:
+        if self._leaves_slots():
             for expert in range(step.w1.size(0)):
                 tokens, slots = (local_ids == expert).nonzero(as_tuple=True)
                 if tokens.numel():

@@ -161,7 +161,7 @@ def _dispatch() -> Iterator[Build]:
                 *((name, kernels.kernel_source(name, small, act)) for name in low_latency.KERNELS),
                 *(
                     (f"high_throughput_{name}", high_throughput.kernel_source(name, large, act))
-                    for name in high_throughput.KERNELS
+                    for name in (large.kernels if act == torch.bfloat16 else high_throughput.KERNELS)
                 ),
             ]
             for arch, (name, source) in itertools.product(("sm_80", "sm_90a"), named):

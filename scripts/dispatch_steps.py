@@ -90,9 +90,8 @@ def compile_kernels(commands: Sequence[argparse.Namespace], rank: int, size: int
                 small = decode.BatchLayout(**shape)
                 sources |= {decode.kernel_source(name, small, DTYPE): None for name in decode.KERNELS}
             if _PREFILL in args.backends:
-                sources |= {
-                    prefill.kernel_source(name, prefill.Layout(**shape), DTYPE): None for name in prefill.KERNELS
-                }
+                large = prefill.Layout(**shape)
+                sources |= {prefill.kernel_source(name, large, DTYPE): None for name in large.kernels}
     with ThreadPoolExecutor(_COMPILERS) as pool:
         list(pool.map(lambda source: source.compile_ahead(device), list(sources)[rank::size]))
 

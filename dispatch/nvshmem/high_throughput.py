@@ -40,11 +40,14 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Arrival, ArrivalParams, Limits
 from moe_ep.kernels.quantize import GROUP_SIZE
 from moe_ep.modular_kernel.contracts import BatchExchange, Compilation, Dispatched, FusedMoEActivationFormat, Pending
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceContiguous
 
 NAME = "nvshmem_high_throughput"
 KERNELS = ("plan", "dispatch", "combine")
+# The combine that is given the slots of each row, beside the one that is given their sums.
+_SLOTS = "combine_slots"
 OVERLAPPED_KERNELS = ("plan", "ids", "rows", "combine")
-_PART = 1024  # columns of a result that have a flag, where experts are overlapped
+_PART = 1024  # columns of a result that have a flag, where the combine adds up slots
 _EXPERT_FLAGS = 1024  # the most experts of a rank beside which rows are sent
 _LINE_BYTES = 16
 _LINES_OF_COUNTS = 4
@@ -54,6 +57,8 @@ _LINK_LINE_BYTES = 128
 # Within 5 % of the best on 4 H200 (docs/benchmarks/dispatch.md); 8-bit rows are made and read by instructions.
 DEFAULT_NUM_SMS = 24
 DEFAULT_NUM_SMS_QUANTIZED = 48
+# Of a combine that adds up slots: on 2 H200s 132 take 7 % longer with its dispatch, 64 8 %.
+SLOT_SUMMING_SMS = 96
 THREADS = 1024
 WARPS = THREADS // 32
 # With at most so many SMs, some blocks of a dispatch of 8-bit rows only send.
@@ -74,7 +79,14 @@ class Layout(BufferLayout):
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        return OVERLAPPED_KERNELS if self.overlaps else KERNELS
+        if self.overlaps:
+            return OVERLAPPED_KERNELS
+        return (*KERNELS, _SLOTS) if self.sums_slots else KERNELS
+
+    @property
+    def sums_slots(self) -> bool:
+        """Whether the combine may be given slots, of bf16, and of ranks whose memory is in reach."""
+        return not self.f32_results and not self.device_api
 
     @property
     def max_rows(self) -> int:
@@ -113,7 +125,7 @@ class Layout(BufferLayout):
             "counts": 2 * _LINE_BYTES * _LINES_OF_COUNTS * self.num_ranks,
             "done": _LINE_BYTES * self.num_ranks,
             "row_flags": _FLAG_BYTES * self.max_rows,
-            "result_flags": _FLAG_BYTES * self.max_results * (-(-self.hidden_size // _PART) if self.overlaps else 1),
+            "result_flags": _FLAG_BYTES * self.max_results * (-(-self.hidden_size // _PART) if self.sums_slots else 1),
             "ids": 4 * self.topk * self.max_rows,
             "weights": 4 * self.topk * self.max_rows,
             "rows": self.row_bytes * self.max_rows,
@@ -132,7 +144,8 @@ class Layout(BufferLayout):
 
 def kernel_source(name: str, layout: Layout, dtype: torch.dtype) -> jit.KernelSource:
     """One of the layout's kernels, for batches of that dtype."""
-    return kernels.kernel_source(f"high_throughput_{name}", layout, dtype)
+    more = {"SLOTS": 1} if name == _SLOTS else {}
+    return kernels.kernel_source(f"high_throughput_{name.removesuffix('_slots')}", layout, dtype, **more)
 
 
 class Block(SymmetricBuffers):
@@ -384,10 +397,12 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         settings["overlap"] = overlap
         self.block = self.memory = Block.of(self.layout, self.ranks, settings, moe_config.in_dtype)
         device = torch.device("cuda", torch.cuda.current_device())
-        self.num_sms = self.combine_blocks = self._sms_of_a_batch(num_sms, device)
-        if overlap and overlap_sms is None:
-            # They start as experts make room, and claim what there is to do.
-            self.combine_blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_sms = self._sms_of_a_batch(num_sms, device)
+        # Blocks that add up slots claim what there is to do, so they may start one after another, as experts make room.
+        self.combine_blocks = self.num_sms
+        if num_sms is None and overlap_sms is None:
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self.combine_blocks = sms if overlap else min(sms, SLOT_SUMMING_SMS)
         self.kernels = jit.load_all(
             {name: kernel_source(name, self.layout, moe_config.in_dtype) for name in self.layout.kernels}, device
         )
@@ -442,7 +457,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         if cls.unusable_reason() is not None or cls.refuses(moe_config) is not None:
             return ()
         layout = Layout.of(moe_config, quant_config)
-        return [kernel_source(name, layout, moe_config.in_dtype) for name in KERNELS]
+        return [kernel_source(name, layout, moe_config.in_dtype) for name in layout.kernels]
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
@@ -455,6 +470,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
     def overlaps_experts(self) -> bool:
         return self.layout.overlaps
+
+    def sums_slots(self) -> bool:
+        return self.layout.sums_slots
 
     def pad_rows(self) -> None:
         self._pads_rows = True
@@ -547,26 +565,35 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         num_tokens = sent.batch.topk_ids.size(0)
         shape = (num_tokens, self.layout.hidden_size)
         check_tensor("output", output, shape, self.moe_config.in_dtype, output.device, contiguous=True)
-        if sent.arrival is None:
-            rows = self._reduced(call, sent.rows, contiguous=True)
-            tensors: list[torch.Tensor | int | None] = [rows, sent.parts.slots, output]
-            numbers = [num_tokens]
-        else:
-            slots = (sent.rows, self.layout.topk, self.layout.hidden_size)
+        parts, name, numbers = sent.parts, "combine", [num_tokens]
+        slots = (sent.rows, self.layout.topk, self.layout.hidden_size)
+        if sent.arrival is not None:
+            sent.arrival.start()  # where no experts were run
+        elif self._takes_slots(call, slots):
+            name = _SLOTS
+        tensors: list[torch.Tensor | int | None]
+        if name == _SLOTS or sent.arrival is not None:
             check_tensor(
                 "expert_output", expert_output, slots, self.moe_config.in_dtype, output.device, contiguous=True
             )
-            sent.arrival.start()  # where no experts were run
             if dispatched.rows_are_weighted:
-                sent.parts.weights.fill_(1.0)
-            parts, expert_map = sent.parts, sent.batch.expert_map
-            tensors = [expert_output, parts.slots, output, parts.expert_flags, expert_map, parts.order, parts.ordered]
-            tensors.append(parts.source_flags)
-            numbers = [expert_map.numel(), num_tokens]
+                parts.weights.fill_(1.0)
+            expert_map = sent.batch.expert_map
+            tensors, numbers = [expert_output, parts.slots, output, expert_map], [expert_map.numel(), num_tokens]
+            if sent.arrival is not None:
+                tensors += [parts.expert_flags, parts.order, parts.ordered, parts.source_flags]
+        else:
+            tensors = [self._reduced(call, sent.rows, contiguous=True), parts.slots, output]
         with self.block.order:
-            self._launch("combine", sent.parts, tensors, numbers)
-        sent.parts.is_open = False
+            self._launch(name, parts, tensors, numbers)
+        parts.is_open = False
         return Pending(lambda: None, lambda: None)
+
+    def _takes_slots(self, call: CombineCall, shape: tuple[int, ...]) -> bool:
+        """Whether the experts left slots as the kernel reads them; other forms are reduced before."""
+        results, is_plain = call.expert_output, call.reduce_impl == TopKWeightAndReduceContiguous()
+        fits = isinstance(results, torch.Tensor) and results.shape == shape and results.is_contiguous()
+        return self.layout.sums_slots and is_plain and fits and results.dtype == self.moe_config.in_dtype
 
     def _arrived(self, parts: BatchParts, number: int) -> int:
         """Waits on the host for the number of rows, while they are in flight."""
@@ -583,7 +610,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     ) -> None:
         pointers = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in tensors]
         params = parts.params(name, pointers, numbers)
-        blocks = {"plan": 1, "combine": self.combine_blocks}.get(name, self.num_sms)
+        claims = name == _SLOTS or (name == "combine" and self.layout.overlaps)
+        blocks = 1 if name == "plan" else self.combine_blocks if claims else self.num_sms
         early = name in ("dispatch", "ids", "rows") or (name == "combine" and self.layout.overlaps)
         self.kernels[name].launch(params, (blocks,), THREADS, early=early)
 

@@ -117,8 +117,8 @@ def params_type(common: Any, num_pointers: int, num_ints: int) -> Any:
     return structure(("common", common), ("pointers", pointers), ("numbers", numbers))
 
 
-def kernel_source(name: str, layout: BufferLayout, dtype: torch.dtype) -> jit.KernelSource:
-    """The kernel of cuda/{name}.cu for batches of that layout and dtype."""
+def kernel_source(name: str, layout: BufferLayout, dtype: torch.dtype, **more: int) -> jit.KernelSource:
+    """The kernel of cuda/{name}.cu for batches of that layout and dtype, built with `more` defines."""
     defines = {
         "HIDDEN": layout.hidden_size,
         "TOPK": layout.topk,
@@ -132,6 +132,7 @@ def kernel_source(name: str, layout: BufferLayout, dtype: torch.dtype) -> jit.Ke
         defines["SLOT_RESULTS"] = 1
     if getattr(layout, "overlaps", False):
         defines["OVERLAP"] = 1
+    defines |= more
     path = CUDA / f"{name}.cu"
     archive = device_archive() if layout.device_api else None
     return jit.KernelSource(path, name, tuple((key, str(value)) for key, value in defines.items()), archive)

@@ -111,7 +111,7 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
 class GroupedExperts(StandardFormat, _GroupedExpertsBase, unchecked=True):
     """Standard format: computes each slot of the local experts, and sums the slots of a token weighted in order.
 
-    In a batch-invariant layer it leaves the slots to the token's rank.
+    In a batch-invariant layer it leaves the slots to the token's rank, and beside a combine that sums slots to that.
     """
 
     def run(self, step: Step) -> None:
@@ -119,12 +119,12 @@ class GroupedExperts(StandardFormat, _GroupedExpertsBase, unchecked=True):
         ids, num_experts, K = step.topk_ids, step.w1.size(0), step.hidden_states.size(1)
         num_ids = num_experts if step.expert_map is None else step.expert_map.numel()
         rows_per_expert = ids.numel() / num_ids
-        leaves_slots = self.moe_config.batch_invariant
+        leaves_slots, many = self._leaves_slots(), rows_per_expert >= MANY_ROWS and not self.moe_config.batch_invariant
         if leaves_slots:
             results = step.output.view(ids.numel(), K)
         else:
             results = step.hidden_states.new_empty(ids.numel(), K, dtype=wide_dtype(step.hidden_states.dtype))
-        if not leaves_slots and rows_per_expert >= MANY_ROWS and can_multiply(step.hidden_states, step.w2):
+        if many and can_multiply(step.hidden_states, step.w2):
             compute_slots(step, self.quant_config, self.moe_config.swiglu_limit, results)
         else:
             size = self._rows_of_blocks(rows_per_expert)

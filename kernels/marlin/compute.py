@@ -181,13 +181,15 @@ def compute_tokens(
     """`fused_marlin_moe` into `output` `[T, K]`, with weights on the output.
 
     Args:
+        output: `[T, topk, K]` gets the slots of local experts alone, neither weighted nor summed; not in f16.
         row_scales: of rows that came quantized (reference.compute_rows). On a GPU they are converted back where experts
             do not multiply rows of 8 bits.
     """
     num_tokens, topk = topk_ids.shape
     if num_tokens == 0:
         return
-    slots_numel = num_tokens * topk * pair.w13.num_columns
+    leaves_slots = output.dim() == 3
+    slots_numel = 0 if leaves_slots else num_tokens * topk * pair.w13.num_columns
     if activation_func is None and hidden_states.is_cuda:
         rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
         rounds = takes_eight_bit(pair, rows)
@@ -198,11 +200,15 @@ def compute_tokens(
             if not rounds:
                 hidden_states, row_scales = dequantize_codes(hidden_states, row_scales, pair.act_dtype), None
         like = hidden_states if row_scales is None else hidden_states.new_empty(0, dtype=pair.act_dtype)
-        slots = _scratch(intermediate_cache13, slots_numel, like).view(num_tokens, topk, -1)
+        slots = output
+        if not leaves_slots:
+            slots = _scratch(intermediate_cache13, slots_numel, like).view(num_tokens, topk, -1)
         hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, like)
         numbers = None if not rounds else -(-eight_bit.scratch_bytes(pair, rows.max_rows) // 4)
         partials = _partials(intermediate_cache13, num_tokens * topk, like, slots_numel, numbers)
         run_experts(slots, hidden_states, pair, rows, hidden, partials, row_scales=row_scales)
+        if leaves_slots:
+            return
         if pair.act_dtype is torch.float16 and moe_sum is None:
             mul_sum(slots, topk_weights, output, topk_ids, expert_map)
             is_bad = ~output.isfinite().all(dim=1, keepdim=True)
@@ -217,8 +223,12 @@ def compute_tokens(
             return
     else:
         wide = wide_dtype(pair.act_dtype)
-        slots = hidden_states.new_empty((num_tokens, topk, pair.w13.num_columns), dtype=wide)
+        slots = output
+        if not leaves_slots:
+            slots = hidden_states.new_empty((num_tokens, topk, pair.w13.num_columns), dtype=wide)
         _plain_slots(slots, hidden_states, to_local_ids(topk_ids, expert_map), pair, activation_func, row_scales)
+        if leaves_slots:
+            return
     if moe_sum is None:
         mul_sum(slots, topk_weights, output, topk_ids, expert_map)
     else:

@@ -338,7 +338,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
 
 class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
     """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order; in a
-    batch-invariant layer it leaves the slots to the token's rank, and beside a dispatch to the combine.
+    batch-invariant layer it leaves the slots to the token's rank, and beside a combine that sums slots to that.
 
     Arguments and errors are those of BatchedMarlinExperts without max_num_tokens and num_dispatchers. Rows are rounded
     to `quant_config.input_dtype` where functional.fused_marlin_moe rounds them.
@@ -374,7 +374,7 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         return next((reason for holds, reason in reasons if holds), None)
 
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
-        slots = -(-num_slots * K // 128) * 128 if not self._overlaps else 0
+        slots = -(-num_slots * K // 128) * 128 if not self._sums_are_left else 0
         more = self._partials(num_slots)
         if self.may_round_rows() and self._device.type == "cuda":
             more = max(
@@ -388,7 +388,7 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         check_tokens(pair, rows, weights, ids, step.expert_map)
         shape = (*ids.shape, rows.size(1)) if self._leaves_slots() else rows.shape
         check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
-        check_scratch(pair, rows, ids.numel(), ids.numel() if self._overlaps else None, _SCRATCH, *step.scratch)
+        check_scratch(pair, rows, ids.numel(), ids.numel() if self._sums_are_left else None, _SCRATCH, *step.scratch)
         if step.pending is not None:
             fits = step.output.dtype == act_dtype and step.row_scales is None and not self._leaves_slots()
             if fits and compute_pending(pair, step.output, rows, step.pending, step.scratch[1]):
@@ -398,7 +398,7 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
             arriving = (pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival, step.row_scales)
             compute_arriving(*arriving)
             return
-        if self._leaves_slots():
+        if self.moe_config.batch_invariant:
             compute_slots(pair, step.output, rows, ids, step.expert_map, *step.scratch)
             return
         given = (pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)

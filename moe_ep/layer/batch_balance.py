@@ -335,12 +335,18 @@ class SplitExperts(Experts, unchecked=True):
         spare_slots: int,
     ) -> None:
         super().__init__(resident.moe_config, resident.quant_config)
-        self._resident, self._run_resident, self._run_scratch = resident, as_experts(resident), as_experts(scratch)
+        self._resident, self._scratch = resident, scratch
+        self._run_resident, self._run_scratch = as_experts(resident), as_experts(scratch)
         self._weights, self._num_resident, self._spare_slots = scratch_weights, num_resident, spare_slots
         self._arriving: Pending[Copied] | None = None
         self._copied = Copied(0, 0)
         self._maps: tuple[torch.Tensor, ...] = ()
-        self._scratch_has_run = False
+        self._scratch_has_run = self._sums_are_left = False
+
+    def leave_slots(self) -> None:
+        self._sums_are_left = True
+        for experts in (self._resident, self._scratch):
+            experts.leave_slots()
 
     def expect(self, copies: Pending[Copied]) -> None:
         """The copies of the next batch, in flight."""
@@ -366,7 +372,9 @@ class SplitExperts(Experts, unchecked=True):
         if not copied.here and (self._scratch_has_run or not copied.total):
             return
         self._scratch_has_run = True
-        if self.activation_format() is FusedMoEActivationFormat.BatchedExperts:
+        is_batched = self.activation_format() is FusedMoEActivationFormat.BatchedExperts
+        # Each kind writes its own rows, and slots that are left to the combine, in place.
+        if is_batched or (self._sums_are_left and call.output.dim() == 3):
             self._run_scratch.run(scratch)
             return
         scratch = scratch._replace(output=torch.empty_like(call.output))

@@ -329,6 +329,11 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         `[num_recv, topk, K]` that the experts have not finished. Joined with experts that do not refuse it."""
         return False
 
+    def sums_slots(self) -> bool:
+        """Whether `combine` weights and sums slots `[num_recv, topk, K]` while it moves rows, which saves the experts a
+        pass over memory. Experts that can are asked to leave them (`leave_slots`)."""
+        return False
+
     def most_rows(self) -> int | None:
         """Number of rows that prepare returns under CUDA-graph capture, if that is more than actually arrived, as it
         returns in eager mode; scratch is always allocated for this many. None if the two do not differ."""
@@ -641,9 +646,9 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         they can."""
         return "they need all rows before they begin"
 
-    def overlap_dispatch(self) -> None:
-        """Called where the backend overlaps experts: from then on `arrival` is given, and slots are left as in a
-        batch-invariant layer."""
+    def leave_slots(self) -> None:
+        """Called where the backend's combine weights and sums slots: from then on `run` may leave them to it, and must
+        where rows are still in flight (`arrival`)."""
         return
 
     def supports_cuda_graph(self) -> bool:

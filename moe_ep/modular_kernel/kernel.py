@@ -73,8 +73,14 @@ class FusedMoEModularKernel(nn.Module):
                 f"overlap is True and fused_experts is {type(fused_experts).__name__}: {refusal}; choose overlap=False "
                 f"(MOE_EP_OVERLAP=0)"
             )
-        if overlaps:
-            fused_experts.overlap_dispatch()
+        # Rows computed at a time; None for all at once.
+        is_chunked = rows_as is FusedMoEActivationFormat.Standard and fused_experts.supports_chunking() and not overlaps
+        self._chunk_size = env.CHUNK_SIZE.get() if is_chunked else None
+        self._most_rows = prepare_finalize.most_rows()
+        # The slots of all chunks would take more memory than the chunks are there to save.
+        is_whole = self._chunk_size is None or (self._most_rows or self._chunk_size) <= self._chunk_size
+        if overlaps or (prepare_finalize.sums_slots() and is_whole):
+            fused_experts.leave_slots()
         if fused_experts.supports_row_ids():
             prepare_finalize.hand_over_row_ids()
         if rows_as is FusedMoEActivationFormat.Standard:
@@ -88,15 +94,11 @@ class FusedMoEModularKernel(nn.Module):
         # In f16 layers an expert's own output may exceed the range although the weighted sum does not.
         self._f32_output = fused_experts.supports_f32_output() and prepare_finalize.accepts_f32_output()
         self._f32_partial_sums = False
-        # Rows computed at a time; None for all at once.
-        is_chunked = self._standard and fused_experts.supports_chunking() and not overlaps
-        self._chunk_size = env.CHUNK_SIZE.get() if is_chunked else None
         # The most tokens whose choice may be made by a kernel of backend or experts.
         self.most_pending_tokens = prepare_finalize.most_pending_tokens()
         if self._standard:
             self.most_pending_tokens = min(self.most_pending_tokens, fused_experts.most_pending_tokens())
         self._peer_build = prepare_finalize.peer_build()
-        self._most_rows = prepare_finalize.most_rows()
         # The backend hands 8-bit rows over as codes only to experts that read them so.
         quant_config = fused_experts.quant_config
         keeps_codes = fused_experts.takes_quantized_rows()

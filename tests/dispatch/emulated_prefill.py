@@ -50,6 +50,8 @@ THREADS = {"plan": 1024, **dict.fromkeys(("dispatch", "ids", "rows", "combine"),
 EXPERTS_THREADS = 64
 NUM_EXPERTS = 7
 _POISON = 0x7F
+# The combine of slots: the source of `combine`, built again.
+_SLOTS = "combine_slots"
 
 
 def compile_prefill(
@@ -71,6 +73,12 @@ def compile_prefill(
     threads = {f"high_throughput_{name}": THREADS[name] for name in names}
     if overlaps:
         defines["OVERLAP"], threads["experts"] = 1, EXPERTS_THREADS
+    elif dtype is torch.bfloat16:
+        threads[f"high_throughput_{_SLOTS}"] = THREADS["combine"]
+        (folder / f"high_throughput_{_SLOTS}.cu").write_text(
+            f"#define SLOTS 1\n#define high_throughput_combine high_throughput_{_SLOTS}\n"
+            f'#include "high_throughput_combine.cu"\n'
+        )
     return compile_kernels(folder, threads, **defines)
 
 
@@ -200,8 +208,9 @@ class Prefill(Session):
 
     def _launch(self, rank: int, name: str) -> Callable[..., None]:
         def launch(params: Any, grid: tuple[int, ...], threads: int, early: bool = False) -> None:
-            if (rank, name) in self.stalls:
-                self.queue_host(rank, self.stalls.pop((rank, name)))
+            stall = self.stalls.pop((rank, name.removesuffix("_slots")), None)
+            if stall is not None:
+                self.queue_host(rank, stall)
             self.queue_kernel(rank, f"high_throughput_{name}", params, grid[0], early=early)
 
         return launch
@@ -280,7 +289,11 @@ class Prefill(Session):
         if received.arrival is not None:
             self._overlap(backend, step, received)
             return
-        results = torch.full_like(received.rows, float("nan"), dtype=wire_dtype(self.dtype))
+        # Rows that experts have summed, or their slots.
+        leaves_slots = self.layout.sums_slots and self.random.random() < 0.5
+        shape = received.topk_ids.shape if leaves_slots else (len(received.rows),)
+        results = torch.full((*shape, self.hidden_size), float("nan"), dtype=wire_dtype(self.dtype))
+        kind = "contiguous" if leaves_slots else "noop"
 
         def experts() -> bool:
             rows, _, _, ids, weights = as_tuple(received)
@@ -294,11 +307,12 @@ class Prefill(Session):
                 return True
             step.has_arrived = True
             if count:
-                results[:count] = run_experts(step.setting, arrived, "noop")[0]
+                results[:count] = run_experts(step.setting, arrived, kind)[0]
             return True
 
         self.queue_host(step.setting.rank, experts)
-        backend.combine_async(step.output, results, received, TopKWeightAndReduceNoOP())
+        reduce_impl = TopKWeightAndReduceContiguous() if leaves_slots else TopKWeightAndReduceNoOP()
+        backend.combine_async(step.output, results, received, reduce_impl)
 
     def _overlap(self, backend: Any, step: Step, received: Dispatched) -> None:
         """Sorts the ids that have arrived, and launches experts and combine beside the dispatch of the rows."""

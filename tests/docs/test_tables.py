@@ -77,7 +77,7 @@ def test_gemm() -> None:
 
 def test_dispatch() -> None:
     """Rows of runs that the page leaves out may be recorded, but none is shown that is not."""
-    files = ("dispatch_4xh200.jsonl", "dispatch_2xh200.jsonl")
+    files = ("dispatch_4xh200.jsonl", "dispatch_2xh200.jsonl", "deepep_2xh200.jsonl")
     recorded = [row for file in files for row in made("bench_dispatch.py", "--markdown", str(BENCHMARKS / file))]
     text = (BENCHMARKS / "dispatch.md").read_text().partition("## 4 GPUs, uniform")[2].partition("## What bounds it")[0]
     page = rows_of(text)

@@ -197,7 +197,7 @@ def check_in_flight(rank: int, world_size: int, code_dtype: torch.dtype | None) 
         for index in (1, 0):
             result = halves[index][1]()
             check_standard(settings[index], result, padded=False)
-            results, reduce_impl = run_experts(settings[index], result, "noop")
+            results, reduce_impl = run_experts(settings[index], result, ("noop", "contiguous")[index])
             outputs[index] = torch.full_like(all_args[index][0], float("nan"))
             receivers.append(backend.finalize_async(outputs[index], results, result[4], result[3], False, reduce_impl))
         for hook, receive in reversed(receivers):

@@ -10,7 +10,11 @@ import torch
 
 from moe_ep.dispatch.nvshmem.low_latency import Tuning
 from moe_ep.kernels import jit
-from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
+from moe_ep.modular_kernel.weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
 from tests.dispatch.backend_cases import Case, check_batched, check_standard, expected_output, owner_of, run_experts
 from tests.gpu.nvshmem_cases import BF16, expanded
 from tests.gpu.ranks_of_one_gpu import LOW_LATENCY, Ranks, on_one_gpu
@@ -297,16 +301,19 @@ def check_prefill(case: Case, name: str, num_ranks: int) -> None:
     ranks = Ranks(case, num_ranks, "nvshmem_high_throughput")
     for seed in range(2):
         ranks.redraw(seed=case.seed + 10 * seed)
-        check_prefill_step(ranks, name)
+        for kind in ("noop", "contiguous"):
+            check_prefill_step(ranks, (name, kind), kind)
 
 
-def check_prefill_step(ranks: Ranks, name: object) -> None:
+def check_prefill_step(ranks: Ranks, name: object, kind: str = "noop") -> None:
+    """Experts that sum a row's slots, or (contiguous) leave that to the combine."""
     received = ranks.prepare()
     results = []
     for setting, result in zip(ranks.settings, received, strict=True):
         check_standard(setting, result, padded=False)
-        reduced = run_experts(setting, result, "noop")[0]
-        results.append(reduced if len(result[0]) else torch.empty_like(result[0]))
-    outputs = ranks.finalize(results, [(result[4], result[3]) for result in received], TopKWeightAndReduceNoOP())
+        made = run_experts(setting, result, kind)[0]
+        results.append(made if len(result[0]) or kind == "contiguous" else torch.empty_like(result[0]))
+    reduce_impl = TopKWeightAndReduceNoOP() if kind == "noop" else TopKWeightAndReduceContiguous()
+    outputs = ranks.finalize(results, [(result[4], result[3]) for result in received], reduce_impl)
     for setting, output in zip(ranks.settings, outputs, strict=True):
         assert torch.equal(output.cpu(), expected_output(setting, len(ranks.settings))), (name, setting.rank)

@@ -12,7 +12,7 @@ from moe_ep.kernels.marlin.compute import sort_by_expert
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
-from moe_ep.modular_kernel import ExpertTokensMetadata
+from moe_ep.modular_kernel import ExpertTokensMetadata, TopKWeightAndReduceContiguous
 from moe_ep.scalar_type import scalar_types
 from tests.kernels.marlin_cases import ROWS, E, K, N, arguments, configs, is_close, pair, reference
 
@@ -188,6 +188,17 @@ def test_the_expert_classes_run_the_functions_with_their_workspaces() -> None:
     both = sum(reference(rows[0], first, second, expert, activation) for expert in range(2))
     assert isinstance(both, torch.Tensor)
     assert is_close(summed, 0.5 * both)
+
+    standard.leave_slots()
+    assert standard.finalize_weight_and_reduce_impl() == TopKWeightAndReduceContiguous()
+    shapes = standard.workspace_shapes(ROWS, N, K, 2, E, E, None, activation)
+    scratch13, scratch2, slots = (torch.full(shape, 7.0, dtype=torch.bfloat16) for shape in shapes)
+    own = torch.tensor([0, -1, -1])
+    standard.apply(
+        slots, rows[0], w1, w2, weights, ids, activation, E, own, None, None, scratch13, scratch2, None, False
+    )
+    assert is_close(slots[:, 0], reference(rows[0], first, second, 0, activation))
+    assert (slots[:, 1] == 7.0).all()  # of another rank's expert
 
 
 def test_the_expert_classes_follow_what_changes_between_passes() -> None:

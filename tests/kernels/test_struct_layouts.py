@@ -58,6 +58,7 @@ PREFILL = {
         ("num_ids", "num_tokens", "max_rows", "sending", "senders"),
     ),
     "combine": (("results", "slots", "output"), ("num_tokens",)),
+    "combine_slots": (("results", "slots", "output", "expert_map"), ("num_ids", "num_tokens")),
 }
 # Of those that overlap experts.
 OVERLAPPED = {
@@ -67,7 +68,7 @@ OVERLAPPED = {
         ("num_ids", "num_tokens"),
     ),
     "combine": (
-        ("results", "slots", "output", "finished", "expert_map", "order", "ordered", "sources"),
+        ("results", "slots", "output", "expert_map", "finished", "order", "ordered", "sources"),
         ("num_ids", "num_tokens"),
     ),
 }

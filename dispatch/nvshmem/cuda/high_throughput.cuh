@@ -6,7 +6,7 @@
 //   counts       [2, R, 4]              lines: how many rows source s sends to each rank, two numbers per line
 //   done         [R]                    lines: source s has written all of its rows, if rows have no flags (bf16, f16)
 //   row_flags    [R * C]                the epoch once that row has arrived, if rows are converted (EIGHT_BIT, DEVICE_API)
-//   result_flags [C * min(R, TOPK)]     the epoch once that result has arrived; OVERLAP: [.., parts of a result]
+//   result_flags [C * min(R, TOPK)]     the epoch once that result has arrived; SLOTS: [.., parts of a result]
 //   ids, weights, rows   [R * C]        what arrives, ordered by (source, token), without gaps
 //   results      [C * min(R, TOPK)]     results for this rank's tokens, by (rank that computed, token), without gaps
 //   source_flags [R]                    OVERLAP: the epoch once all rows of that source have arrived
@@ -32,6 +32,10 @@
 // while they still do.
 #ifndef OVERLAP
 #define OVERLAP 0
+#endif
+// 1: the combine is given the slots of each row, neither weighted nor summed.
+#ifndef SLOTS
+#define SLOTS OVERLAP
 #endif
 
 constexpr int kThreads = 1024;
@@ -245,11 +249,11 @@ DEVICE void finish(const Common& c, u32 epoch) {
 // One warp of each block releases the flags of the rows that the others send: the fence before a flag takes until the
 // links have delivered all stores in flight, and the senders need not wait for it.
 //
-// A warp that has stored a row writes the addresses of its flags to its own slots in shared memory, one per rank (OVERLAP:
+// A warp that has stored a row writes the addresses of its flags to its own slots in shared memory, one per rank (SLOTS:
 // eight, in turns), once they are empty. The releasing warp takes all that it finds and sets them behind one fence. It waits for no other
 // rank, so no sender waits long.
 
-constexpr int kQueuedFlags = OVERLAP ? 8 : RANKS;  // of a warp
+constexpr int kQueuedFlags = SLOTS ? 8 : RANKS;  // of a warp
 
 template <int kMostSenders>
 struct FlagQueue {

@@ -218,10 +218,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(c
   }
   if (thread == 0) {
     shared.all_came = 1;
-    c.taken[ROWS_TAKEN] = c.taken[TOKENS_TAKEN] = 0;
-#if OVERLAP
-    c.taken[RESULTS_TAKEN] = 0;
-#endif
+    c.taken[ROWS_TAKEN] = c.taken[TOKENS_TAKEN] = c.taken[RESULTS_TAKEN] = 0;
   }
   __syncthreads();
   post_counts(c, shared, epoch);
