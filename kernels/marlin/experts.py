@@ -302,11 +302,6 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
             and hopper.have_one_spacing(columns, (groups[0], groups[1]))
         )
 
-    def workspace_shapes(self, M: int, N: int, K: int, topk: int, *more: Any) -> tuple[Shape, Shape, Shape]:
-        if more[2] is None:  # no counts: a batch that these experts combine
-            return (0,), (min(self._max_rows, hopper.MOST_PEER_ROWS) * topk, N), (M, K)
-        return super().workspace_shapes(M, N, K, topk, *more)
-
     def run(self, step: Step) -> None:
         if step.peers is not None:
             pair = self._weights(step.w1, step.w2, step.activation, self.moe_config.in_dtype)

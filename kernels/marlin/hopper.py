@@ -52,7 +52,6 @@ _TILE_TOKENS = (8, 16, 32, 64, 128)
 _MIN_SPLIT_K = 4  # kMinSplitK of cuda/decode_sm90.cu
 # kRoutedTokens of cuda/decode_sm90.cu, and slots that they have at most.
 _ROUTED_TOKENS, _ROUTED_SLOTS = 16, 128
-MOST_PEER_ROWS = 32  # kMostRows of the batches that PEERS combines
 _FIXUP_SUMS = 2  # where the decode kernel's partial sums begin in its flags, in units of 64 bits
 _PACKET_TOKENS = 8  # of tiles whose activations pass between blocks as flag-in-data packets
 _READ_TOKENS = 64  # of a tile's sums that the prefill kernel reads at once, also beyond the last one

@@ -237,6 +237,8 @@ class FusedMoEModularKernel(nn.Module):
 
         def requests(num_rows: int) -> tuple[Request, ...]:
             """Scratch for one chunk of that many rows, and the output for all of them."""
+            if dispatched.peers is not None:  # experts that combine a batch take what they need
+                return ((0,), dtype), ((0,), dtype), ((M, K) if target is None else (0,), output_dtype)
             sizes = (N, K, topk, routing.num_experts, E, meta, activation)
             rows_at_once = num_rows if limit is None else min(num_rows, limit)
             scratch13, scratch2, shape = experts.workspace_shapes(rows_at_once, *sizes)
