@@ -32,10 +32,10 @@ _ELSEWHERE = "192.0.2.1"
 
 def listen_store(address: str) -> dist.TCPStore:
     """Serves a rendezvous store on a free port of this address only; `.port` is the port."""
-    return _serve_store(socket.create_server((address, 0), family=_family(address)), address)
+    return _serve_store(socket.create_server((address, 0), family=_family(address)), address, _timeout())
 
 
-def _serve_store(listener: socket.socket, address: str) -> dist.TCPStore:
+def _serve_store(listener: socket.socket, address: str, timeout: timedelta) -> dist.TCPStore:
     import torch.distributed as dist
 
     return dist.TCPStore(
@@ -43,7 +43,7 @@ def _serve_store(listener: socket.socket, address: str) -> dist.TCPStore:
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
-        timeout=_timeout(),
+        timeout=timeout,
         master_listen_fd=listener.detach(),
     )
 
@@ -143,7 +143,7 @@ def open_store(rank_env: RankEnv, timeout: timedelta) -> dist.Store:
         try:
             listener = listen_at(host, port)
             _use_interface_of(listener.getsockname()[0])
-            return _serve_store(listener, listener.getsockname()[0])
+            return _serve_store(listener, listener.getsockname()[0], timeout)
         except (OSError, dist.DistNetworkError) as error:
             errno = getattr(error, "errno", None)
             reason = os.strerror(errno) if errno and errno > 0 else str(error)
