@@ -278,7 +278,7 @@ DEVICE void sum_rows(u32 ranks, u64 address, int own_rank, const Part& own, int 
         for (int i = 0; i < kSums; ++i) {
           const Vec* from = reinterpret_cast<const Vec*>(at) + start + 32 * i;
           const Vec other = is_there && rank != own_rank && start + 32 * i < end ? *from : Vec{};
-          v[row][i] = is_there && rank == own_rank ? own.v[(first - begin) / 32 + i] : other;
+          v[row][i] = kOwnSlots && is_there && rank == own_rank ? own.v[(first - begin) / 32 + i] : other;
         }
       }
 #pragma unroll
