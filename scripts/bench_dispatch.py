@@ -258,6 +258,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(
                 "--peers starts processes of its own on the GPUs of this machine; leave out --device cpu and torchrun"
             )
+        if args.peers is not None and not args.graph_tokens:
+            sys.exit("--peers is timed at --graph-tokens, and there are none; give some, such as 1,128")
         for size in args.ranks or [4 if num_gpus is None else num_gpus]:
             by_size.setdefault(size, []).append(args)
     if "RANK" in os.environ:

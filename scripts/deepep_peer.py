@@ -55,7 +55,11 @@ class LowLatencyPair:
         self._buffer.destroy()
 
     def step(self, num_tokens: int, fp8: bool) -> tuple[Callable[[int], torch.Tensor], torch.Tensor]:
-        """(a pair whose argument is ignored, how far its output is from what it must be: f32 `[]`)."""
+        """(a pair whose argument is ignored, how far its output is from what it must be: f32 `[]`).
+
+        Raises:
+            PeerUnavailableError: DeepEP refuses these sizes.
+        """
         args = self._workload.args
         rows, weights, ids = self._workload.draw(num_tokens)
         ids, output = ids.to(self._id_dtype), torch.empty_like(rows)
@@ -70,7 +74,13 @@ class LowLatencyPair:
             self._buffer.low_latency_combine(given, ids, weights, handle, out=output)
             return output
 
-        pair(0)
+        try:
+            pair(0)
+            torch.cuda.synchronize()
+        except (RuntimeError, AssertionError) as error:
+            raise PeerUnavailableError(
+                f"{PACKAGE.name} {PACKAGE.version()} starts and fails in its first call ({first_line(error)})"
+            ) from error
         expected = rows.float() * weights.sum(dim=1, keepdim=True)
         error = (output.float() - expected).abs().max() / expected.abs().max()
         if fp8:
@@ -120,7 +130,8 @@ def _run_shape(workload: Workload, about: dict[str, Any]) -> None:
             timing = time_pairs(step, workload.device, graph=True, chain=args.chain, repeats=args.repeats)
             row |= {"median_us": round(timing.median, 1), "p99_us": round(timing.p99, 1)}
         if workload.rank == 0:
-            print(f"{BACKEND} {wire} {num_tokens} tokens: {row.get('median_us', row.get('error'))} us", flush=True)
+            said = row["error"] if "error" in row else f"{row['median_us']} us"
+            print(f"{BACKEND} {wire} {num_tokens} tokens: {said}", flush=True)
             if args.json is not None:
                 append_line(args.json, row | about)
     pair.close()

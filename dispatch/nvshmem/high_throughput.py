@@ -565,14 +565,12 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         num_tokens = sent.batch.topk_ids.size(0)
         shape = (num_tokens, self.layout.hidden_size)
         check_tensor("output", output, shape, self.moe_config.in_dtype, output.device, contiguous=True)
-        parts, name, numbers = sent.parts, "combine", [num_tokens]
-        slots = (sent.rows, self.layout.topk, self.layout.hidden_size)
+        parts, slots = sent.parts, (sent.rows, self.layout.topk, self.layout.hidden_size)
+        takes_slots = sent.arrival is not None or self._takes_slots(call, slots)
         if sent.arrival is not None:
             sent.arrival.start()  # where no experts were run
-        elif self._takes_slots(call, slots):
-            name = _SLOTS
         tensors: list[torch.Tensor | int | None]
-        if name == _SLOTS or sent.arrival is not None:
+        if takes_slots:
             check_tensor(
                 "expert_output", expert_output, slots, self.moe_config.in_dtype, output.device, contiguous=True
             )
@@ -583,9 +581,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             if sent.arrival is not None:
                 tensors += [parts.expert_flags, parts.order, parts.ordered, parts.source_flags]
         else:
-            tensors = [self._reduced(call, sent.rows, contiguous=True), parts.slots, output]
+            tensors, numbers = [self._reduced(call, sent.rows, contiguous=True), parts.slots, output], [num_tokens]
         with self.block.order:
-            self._launch(name, parts, tensors, numbers)
+            self._launch(_SLOTS if takes_slots and sent.arrival is None else "combine", parts, tensors, numbers)
         parts.is_open = False
         return Pending(lambda: None, lambda: None)
 
