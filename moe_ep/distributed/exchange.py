@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -219,11 +218,18 @@ def open_exchange(group: dist.ProcessGroup, width: int) -> Exchange:
         width: number of values in a message.
     """
     detector, deadline = FailureDetector.of(group), deadline_of(group)
-    if num_hosts(group) == 1:
-        shared = _share_memory(group, detector, width, deadline)
-        if shared is not None:
-            return shared
-    return GlooExchange.of(group, detector, deadline)
+    if num_hosts(group) == 1 and (shared := _share_memory(group, detector, width, deadline)) is not None:
+        return shared
+    gather_texts("connections", "", group)  # so that no rank connects to one that is not there
+    name = f"moe_ep/gloo/{name_in_store(group)}"
+    _counts[name] += 1
+    try:
+        connections = GlooExchange(f"{name}/{_counts[name]}", detector, deadline)
+    except RuntimeError as error:
+        raise _not_exchanged(detector, "their addresses", deadline, error) from None
+    close_at_exit(connections)
+    gather_texts("connected", "", group)  # so that no rank closes them while another connects
+    return connections
 
 
 def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
@@ -266,25 +272,13 @@ class SharedMemoryExchange:
 
     @staticmethod
     @contextmanager
-    def shared_file(size: int, width: int, folder: Path | None = None) -> Iterator[Path]:
-        """Yields a file of zeros through which ranks share memory; OSError if there is no space.
-
-        On Linux it is memory of this process and disappears with it.
-        """
-        if folder is None and hasattr(os, "memfd_create"):
-            handle = os.memfd_create("moe_ep")
-            path, is_named = Path(f"/proc/{os.getpid()}/fd/{handle}"), False
-        else:
-            handle, name = tempfile.mkstemp(prefix="moe_ep_", dir=folder)
-            path, is_named = Path(name), True
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(bytes(2 * size * width * np.dtype(np.int64).itemsize))
-                file.flush()
-                yield path
-        finally:
-            if is_named:
-                path.unlink()
+    def shared_file(size: int, width: int) -> Iterator[Path]:
+        """Yields a file of zeros in this process's memory, which ranks share; OSError if there is no space."""
+        handle = os.memfd_create("moe_ep")
+        with os.fdopen(handle, "wb") as file:
+            file.write(bytes(2 * size * width * np.dtype(np.int64).itemsize))
+            file.flush()
+            yield Path(f"/proc/{os.getpid()}/fd/{handle}")
 
     def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
         """As `Exchange.gather`; every rank must call it equally often."""
@@ -333,20 +327,6 @@ class GlooExchange:
             with detector.waiting(timeout_s):
                 raise made[0]
         self.group: dist.ProcessGroup | None = made[0]
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, detector: FailureDetector, timeout_s: float) -> GlooExchange:
-        """Connections of the group's ranks, which all must call it."""
-        gather_texts("connections", "", group)  # so that no rank connects to one that is not there
-        name = f"moe_ep/gloo/{name_in_store(group)}"
-        _counts[name] += 1
-        try:
-            made = cls(f"{name}/{_counts[name]}", detector, timeout_s)
-            close_at_exit(made)
-        except RuntimeError as error:
-            raise _not_exchanged(detector, "their addresses", timeout_s, error) from None
-        gather_texts("connected", "", group)  # so that no rank closes them while another connects
-        return made
 
     def start(self, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
         """Runs a collective step of the connections; RuntimeError if it fails or is late, or if a rank has failed."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -32,6 +32,8 @@ from moe_ep.distributed.store import LOOK_S, ask_store, listen_to_store, name_in
 from moe_ep.errors import DispatchTimeoutError, MoeEpError, RanksChangedError, rank_list
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Limits for the ranks' answers, and for the store in addition.
 ANSWER_S, _STORE_S = 3.0, 3.0
@@ -149,8 +151,8 @@ class FailureDetector:
 
     def __init__(self, prefix: str, rank: int, size: int, members: Sequence[int] | None = None) -> None:
         self._name, self.rank, self.size = prefix, rank, size
-        self._members = None if members is None else tuple(members)
-        self._processes = None if size == 1 or members is None else Processes.of_job()
+        self._members = tuple(members or ())
+        self._processes = Processes.of_job() if members and size > 1 else None
         self.logs_refusals = False
         self._ended_by = ""
         self._waits_on_device: WeakSet[WaitsOnDevice] = WeakSet()
@@ -323,7 +325,7 @@ class FailureDetector:
             RuntimeError: the store cannot be reached, and no process is known to have ended.
         """
         try:
-            return ask_store(self._read_refusals, _STORE_OF_THE_DEAD_S if self.dead() else _STORE_S, self._was_ended)
+            return self._ask_store(self._read_refusals, _STORE_OF_THE_DEAD_S if self.dead() else _STORE_S)
         except RuntimeError:
             if not self.dead():
                 raise
@@ -340,14 +342,14 @@ class FailureDetector:
 
     def dead(self) -> list[int]:
         """Ranks of the group whose processes have ended, or whose machines are out of reach."""
-        if self._processes is None or self._members is None:
+        if self._processes is None:
             return []
         ended = self._processes.ended(self._members)
-        return [rank for rank in self.live if self._members[rank] in ended] if ended else []
+        return [rank for rank in self.live if self._members[rank] in ended]
 
     def unreachable(self) -> list[int]:
         """Those of `dead` whose machines are out of reach: the processes may live."""
-        if self._processes is None or self._members is None:
+        if self._processes is None:
             return []
         unreachable = self._processes.unreachable()
         return [rank for rank in self.live if self._members[rank] in unreachable]
@@ -360,47 +362,33 @@ class FailureDetector:
         """
         if not self.dead():
             try:
-                return ask_store(self._ask, VERDICT_S, self._was_ended)
+                return self._ask_store(self._ask, VERDICT_S)
             except RuntimeError:
                 if not self.dead():
                     raise
         self.has_ended = True
         own = Verdict(self._late, [], [], tuple(self.dead()))
         with suppress(RuntimeError):
-            return ask_store(lambda store: self._settle(store, own), _STORE_OF_THE_DEAD_S, self._was_ended)
+            return self._ask_store(lambda store: self._settle(store, own), _STORE_OF_THE_DEAD_S)
         return own
 
-    def error(self, story: str, cause: object, ranks: Sequence[int] | None = None) -> DispatchTimeoutError:
-        """The error for a wait that failed, with the failed ranks where they are known.
+    def _ask_store(self, question: Callable[[dist.Store], T], limit_s: float) -> T:
+        return ask_store(question, limit_s, lambda: self._ended_by != "")
 
-        Args:
-            ranks: how messages number the ranks of the group; None for their own numbers.
-        """
-        number: Callable[[int], int] = (lambda rank: rank) if ranks is None else ranks.__getitem__
+    def error(self, story: str, cause: object) -> DispatchTimeoutError:
+        """The error for a wait that failed, with the failed ranks where they are known."""
         try:
-            self._check_not_ended()
+            self.check()
             refusals = self.refusals()
             if refusals:
-                reasons = "; ".join(f"rank {number(rank)} {reason}" for rank, reason in refusals.items())
-                return DispatchTimeoutError(f"{story}: {reasons}", [number(rank) for rank in refusals])
+                reasons = "; ".join(f"rank {rank} {reason}" for rank, reason in refusals.items())
+                return DispatchTimeoutError(f"{story}: {reasons}", list(refusals))
             verdict = self.verdict()
         except RuntimeError as error:
             if self._ended_by:
                 return RanksChangedError(f"{story}: {self._ended_by}")
             return DispatchTimeoutError(f"{story}, and the ranks' store cannot be reached ({error}): {cause}")
-        named = verdict._replace(
-            silent=[number(rank) for rank in verdict.silent],
-            elsewhere=[number(rank) for rank in verdict.elsewhere],
-            dead=tuple(number(rank) for rank in verdict.dead),
-        )
-        return DispatchTimeoutError(f"{story}: {named}: {cause}", named.failed_ranks)
-
-    def _was_ended(self) -> bool:
-        return self._ended_by != ""
-
-    def _check_not_ended(self) -> None:
-        if self._ended_by:
-            raise RuntimeError(self._ended_by)
+        return DispatchTimeoutError(f"{story}: {verdict}: {cause}", verdict.failed_ranks)
 
     def listen(self, store: dist.Store) -> None:
         """Answers when a rank asks who failed, and reads what other ranks refuse."""
@@ -430,7 +418,7 @@ class FailureDetector:
         self.has_ended = True
         deadline = time.monotonic() + ANSWER_S
         while not store.check([f"{self._prefix}/verdict"]):
-            self._check_not_ended()
+            self.check()
             answers = {rank: self._answer(store, rank) for rank in self.live}
             dead = self.dead()
             if dead or time.monotonic() > deadline or all(answer == _WAITS for answer in answers.values()):

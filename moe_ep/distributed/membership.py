@@ -22,10 +22,9 @@ The order of steps in `settle`. (1) A thread of every member sees the new epoch 
 other ranks with `RanksChangedError`, and aborts NCCL's communicators, whose kernels wait too. (2) The groups of the old
 epoch are abandoned: never used again, and freed by a thread, which waits for the steps that gloo's threads are in: a
 peer's death or its own freeing ends them. CUDA graphs are freed before (`before_change`), since NCCL waits for the
-graphs that have its kernels. (3) The
-members of the new epoch meet in the store. (4) They make the default process group anew, under a prefix of the store
-of its own. (5) The callbacks run in the order in which they were added; each may make collective calls. Where another
-change comes meanwhile, all of it begins again with the newest epoch.
+graphs that have its kernels. (3) The members of the new epoch meet in the store. (4) They make the default process
+group anew, under a prefix of the store of its own. (5) The callbacks run in the order in which they were added; each
+may make collective calls. Where another change comes meanwhile, all of it begins again with the newest epoch.
 
 A rank keeps its number for good, and a rank that joins gets a new one. In the process group of an epoch, members are
 numbered in the order of their ranks: `Membership.ep_rank` of `Membership.ep_size`.
@@ -33,15 +32,14 @@ numbered in the order of their ranks: `Membership.ep_rank` of `Membership.ep_siz
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -51,9 +49,10 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from moe_ep import env
-from moe_ep.distributed import failure_detection
 from moe_ep.distributed.exchange import count_exchanges_anew
-from moe_ep.distributed.store import close_at_exit, end_calls, name_groups_anew
+from moe_ep.distributed.failure_detection import FailureDetector, end_all_waits
+from moe_ep.distributed.plain_data import decode, encode
+from moe_ep.distributed.store import close_at_exit, connect_again, end_calls, name_groups_anew
 from moe_ep.errors import DispatchTimeoutError, GangError, MinorityError, RanksChangedError, rank_list
 
 logger = logging.getLogger(__name__)
@@ -118,21 +117,6 @@ class Epoch:
     decided_at: float = 0.0
     last_seen: dict[int, float] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Epoch:
-        told = json.loads(text)
-        return cls(
-            number=int(told["number"]),
-            ranks=tuple(map(int, told["ranks"])),
-            removed={int(rank): str(cause) for rank, cause in told["removed"].items()},
-            admitted=tuple(map(int, told["admitted"])),
-            decided_at=float(told["decided_at"]),
-            last_seen={int(rank): float(seen) for rank, seen in told["last_seen"].items()},
-        )
-
 
 class MembershipLog:
     """The epochs of a gang in its store. A process may have several such objects.
@@ -147,20 +131,20 @@ class MembershipLog:
 
     def __init__(self, store: dist.Store, first: Sequence[int] | None = None) -> None:
         if first is not None:
-            begun = Epoch(number=0, ranks=tuple(sorted(first)), admitted=tuple(sorted(first)), decided_at=time.time())
-            store.set(_key(0), begun.to_json())
+            ranks = tuple(sorted(first))
+            self.copy(Epoch(number=0, ranks=ranks, admitted=ranks, decided_at=time.time()), store)
         self.move(store)
 
     def move(self, store: dist.Store) -> None:
         """Continues in another store, which has the same epochs up to some number."""
         self.store = store
-        self.first = self._latest = Epoch.from_json(store.get(_key(0)).decode())
+        self.first = self._latest = decode(store.get(_key(0)))
         self._ever = set(self.first.ranks)
 
     @staticmethod
     def copy(epoch: Epoch, store: dist.Store) -> None:
         """Writes an epoch into a standby store; epochs are to be copied in order."""
-        store.set(_key(epoch.number), epoch.to_json())
+        store.set(_key(epoch.number), encode(epoch).decode())
 
     # Standby stores of other hosts, each at (host, port).
 
@@ -174,15 +158,12 @@ class MembershipLog:
 
     def num_standbys(self) -> int:
         """The number of standby stores."""
-        key = f"{_PREFIX}/standbys"
-        return int(self.store.get(key)) if self.store.check([key]) else 0
+        return int(self._find(f"{_PREFIX}/standbys") or 0)
 
     def standbys(self, count: int) -> list[tuple[str, int]] | None:
         """Their addresses; None until all are known."""
-        keys = [f"{_PREFIX}/standby/{number}" for number in range(1, count + 1)]
-        if not self.store.check(keys):
-            return None
-        return [(str(host), int(port)) for host, port in (json.loads(self.store.get(key)) for key in keys)]
+        found = self._find_all(f"{_PREFIX}/standby", range(1, count + 1))
+        return None if found is None else [(str(host), int(port)) for host, port in map(json.loads, found)]
 
     def lead(self) -> None:
         """Chooses this store, a standby store, for the gang to go on."""
@@ -202,8 +183,8 @@ class MembershipLog:
 
     def next_of(self, epoch: Epoch) -> Epoch | None:
         """The following epoch; None if it is not decided yet."""
-        key = _key(epoch.number + 1)
-        return Epoch.from_json(self.store.get(key).decode()) if self.store.check([key]) else None
+        found = self._find(_key(epoch.number + 1))
+        return None if found is None else decode(found)
 
     def propose(self, remove: Mapping[int, str] | None = None, admit: Collection[int] = ()) -> Epoch:
         """Removes and admits ranks; returns the epoch that has the change.
@@ -225,7 +206,7 @@ class MembershipLog:
                 decided_at=time.time(),
                 last_seen={rank: seen for rank in gone if (seen := self.last_seen(rank)) is not None},
             )
-            self.store.compare_set(_key(after.number), "", after.to_json())
+            self.store.compare_set(_key(after.number), "", encode(after).decode())
 
     # Leaving: a rank is asked to leave, the others prepare, and then it is removed.
 
@@ -247,8 +228,8 @@ class MembershipLog:
 
     def leaving(self) -> int | None:
         """The rank that the others are to prepare for."""
-        key = f"{_PREFIX}/leaving"
-        return int(self.store.get(key)) if self.store.check([key]) else None
+        found = self._find(f"{_PREFIX}/leaving")
+        return None if found is None else int(found)
 
     def say_ready(self, leaving: int, rank: int, problem: str = "") -> None:
         """Reports that a rank can go on without another one, or why it cannot."""
@@ -256,13 +237,13 @@ class MembershipLog:
 
     def ready_without(self, leaving: int) -> list[str] | None:
         """The ranks' problems, empty for none; None until all have reported."""
-        keys = [f"{_PREFIX}/ready/{leaving}/{rank}" for rank in self.latest().ranks]
-        return [self.store.get(key).decode() for key in keys] if self.store.check(keys) else None
+        found = self._find_all(f"{_PREFIX}/ready/{leaving}", self.latest().ranks)
+        return None if found is None else [problem.decode() for problem in found]
 
     def last_seen(self, rank: int) -> float | None:
         """The time of a rank's last sign of life; None if there was none."""
-        key = f"{_PREFIX}/alive/{rank}"
-        return float(self.store.get(key)) if self.store.check([key]) else None
+        found = self._find(f"{_PREFIX}/alive/{rank}")
+        return None if found is None else float(found)
 
     def report(self, epoch: Epoch, rank: int, values: Mapping[str, float]) -> None:
         """Reports that a rank serves in an epoch, and the costs of the change."""
@@ -270,8 +251,8 @@ class MembershipLog:
 
     def reports(self, epoch: Epoch) -> list[dict[str, float]] | None:
         """The reports of all ranks of an epoch; None until all have reported."""
-        keys = [f"{_PREFIX}/serves/{epoch.number}/{rank}" for rank in epoch.ranks]
-        return [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else None
+        found = self._find_all(f"{_PREFIX}/serves/{epoch.number}", epoch.ranks)
+        return None if found is None else list(map(json.loads, found))
 
     def finish(self) -> None:
         """Marks the gang's work as done, so that members that settle do not wait for others."""
@@ -280,6 +261,14 @@ class MembershipLog:
     @property
     def is_finished(self) -> bool:
         return bool(self.store.check([f"{_PREFIX}/finished"]))
+
+    def _find(self, key: str) -> bytes | None:
+        return self.store.get(key) if self.store.check([key]) else None
+
+    def _find_all(self, prefix: str, numbers: Iterable[int]) -> list[bytes] | None:
+        """The values of `prefix/number`; None unless all are there."""
+        keys = [f"{prefix}/{number}" for number in numbers]
+        return [self.store.get(key) for key in keys] if self.store.check(keys) else None
 
 
 _LEADS = f"{_PREFIX}/leads"
@@ -305,14 +294,14 @@ class Membership:
         self.timeout_s = env.DISPATCH_TIMEOUT_S.get()
         self.use_device()
         self._store = store
-        self.log = MembershipLog(_clone(store))
+        self.log = MembershipLog(connect_again(store))
         self.epoch = self._seen = self.log.latest()
         self._callbacks: list[Callback] = []
         self._before_change: list[Callable[[], None]] = []
         # Whether the present epoch has its groups, and how many callbacks have run in it.
         self._has_groups, self._num_called = False, 0
-        self._lock, self._closed = threading.Lock(), threading.Event()
-        self._watching = MembershipLog(_clone(store))
+        self._lock, self._closed = threading.RLock(), threading.Event()
+        self._watching = MembershipLog(connect_again(store))
         # The last heartbeat of each other rank, and when this process first saw it.
         self._beats: dict[int, tuple[float, float]] = {}
         self._looked_at = time.monotonic()
@@ -398,18 +387,6 @@ class Membership:
         """Requests that this rank leaves; may be called in a signal handler."""
         self._wants_to_leave = True
 
-    def remove(self, ranks: Mapping[int, str]) -> None:
-        """Removes ranks that are known to be gone, with their causes; returns when that is decided."""
-        self.log.propose(remove=ranks)
-
-    def admit(self, ranks: Collection[int]) -> None:
-        """Admits ranks whose processes have a `Membership` and call `settle`."""
-        self.log.propose(admit=ranks)
-
-    def finish(self) -> None:
-        """Marks all work as done, so that members that settle end too."""
-        self.log.finish()
-
     def settle(self, error: BaseException | None = None) -> None:
         """Makes the process group of the newest epoch and runs the callbacks, together with all other members.
 
@@ -444,7 +421,7 @@ class Membership:
                 time.sleep(_STEP_S)
         while True:
             with self._lock:
-                goes_on = error is None and self._has_groups and not self._is_outdated_now()
+                goes_on = error is None and self._has_groups and not self._is_outdated()
                 self.epoch, self._has_moved = self._seen, False
             if not goes_on:
                 self._has_groups, self._num_called = False, 0
@@ -486,7 +463,7 @@ class Membership:
                 except Exception as caught:
                     error = caught
                 else:
-                    self.finish()
+                    self.log.finish()
                     return
         except FinishedError:
             return
@@ -535,7 +512,7 @@ class Membership:
         """A connection to the standby store that was chosen, if any."""
         connect = timedelta(seconds=_CONNECT_S)
         for host, port in self._standbys:
-            with contextlib.suppress(OSError, RuntimeError):
+            with suppress(OSError, RuntimeError):
                 socket.create_connection((host, port), timeout=_CONNECT_S).close()
                 store = dist.TCPStore(host, port, is_master=False, timeout=connect, wait_for_workers=False)
                 if store.check([_LEADS]):
@@ -554,8 +531,8 @@ class Membership:
 
     def _go_on_in(self, store: dist.Store) -> None:
         self._store = store
-        self._watching.move(_clone(store))
-        self.log.move(_clone(store))
+        self._watching.move(connect_again(store))
+        self.log.move(connect_again(store))
         self._prepared.clear()
         for callback in self._on_move:
             callback()
@@ -565,7 +542,7 @@ class Membership:
 
     def _end_waits(self, why: str) -> None:
         try:
-            failure_detection.end_all_waits(why)
+            end_all_waits(why)
         except Exception:  # of the GPU, say; this thread shows the others that the rank lives
             logger.warning("rank %d could not end its kernels' waits", self.rank, exc_info=True)
         group = dist.group.WORLD
@@ -577,7 +554,7 @@ class Membership:
     def _abort(self, *groups: dist.ProcessGroup) -> None:
         """Ends the kernels of NCCL's communicators."""
         for group in groups:
-            with contextlib.suppress(RuntimeError):  # a group of gloo alone
+            with suppress(RuntimeError):  # a group of gloo alone
                 group._get_backend(self.device).abort()  # type: ignore[attr-defined]
 
     def _await_move(self) -> bool:
@@ -668,15 +645,12 @@ class Membership:
 
     def _is_outdated(self) -> bool:
         with self._lock:
-            return self._is_outdated_now()
-
-    def _is_outdated_now(self) -> bool:
-        return self._has_moved or self._seen.number > self.epoch.number
+            return self._has_moved or self._seen.number > self.epoch.number
 
     def _remove_failed(self, error: DispatchTimeoutError) -> None:
         """Removes the ranks that a verdict names, if the others may go on without them."""
         group = self.group
-        detector = None if group is None else failure_detection.FailureDetector.of(group)
+        detector = None if group is None else FailureDetector.of(group)
         dead, cut = (set(), set()) if detector is None else (set(detector.dead()), set(detector.unreachable()))
         late = f"did not answer within {self.timeout_s:g} s (stuck, or out of reach)"
         causes = {
@@ -693,7 +667,7 @@ class Membership:
         lost = {*unreachable, *(rank for rank in self.ranks if self._silent_s(rank) > silent_s)} - ended
         if unreachable and 2 * len(lost) > self.ep_size - len(ended):
             raise self._lost_majority(lost, silent_s) from error
-        self.remove(causes)
+        self.log.propose(remove=causes)
 
     # ---- Groups
 
@@ -701,7 +675,7 @@ class Membership:
         self._abandon()
         self._meet(epoch)
         # A construction that hangs keeps its connection.
-        connection = _clone(self._store)
+        connection = connect_again(self._store)
         name = f"{_PREFIX}/epoch/{epoch.number}"
         made: list[BaseException | None] = []
 
@@ -785,7 +759,3 @@ def _key(number: int) -> str:
 
 def _address(store: Any) -> tuple[str, int]:
     return store.host, store.port
-
-
-def _clone(store: dist.Store) -> dist.Store:
-    return store.clone()  # type: ignore[attr-defined]

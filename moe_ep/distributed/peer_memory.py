@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -41,42 +42,33 @@ class PeerMemory:
     ) -> None:
         self._handles: list[bytes] = []
         self.addresses: list[list[int]] = []
-        try:
-            self._share(gather, rank, tensors, refusal)
-        except BaseException:
-            self.close()
-            raise
 
-    def _share(
-        self,
-        gather: Callable[[str, list[int]], Sequence[Sequence[int]]],
-        rank: int,
-        tensors: Sequence[torch.Tensor],
-        refusal: str,
-    ) -> None:
         def anybody(reason: str) -> str:
             """This rank's reason, or that another one has one."""
             failed = [other for other, row in enumerate(gather("what they can", [bool(reason)])) if row[0]]
             return reason or (f"EP rank {failed[0]} cannot" if failed else "")
 
-        words: list[int] = [0] * (_WORDS * len(tensors))
-        if not refusal:
-            try:
-                words = [word for tensor in tensors for word in _export(tensor)]
-            except (RuntimeError, ImportError) as error:
-                refusal = str(error)
-        refusal = anybody(refusal)
-        table = gather("their weights' addresses", words)
-        if not refusal:
-            try:
-                for other, row in enumerate(table):
-                    here = [tensor.data_ptr() for tensor in tensors]
-                    self.addresses.append(here if other == rank else self._open(row))
-            except RuntimeError as error:
-                refusal = str(error)
-        refusal = anybody(refusal)
-        if refusal:
-            raise RuntimeError(refusal)
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            words: list[int] = [0] * (_WORDS * len(tensors))
+            if not refusal:
+                try:
+                    words = [word for tensor in tensors for word in _export(tensor)]
+                except (RuntimeError, ImportError) as error:
+                    refusal = str(error)
+            refusal = anybody(refusal)
+            table = gather("their weights' addresses", words)
+            if not refusal:
+                try:
+                    for other, row in enumerate(table):
+                        here = [tensor.data_ptr() for tensor in tensors]
+                        self.addresses.append(here if other == rank else self._open(row))
+                except RuntimeError as error:
+                    refusal = str(error)
+            refusal = anybody(refusal)
+            if refusal:
+                raise RuntimeError(refusal)
+            on_failure.pop_all()
 
     def close(self) -> None:
         """Lets go of the peers' memory; nothing may read it any more."""

@@ -109,7 +109,7 @@ def ask_store(question: Callable[[dist.Store], T], limit_s: float, gives_up: Cal
 
     def ask() -> None:
         try:
-            answers.append(question(_connect_again(store)))
+            answers.append(question(connect_again(store)))
         except RuntimeError as error:
             errors.append(error)
 
@@ -157,7 +157,8 @@ def close_at_exit(what: Closable) -> None:
     _open.add(what)
 
 
-def _connect_again(store: dist.Store) -> dist.Store:
+def connect_again(store: dist.Store) -> dist.Store:
+    """Another connection to the store."""
     return store.clone()  # type: ignore[attr-defined]
 
 
@@ -211,7 +212,7 @@ class _ListeningThread:
         if self._default() is not default:
             # A weak reference: the store ends with its group, and on one rank others reach it only as long.
             self._connection, self._default = None, ref(default)
-            self._connection = _connect_again(default)
+            self._connection = connect_again(default)
         if self._connection is not None:
             for listener in listeners:
                 listener.listen(self._connection)
