@@ -13,9 +13,9 @@ import torch
 from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, Config, MissingKey, number, one_known, positive, unexpected
 from moe_ep.checkpoint.families import routing, rules
 from moe_ep.checkpoint.families.configs import part_of, with_class_defaults
-from moe_ep.checkpoint.families.models import FAMILIES
+from moe_ep.checkpoint.families.models import FAMILIES, Family
 from moe_ep.checkpoint.reader import CheckpointReader
-from moe_ep.checkpoint.spec import OTHER_BLOCKS, PROJECTIONS, MoEModelSpec
+from moe_ep.checkpoint.spec import OTHER_BLOCKS, PROJECTIONS, MoEModelSpec, SharedExpertsSpec
 from moe_ep.errors import CheckpointError
 
 
@@ -79,7 +79,7 @@ def _model_spec(config: Config, reader: CheckpointReader | None) -> MoEModelSpec
     model_type, config = _known_part(config)
     family = FAMILIES[model_type]
     config = family.text_config(config)
-    _check_limits(model_type, config, family.limits)
+    _check_limits(model_type, config, (family.limit, family.shared_limit))
     listed = rules.listed_layers(config)
     spec = MoEModelSpec(
         family=model_type,
@@ -94,18 +94,23 @@ def _model_spec(config: Config, reader: CheckpointReader | None) -> MoEModelSpec
         moe_intermediate_size=positive(config, family.intermediate_size),
         activation=family.activation(config),
         routing=family.routing(config),
-        shared_experts=family.shared_experts(config),
+        shared_experts=_shared_experts(family, config),
         embedding_multiplier=number(config, "embedding_multiplier", 1.0),
         residual_multiplier=number(config, "residual_multiplier", 1.0),
         moe_module=family.moe_module,
         projections=family.projections,
         other_blocks=("mlp",) if family.moe_module in OTHER_BLOCKS and family.moe_module != "mlp" else (),
-        **family.names | family.fields(config),
+        **family.names | family.fields(config) | rules.clamp_limits(config, family.limit),
     )
     _check(spec)
     # Tools may write the module names of transformers, or another prefix if they extract a language model from a
     # multimodal one or insert it.
     return spec if reader is None else _with_layers_of(_with_block_of(spec, reader), reader)
+
+
+def _shared_experts(family: Family, config: Config) -> SharedExpertsSpec | None:
+    shared = family.shared_experts(config)
+    return None if shared is None else replace(shared, **rules.clamp_limits(config, family.shared_limit))
 
 
 def _known_part(config: Config) -> tuple[str, Config]:

@@ -64,7 +64,7 @@ def test_layers_of_nemotron_by_letters_and_what_does_not_load() -> None:
     assert model_spec(config | {"hybrid_override_pattern": "MEM*E"}).moe_layers == (1, 4)
     for changes, message in (
         ({"moe_latent_size": 0, "layers_block_type": ["moe"]}, "moe_latent_size: expected a whole number of at"),
-        ({"mlp_bias": True}, "mlp_bias: expected none, found True; shared experts with biases do not load"),
+        ({"mlp_bias": True}, "mlp_bias: expected False, found True"),
     ):
         with pytest.raises(CheckpointError, match=message):
             model_spec(config | changes)

@@ -1,6 +1,6 @@
-"""Translates configs of model families to the keys that the rest of the checkpoint code reads.
+"""Reads configs of model families: the language model's part, defaults of config classes, and keys that are derived.
 
-Each function maps a whole config.json to the language model's; models.py assigns them to families.
+models.py assigns these functions to families.
 """
 
 from __future__ import annotations
@@ -10,109 +10,72 @@ from collections.abc import Callable
 from moe_ep.checkpoint.config_values import Config, MissingKey, positive, required, unexpected, whole
 from moe_ep.errors import CheckpointError, one_of
 
-
-def whole_config(config: Config) -> Config:
-    return config
+# ==== Keys that are derived from others ====
 
 
-def renamed(
-    names: dict[str, str], silent: Config | None = None, part: Callable[[Config], Config] = whole_config
-) -> Callable[[Config], Config]:
-    """A config with renamed keys.
-
-    Args:
-        names: common key -> the family's key; a config with both keeps the value of the common one.
-        silent: defaults of missing keys.
-        part: extracts the relevant part of config.json.
-    """
-
-    def common(config: Config) -> Config:
-        config = part(config)
-        meant = (silent or {}) | {key: config[own] for key, own in names.items() if config.get(own) is not None}
-        return config | {key: value for key, value in meant.items() if config.get(key) is None}
-
-    return common
-
-
-def only(values: Config, common: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
-    """Refuses configs with other values than these; the keys may be missing."""
-
-    def checked(config: Config) -> Config:
-        config = common(config)
-        for key, value in values.items():
-            if (found := config.get(key)) not in (None, value):
-                raise unexpected(key, f"{value!r}", found, "; no other is computed here")
-        return config
-
-    return checked
-
-
-# The models' original config has these names; transformers writes its own.
-mimo_config = renamed({"rms_norm_eps": "layernorm_epsilon"}, {"routed_scaling_factor": 1.0, "first_k_dense_replace": 1})
-
-
-def afmoe_config(config: Config) -> Config:
+def afmoe_keys(config: Config) -> Config:
     """Embeddings are scaled if `mup_enabled`."""
-    factor = positive(config, "hidden_size") ** 0.5 if config.get("mup_enabled") else 1.0
-    return config | {"embedding_multiplier": factor}
+    return {"embedding_multiplier": positive(config, "hidden_size") ** 0.5 if config.get("mup_enabled") else 1.0}
 
 
-def aria_config(part: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
-    """`intermediate_size` is the experts'; they use silu, whatever the shared ones use."""
-    common = only({"hidden_act": "silu"}, part)
-    return lambda config: (found := common(config)) | {"moe_intermediate_size": found.get("intermediate_size")}
+def aria_keys(config: Config) -> Config:
+    """`intermediate_size` is the experts'."""
+    return {"moe_intermediate_size": config.get("intermediate_size")}
 
 
-def inkling_config(part: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
+def inkling_keys(config: Config) -> Config:
     """If `dense_intermediate_size` is given, `intermediate_size` is the experts'."""
-
-    def common(config: Config) -> Config:
-        config = part(config)
-        if config.get("dense_intermediate_size") is None:
-            return config
-        return config | {"moe_intermediate_size": config.get("intermediate_size")}
-
-    return common
+    return {} if config.get("dense_intermediate_size") is None else aria_keys(config)
 
 
-def step_config(part: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
-    """Renamed keys; one kind of router, MLPs without biases."""
-    silent = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "moe_router_scaling_factor": 1.0}
-    fixed = {"moe_router_activation": "sigmoid", "norm_expert_weight": True, "use_moe_router_bias": True}
-    return only(fixed | {"mlp_bias": False}, renamed({"num_experts_per_tok": "moe_top_k"}, silent, part))
-
-
-def cohere_config(config: Config) -> Config:
+def cohere_keys(config: Config) -> Config:
     """`intermediate_size` is the experts'; norms are layer norms if there is no epsilon of an RMS norm."""
     has_layer_norm = config.get("rms_norm_eps") is None
-    meant = {"moe_intermediate_size": config.get("intermediate_size"), "has_layer_norm": has_layer_norm}
-    return renamed({"rms_norm_eps": "layer_norm_eps"})(config) | meant
+    epsilon = config.get("layer_norm_eps" if has_layer_norm else "rms_norm_eps")
+    return {**aria_keys(config), "has_layer_norm": has_layer_norm, "rms_norm_eps": epsilon}
 
 
-def nemotron_config(config: Config) -> Config:
-    """Renamed keys; the kinds of layers are a list, or a string with E for MoE layers."""
-    if config.get("mlp_bias"):
-        raise unexpected("mlp_bias", "none", config["mlp_bias"], "; shared experts with biases do not load")
+def nemotron_keys(config: Config) -> Config:
+    """The kinds of layers are a list, or a string with E for MoE layers."""
     kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern") or []
     if not isinstance(kinds, list | str) or not kinds:
         raise MissingKey(
             f"config.json: layers_block_type or hybrid_override_pattern: expected the kinds of layers, found {kinds!r}"
         )
-    return config | {
+    return {
         "num_hidden_layers": len(kinds),
         "mlp_layer_types": ["sparse" if kind in ("moe", "E") else "dense" for kind in kinds],
         "rms_norm_eps": config.get("layer_norm_epsilon") or config.get("norm_eps"),
     }
 
 
-def longcat_config(config: Config) -> Config:
-    """A layer has two attentions and one MoE block; the activation is fixed."""
-    return config | {"num_hidden_layers": config.get("num_layers"), "hidden_act": config.get("hidden_act") or "silu"}
+def longcat_keys(config: Config) -> Config:
+    """A layer has two attentions and one MoE block."""
+    return {"num_hidden_layers": config.get("num_layers")}
 
 
-def lfm_config(config: Config) -> Config:
-    """Renamed keys; the activation is fixed."""
-    return config | {"rms_norm_eps": config.get("norm_eps"), "hidden_act": "silu"}
+def deepseek_v4_keys(config: Config) -> Config:
+    """Adds `table_layers`, the layers that choose experts by a table: those of kind hash_moe, or the first ones."""
+    layers, kinds = range(positive(config, "num_hidden_layers")), config.get("mlp_layer_types")
+    if kinds is None:
+        table_layers = tuple(layers[: whole(config, "num_hash_layers", 3)])
+    elif isinstance(kinds, list) and len(kinds) >= len(layers) and set(map(str, kinds)) <= {"hash_moe", "moe"}:
+        table_layers = tuple(layer for layer in layers if kinds[layer] == "hash_moe")
+    else:
+        raise unexpected("mlp_layer_types", f"hash_moe or moe for each of {len(layers)} layers", kinds)
+    return {
+        "swiglu_limit": config.get("swiglu_limit", 10.0),
+        "mlp_layer_types": None,
+        "table_layers": table_layers,
+    }
+
+
+def deepseek_v41_keys(config: Config) -> Config:
+    """No layer chooses by a table."""
+    return deepseek_v4_keys(config | {"num_hash_layers": 0})
+
+
+# ==== Defaults of config classes ====
 
 
 def _class_defaults() -> dict[str, Config]:
@@ -162,6 +125,13 @@ def with_class_defaults(config: Config) -> Config:
     return CLASS_DEFAULTS.get(str(config.get("model_type")), {}) | config
 
 
+# ==== Parts ====
+
+
+def whole_config(config: Config) -> Config:
+    return config
+
+
 def part_of(config: Config, key: str) -> Config:
     """One part of a config, with the dtype of the whole if it has none."""
     part = required(config, key)
@@ -196,20 +166,3 @@ def text_part_of(*known: str) -> Callable[[Config], Config]:
 def text_part_or_whole(config: Config) -> Config:
     """Published files may have the language model's keys at the top level, which transformers moves into a part."""
     return config if config.get("text_config") is None else text_part(config)
-
-
-def deepseek_v4_config(config: Config) -> Config:
-    """Adds `table_layers`, the layers that choose experts by a table: those of kind hash_moe, or the first ones."""
-    layers, kinds = range(positive(config, "num_hidden_layers")), config.get("mlp_layer_types")
-    if kinds is None:
-        table_layers = tuple(layers[: whole(config, "num_hash_layers", 3)])
-    elif isinstance(kinds, list) and len(kinds) >= len(layers) and set(map(str, kinds)) <= {"hash_moe", "moe"}:
-        table_layers = tuple(layer for layer in layers if kinds[layer] == "hash_moe")
-    else:
-        raise unexpected("mlp_layer_types", f"hash_moe or moe for each of {len(layers)} layers", kinds)
-    return {"swiglu_limit": 10.0} | config | {"mlp_layer_types": None, "table_layers": table_layers}
-
-
-def deepseek_v41_config(config: Config) -> Config:
-    """The same without layers that choose by a table."""
-    return deepseek_v4_config(text_part(config) | {"num_hash_layers": 0})

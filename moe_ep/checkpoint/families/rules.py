@@ -15,8 +15,6 @@ from moe_ep.checkpoint.config_values import Config, number, one_known, positive,
 from moe_ep.checkpoint.families.routing import cohere_factor
 from moe_ep.checkpoint.spec import Latent, SharedExpertsSpec
 
-# For families with routers, or norms before router or experts, that only transformers computes.
-EXPERTS_ALONE = {"router": None, "norm": None}
 _ACTIVATIONS = {
     "silu": MoEActivation.SILU,
     "swish": MoEActivation.SILU,
@@ -98,11 +96,7 @@ def layers_after_dense(config: Config) -> tuple[int, ...]:
 
 def layers_after(key: str) -> Callable[[Config], tuple[int, ...]]:
     """All but the first layers, whose number is under that key."""
-
-    def layers(config: Config) -> tuple[int, ...]:
-        return tuple(i for i in all_layers(config) if i >= whole(config, key, 0))
-
-    return layers
+    return lambda config: tuple(i for i in all_layers(config) if i >= whole(config, key, 0))
 
 
 def llama_layers(config: Config) -> tuple[int, ...]:
@@ -143,24 +137,20 @@ def layers_between(config: Config) -> tuple[int, ...]:
     return tuple(i for i in layers if first <= i <= last and (i + 1) % step == 0)
 
 
-def no_fields(config: Config) -> dict[str, Any]:
-    return {}
+def clamp_limits(config: Config, key: str) -> dict[str, Any]:
+    """The clamp limits under that key, as the fields of a spec.
 
-
-def limited_gate(config: Config) -> dict[str, Any]:
-    """The clamp limit of gate and up."""
-    found = config.get("swiglu_limit")
-    limit = None if found is None else number(config, "swiglu_limit")
-    if limit is not None and limit <= 0:
-        raise unexpected("swiglu_limit", "a positive number", found)
-    return {"swiglu_limit": limit}
-
-
-def step_limits(config: Config, key: str) -> dict[str, Any]:
-    """Clamp limits by layer, for layers with the activation swiglustep; 0 and null mean none."""
-    found, layers = config.get(key), all_layers(config)
+    One number for all layers is `swiglu_limit`; other keys have a list by layer, for layers with the activation
+    swiglustep, in which 0 and null mean none.
+    """
+    found = config.get(key)
     if found is None:
         return {}
+    if key == "swiglu_limit":
+        if (limit := number(config, key)) <= 0:
+            raise unexpected(key, "a positive number", found)
+        return {"swiglu_limit": limit}
+    layers = all_layers(config)
     if not isinstance(found, list) or len(found) < len(layers) or not all(map(_is_limit, found)):
         raise unexpected(key, f"null or a number from 0 on for each of {len(layers)} layers", found)
     limits = tuple(float(limit) if limit else None for limit in found[: len(layers)])
@@ -171,34 +161,22 @@ def _is_limit(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf)
 
 
-def steps_at(key: str) -> Callable[[Config], dict[str, Any]]:
-    """Clamp limits of the routed experts by layer, under that key."""
-    return lambda config: step_limits(config, key)
+def latent_experts(
+    size: str, down: str, up: str, norm: str = "", has_norm: str = ""
+) -> Callable[[Config], dict[str, Any]]:
+    """Latent experts, if the config has the key `size`, with a norm if it says so under `has_norm`."""
 
+    def fields(config: Config) -> dict[str, Any]:
+        if config.get(size) is None:
+            return {}
+        return {"latent": Latent(positive(config, size), down, up, norm if config.get(has_norm) else None)}
 
-def nemotron_fields(config: Config) -> dict[str, Any]:
-    """Nemotron 3 Super and Ultra: latent experts."""
-    if config.get("moe_latent_size") is None:
-        return {}
-    return {"latent": Latent(positive(config, "moe_latent_size"), "fc1_latent_proj", "fc2_latent_proj")}
-
-
-def kimi_fields(config: Config) -> dict[str, Any]:
-    """Kimi-K3: latent experts."""
-    if config.get("routed_expert_hidden_size") is None:
-        return {}
-    size, norm = positive(config, "routed_expert_hidden_size"), config.get("latent_moe_use_norm")
-    names = ("routed_expert_down_proj", "routed_expert_up_proj", "routed_expert_norm" if norm else None)
-    return {"latent": Latent(size, *names)}
-
-
-def cohere_fields(config: Config) -> dict[str, Any]:
-    return {"has_layer_norm": config["has_layer_norm"]}
+    return fields
 
 
 def deepseek_v4_fields(config: Config) -> dict[str, Any]:
     """Tensor names are the authors', or transformers' if the attention's settings are."""
-    fields = {"table_layers": config["table_layers"], **limited_gate(config)}
+    fields = {"table_layers": config["table_layers"]}
     if "compress_ratios" in config:
         fields |= {"layers_module": "layers", "embedding": "embed.weight"}
     return fields
@@ -206,30 +184,6 @@ def deepseek_v4_fields(config: Config) -> dict[str, Any]:
 
 def no_shared_experts(config: Config) -> None:
     return None
-
-
-def limited(
-    shared_experts: Callable[[Config], SharedExpertsSpec | None],
-) -> Callable[[Config], SharedExpertsSpec | None]:
-    """The same with the routed experts' clamp limit."""
-
-    def shared(config: Config) -> SharedExpertsSpec | None:
-        spec = shared_experts(config)
-        return None if spec is None else replace(spec, **limited_gate(config))
-
-    return shared
-
-
-def stepped(
-    key: str, shared_experts: Callable[[Config], SharedExpertsSpec | None]
-) -> Callable[[Config], SharedExpertsSpec | None]:
-    """The same with clamp limits by layer, under that key."""
-
-    def shared(config: Config) -> SharedExpertsSpec | None:
-        spec = shared_experts(config)
-        return None if spec is None else replace(spec, **step_limits(config, key))
-
-    return shared
 
 
 def one_mlp(module: str, size: str, **form: Any) -> Callable[[Config], SharedExpertsSpec | None]:
