@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,17 @@ class TensorInfo:
 
     def row(self, index: int) -> TensorInfo:
         """One index of the leading dimension as a tensor of its own."""
-        name, offset = f"{self.name}[{index}]", self.offset + index * self.row_bytes
-        return TensorInfo(name, self.file, self.dtype, self.shape[1:], offset, self.row_bytes)
+        return replace(self.rows(index, index + 1), name=f"{self.name}[{index}]", shape=self.shape[1:])
+
+    def rows(self, start: int, stop: int) -> TensorInfo:
+        """A range of the leading dimension, under the name of the whole."""
+        count = max(stop - start, 0)
+        return replace(
+            self,
+            shape=(count, *self.shape[1:]),
+            offset=self.offset + start * self.row_bytes,
+            nbytes=count * self.row_bytes,
+        )
 
 
 @dataclass
@@ -447,17 +456,13 @@ class CheckpointReader:
             CheckpointError: no such tensor, or the file became shorter.
         """
         info = self.info(name)
-        start, shape = 0, info.shape
         if rows is not None:
-            if not shape or rows.step not in (None, 1):
+            if not info.shape or rows.step not in (None, 1):
                 raise ValueError(
-                    f"rows is {rows} for {name} of shape {shape}; it must be a slice of step 1 of dimension 0"
+                    f"rows is {rows} for {name} of shape {info.shape}; it must be a slice of step 1 of dimension 0"
                 )
-            start, stop, _ = rows.indices(shape[0])
-            shape = (max(stop - start, 0), *shape[1:])
-        tensor = torch.empty(shape, dtype=info.dtype, device="cpu")
-        self._fill(info.file, info.offset + start * info.row_bytes, _as_bytes(tensor))
-        self._check(info, tensor)
+            info = info.rows(*rows.indices(info.shape[0])[:2])
+        ((_, tensor),) = self.read_many([info])
         return tensor
 
     def read_rows(self, name: str, row_ids: torch.Tensor) -> torch.Tensor:
@@ -473,16 +478,10 @@ class CheckpointReader:
                 f"row_ids of {name} range from {distinct[0]} to {distinct[-1]}; they must be at least 0 and below "
                 f"{info.shape[0]}"
             )
-        tensor = torch.empty((distinct.numel(), *info.shape[1:]), dtype=info.dtype, device="cpu")
-        buffer = _as_bytes(tensor)
-        # A run of consecutive rows is one read: it ends where the next id is not the one after.
-        ends = (torch.nonzero(distinct.diff() != 1).flatten() + 1).tolist()
-        for first, last in zip([0, *ends], [*ends, distinct.numel()], strict=True):
-            if first < last:
-                offset = info.offset + int(distinct[first]) * info.row_bytes
-                self._fill(info.file, offset, buffer[first * info.row_bytes : last * info.row_bytes])
-        self._check(info, tensor)
-        return tensor[positions]
+        if not distinct.numel():
+            return torch.empty((0, *info.shape[1:]), dtype=info.dtype, device="cpu")
+        rows = self.read_many(info.rows(row, row + 1) for row in distinct.tolist())
+        return torch.cat([tensor for _, tensor in rows])[positions]
 
     def read_many(
         self, names: Iterable[str | TensorInfo], reuse_buffers: bool = False, unchecked: Container[str] = ()
@@ -493,7 +492,7 @@ class CheckpointReader:
         `BATCH_BYTES`, larger for a larger tensor, which lives as long as any of them: copy what should stay for long.
 
         Args:
-            names: of whole tensors; or what `info(name).row(i)` gives, for one index of the leading dimension.
+            names: of whole tensors; or what `info(name).row(i)` or `rows(start, stop)` gives for a part of one.
             reuse_buffers: a tensor is only valid until the next one is asked for, and no time goes into fresh memory.
             unchecked: the names of those in which the caller looks for NaN and infinity.
 
@@ -563,38 +562,29 @@ class CheckpointReader:
             for span in batch.spans[first:last]
             if span.stop > position
         ]
-        if self._fill(batch.file, offset, view[position:stop], spans):
+        try:
+            done, found = read_checked(
+                self._open(batch.file), view[position:stop], offset, () if self.allow_nonfinite else spans
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"{batch.file}: expected {nbytes} bytes at byte {offset}, found {error.strerror}; see to its disk or "
+                f"network, and try again"
+            ) from None
+        if done < nbytes:
+            raise CheckpointError(
+                f"{batch.file}: expected {nbytes} bytes at byte {offset}, found {done}; the file became shorter while "
+                f"it was read"
+            )
+        with self._lock:
+            self._bytes_read += done
+        if found:
             batch.is_suspect = True
 
     def check_unchanged(self) -> None:
         """CheckpointError if a file of the checkpoint was written, replaced or removed since the reader was made."""
         for file in self._files.values():
             file.check_unchanged()
-
-    def _check(self, info: TensorInfo, tensor: torch.Tensor) -> None:
-        self._files[info.file].check_unchanged()
-        if not self.allow_nonfinite:
-            check_finite(info.file, info.name, tensor)
-
-    def _fill(
-        self, file: Path, offset: int, buffer: memoryview, spans: Sequence[tuple[int, int, torch.dtype]] = ()
-    ) -> bool:
-        """Reads `len(buffer)` bytes at `offset`; whether one of the spans of the buffer holds NaN or infinity."""
-        try:
-            done, found = read_checked(self._open(file), buffer, offset, () if self.allow_nonfinite else spans)
-        except OSError as error:
-            raise CheckpointError(
-                f"{file}: expected {len(buffer)} bytes at byte {offset}, found {error.strerror}; see to its disk "
-                f"or network, and try again"
-            ) from None
-        if done < len(buffer):
-            raise CheckpointError(
-                f"{file}: expected {len(buffer)} bytes at byte {offset}, found {done}; "
-                f"the file became shorter while it was read"
-            )
-        with self._lock:
-            self._bytes_read += done
-        return found
 
     def _open(self, file: Path) -> int:
         with self._lock:
