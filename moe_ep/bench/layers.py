@@ -125,7 +125,7 @@ def draw_expert(expert: int, gemm: str, config: SyntheticConfig, moe_config: Fus
         scales = (spread / (deviation * columns**0.5)).to(moe_config.in_dtype)
     if kind.quant_type_id is None:
         raise ValueError("weights are plain; a synthetic layer needs a quant_type")
-    return CanonicalWeights(codes, scales, None, None, kind.quant_type_id, group_size)
+    return CanonicalWeights(codes, scales, kind.quant_type_id, group_size)
 
 
 def reference_output(

@@ -21,20 +21,20 @@ class CanonicalWeights(NamedTuple):
     Attributes:
         codes: uint8 `[..., N, K]`, the stored codes (for uint4b8 the value is code - 8, for float types the bits).
         scales: float `[..., N, G]`; uint8 ones are the bits of e8m0 numbers, powers of two.
-        zero_points: uint8 `[..., N, G]`, or None where the type has a fixed bias.
-        g_idx: int32 `[..., K]`, the group of every column; None where column k is in group k // group_size.
         quant_type_id: `ScalarType.id` of the codes.
         group_size: columns of a group; -1 for all of them.
+        zero_points: uint8 `[..., N, G]`, or None where the type has a fixed bias.
+        g_idx: int32 `[..., K]`, the group of every column; None where column k is in group k // group_size.
         global_scales: f32 `[...]`, a factor of all rows, or `[..., H]`, one for each of H equal parts of the rows;
             None where there is none.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
-    zero_points: torch.Tensor | None
-    g_idx: torch.Tensor | None
     quant_type_id: int
     group_size: int
+    zero_points: torch.Tensor | None = None
+    g_idx: torch.Tensor | None = None
     global_scales: torch.Tensor | None = None
 
 
@@ -156,9 +156,7 @@ def _float_values(codes: torch.Tensor, scalar_type: ScalarType) -> torch.Tensor:
     raise ValueError(f"quant_type_id stands for {scalar_type}; it must be an integer, e4m3 or e2m1 type")
 
 
-# ==== Quantizing plain weights ====
-#
-# Quantizes plain weights: round to nearest, symmetric, no calibration.
+# ==== Quantizing plain weights: round to nearest, symmetric, no calibration ====
 
 _TYPES = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}
 
@@ -192,7 +190,7 @@ def quantize_int(weight: torch.Tensor, bits: int, group_size: int) -> CanonicalW
     steps = scales.float().unsqueeze(-1)
     rounded = torch.round(groups / torch.where(steps == 0, torch.inf, steps))
     codes = (rounded + bias).clamp_(0, 2 * bias - 1).to(torch.uint8).flatten(-2)
-    return CanonicalWeights(codes, scales, None, None, _TYPES[bits].id, group_size)
+    return CanonicalWeights(codes, scales, _TYPES[bits].id, group_size)
 
 
 def quantize_fp8(weight: torch.Tensor) -> CanonicalWeights:
@@ -200,4 +198,4 @@ def quantize_fp8(weight: torch.Tensor) -> CanonicalWeights:
     largest = weight.abs().amax(dim=-1, keepdim=True).float()
     scales = largest / torch.finfo(torch.float8_e4m3fn).max
     codes = (weight.float() / torch.where(scales == 0, torch.inf, scales)).to(torch.float8_e4m3fn)
-    return CanonicalWeights(codes.view(torch.uint8), scales, None, None, scalar_types.float8_e4m3fn.id, -1)
+    return CanonicalWeights(codes.view(torch.uint8), scales, scalar_types.float8_e4m3fn.id, -1)

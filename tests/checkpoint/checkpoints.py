@@ -15,7 +15,7 @@ from torch import nn
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
-from moe_ep.quantization.canonical_weights import quantize_int
+from moe_ep.quantization.canonical_weights import CanonicalWeights, quantize_int
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 # What makes a DeepSeek-V3 of `qwen3_config`: grouped routing with a correction bias, and shared experts.
@@ -43,6 +43,17 @@ def write_raw(file: Path, header: Any, data: bytes) -> None:
 
 def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def unpacked(
+    config: GPTQConfig,
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales: torch.Tensor,
+    g_idx: torch.Tensor | None,
+) -> CanonicalWeights:
+    tensors = {"qweight": qweight, "qzeros": qzeros, "scales": scales}
+    return config.unpack(tensors if g_idx is None else tensors | {"g_idx": g_idx})
 
 
 def qwen3_config(**changes: Any) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, quantization_config, unpack_gptq
+from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, quantization_config
 from moe_ep.checkpoint.formats.layout import pack_words, unpack_words
 from moe_ep.errors import CheckpointError
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize, quantize_int
 from moe_ep.scalar_type import ScalarType, scalar_types
+from tests.checkpoint.checkpoints import unpacked
 
 TYPES = {
     (4, True): scalar_types.uint4b8,
@@ -68,7 +69,7 @@ def test_unpack_equals_the_naive_loop(bits: int, checkpoint_format: str, group_s
     g_idx = torch.arange(num_columns, dtype=torch.int32) // (num_columns // groups)
     if act_order:
         g_idx = g_idx[torch.randperm(num_columns)]
-    weights = unpack_gptq(qweight, qzeros, scales, g_idx, config)
+    weights = unpacked(config, qweight, qzeros, scales, g_idx)
     assert torch.equal(dequantize(weights), naive_dequantize(qweight, qzeros, scales, g_idx, config))
     assert weights.codes.shape == (num_rows, num_columns)
     assert weights.scales.shape == weights.zero_points.shape == (num_rows, groups)
@@ -82,7 +83,7 @@ def test_unpack_equals_the_naive_loop(bits: int, checkpoint_format: str, group_s
 def test_worked_example() -> None:
     config = GPTQConfig(bits=4, group_size=8)
     qweight = torch.tensor([[0x87654321 - 2**32] + 7 * [0]]).to(torch.int32)
-    codes = unpack_gptq(qweight, None, torch.ones(1, 8), None, config).codes
+    codes = unpacked(config, qweight, random_zeros(1, 8, config), torch.ones(1, 8), None).codes
     assert codes[0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert not codes[1:].any()
 
@@ -100,7 +101,7 @@ def test_symmetric_zero_points_become_the_bias_of_the_type(bits: int, checkpoint
         ("gptq_v2", 8): -0x7F7F7F80,
     }
     assert packed.qzeros.unique().tolist() == [stored[checkpoint_format, bits]]
-    weights = unpack_gptq(*packed, config)
+    weights = unpacked(config, *packed)
     assert weights.zero_points is None and weights.g_idx is None
     assert weights.quant_type_id == quantized.quant_type_id == TYPES[bits, True].id
     assert torch.equal(weights.codes, quantized.codes) and torch.equal(weights.scales, quantized.scales)
@@ -112,10 +113,10 @@ def test_leading_dimensions_are_a_batch() -> None:
     qweight, scales = random_words(2, 3, 8, 16), torch.rand(2, 3, 4, 16)
     qzeros = torch.stack([random_zeros(4, 16, config) for _ in range(6)]).view(2, 3, 4, 2)
     g_idx = torch.stack([torch.randperm(64) // 16 for _ in range(6)]).view(2, 3, 64).to(torch.int32)
-    values = dequantize(unpack_gptq(qweight, qzeros, scales, g_idx, config))
+    values = dequantize(unpacked(config, qweight, qzeros, scales, g_idx))
     for i in range(2):
         for j in range(3):
-            one = unpack_gptq(qweight[i, j], qzeros[i, j], scales[i, j], g_idx[i, j], config)
+            one = unpacked(config, qweight[i, j], qzeros[i, j], scales[i, j], g_idx[i, j])
             assert torch.equal(values[i, j], dequantize(one))
 
 
@@ -135,8 +136,8 @@ def test_on_a_gpu_as_on_the_cpu(bits: int) -> None:
     config = GPTQConfig(bits=bits, group_size=16, desc_act=True)
     g_idx = (torch.randperm(64) // 16).to(torch.int32)
     tensors = (random_words(64 * bits // 32, 16), random_zeros(4, 16, config), torch.rand(4, 16).half(), g_idx)
-    on_cpu = unpack_gptq(*tensors, config)
-    on_gpu = unpack_gptq(*(tensor.cuda() for tensor in tensors), config)
+    on_cpu = unpacked(config, *tensors)
+    on_gpu = unpacked(config, *(tensor.cuda() for tensor in tensors))
     assert on_gpu.codes.is_cuda
     assert torch.equal(dequantize(on_gpu).cpu(), dequantize(on_cpu))
     assert all(
@@ -148,19 +149,19 @@ def test_a_shard_of_columns_keeps_the_scales_of_all_groups() -> None:
     config = GPTQConfig(bits=4, group_size=16, desc_act=True)
     qweight, qzeros, scales = random_words(8, 16), random_zeros(4, 16, config), torch.rand(4, 16)
     g_idx = (torch.randperm(64) // 16).to(torch.int32)
-    whole = dequantize(unpack_gptq(qweight, qzeros, scales, g_idx, config))
-    half = unpack_gptq(qweight[4:], qzeros, scales, g_idx[32:], config)
+    whole = dequantize(unpacked(config, qweight, qzeros, scales, g_idx))
+    half = unpacked(config, qweight[4:], qzeros, scales, g_idx[32:])
     assert torch.equal(dequantize(half), whole[:, 32:])
 
 
 def test_last_group_may_be_short() -> None:
     config = GPTQConfig(bits=4, group_size=32)
     weights = CanonicalWeights(
-        torch.randint(0, 16, (8, 40), dtype=torch.uint8), torch.rand(8, 2), None, None, scalar_types.uint4b8.id, 32
+        torch.randint(0, 16, (8, 40), dtype=torch.uint8), torch.rand(8, 2), scalar_types.uint4b8.id, 32
     )
     packed = pack_gptq(weights, config)
     expected = naive_dequantize(*packed, config)
-    assert torch.equal(dequantize(unpack_gptq(*packed, config)), expected)
+    assert torch.equal(dequantize(unpacked(config, *packed)), expected)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -168,14 +169,13 @@ def test_zero_point_lost_by_the_first_format_is_refused(bits: int) -> None:
     config = GPTQConfig(bits=bits, group_size=-1)
     qzeros = torch.full((1, 16 * bits // 32), -1, dtype=torch.int32)
     with pytest.raises(CheckpointError, match=f"at most {2**bits - 2}, found {2**bits - 1}.*gptq_v2"):
-        unpack_gptq(random_words(4, 16), qzeros, torch.rand(1, 16), None, config)
+        unpacked(config, random_words(4, 16), qzeros, torch.rand(1, 16), None)
     zero = CanonicalWeights(
         torch.zeros(16, 32, dtype=torch.uint8),
         torch.ones(16, 1),
-        torch.zeros(16, 1, dtype=torch.uint8),
-        None,
         TYPES[bits, False].id,
         -1,
+        zero_points=torch.zeros(16, 1, dtype=torch.uint8),
     )
     with pytest.raises(ValueError, match="zero_points hold a 0"):
         pack_gptq(zero, config)
@@ -186,7 +186,7 @@ def test_g_idx_outside_the_groups_is_refused(low: int, high: int) -> None:
     config = GPTQConfig(bits=4, group_size=16, desc_act=True)
     g_idx = torch.tensor([low, high] * 32, dtype=torch.int32)
     with pytest.raises(CheckpointError, match=f"groups 0 to 3, as scales has 4, found {low} to {high}"):
-        unpack_gptq(random_words(8, 16), random_zeros(4, 16, config), torch.rand(4, 16), g_idx, config)
+        unpacked(config, random_words(8, 16), random_zeros(4, 16, config), torch.rand(4, 16), g_idx)
 
 
 @pytest.mark.parametrize(
@@ -211,19 +211,6 @@ def test_sizes_that_a_format_cannot_hold(settings: dict, sizes: tuple[int, int],
     scheme = quantization_config({"quantization_config": settings}).of_module("model.layers.0.mlp.experts.0.up_proj")
     with pytest.raises(ValueError, match=message):
         scheme.tensors(*sizes)
-
-
-def test_shapes_that_do_not_belong_together_are_refused() -> None:
-    config = GPTQConfig(bits=4, group_size=16)
-    qweight, qzeros, scales = random_words(8, 16), random_zeros(4, 16, config), torch.rand(4, 16)
-    with pytest.raises(ValueError, match="scales has shape"):
-        unpack_gptq(qweight, None, scales[:3], None, config)
-    with pytest.raises(ValueError, match="qzeros has shape"):
-        unpack_gptq(qweight, qzeros[:3], scales, None, config)
-    with pytest.raises(ValueError, match="g_idx has shape"):
-        unpack_gptq(qweight, qzeros, scales, torch.zeros(32, dtype=torch.int32), config)
-    with pytest.raises(ValueError, match=r"qweight is torch\.int64"):
-        unpack_gptq(qweight.long(), qzeros, scales, None, config)
 
 
 def naive_quantize(row: list[float], bits: int, group_size: int) -> tuple[list[int], list[float]]:

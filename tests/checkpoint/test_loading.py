@@ -20,7 +20,7 @@ from moe_ep.checkpoint import (
     load_shared_experts,
     model_spec,
 )
-from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, unpack_gptq
+from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
@@ -35,6 +35,7 @@ from tests.checkpoint.checkpoints import (
     model_tensors,
     plain_shapes,
     qwen3_config,
+    unpacked,
 )
 
 MLP = "model.layers.1.mlp"
@@ -162,7 +163,7 @@ def test_router_norm_embeddings_and_shared_experts(tmp_path: Path, quantized: st
         stem = f"{MLP}.shared_experts.{projection}_proj"
         if not shared_are_plain:
             parts = [tensors[f"{stem}.{suffix}"] for suffix in ("qweight", "qzeros", "scales", "g_idx")]
-            expected = dequantize(unpack_gptq(*parts, GPTQConfig.from_dict(GPTQ)))
+            expected = dequantize(unpacked(GPTQConfig.from_dict(GPTQ), *parts))
         else:
             expected = tensors[f"{stem}.weight"].float()
         assert torch.equal(getattr(shared, projection), expected)

@@ -24,7 +24,7 @@ def canonical(rows: int, columns: int, g_idx: torch.Tensor | None, groups: int, 
     codes = torch.randint(0, 16, (E, rows, columns), dtype=torch.uint8, generator=rng)
     scales = (torch.rand(E, rows, groups, generator=rng) * 0.03 + 0.003).bfloat16().float()
     zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, generator=rng)
-    return CanonicalWeights(codes, scales, zeros, g_idx, scalar_types.uint4.id, GROUP)
+    return CanonicalWeights(codes, scales, scalar_types.uint4.id, GROUP, zeros, g_idx)
 
 
 def scattered(columns: int, groups: int, seed: int) -> torch.Tensor:

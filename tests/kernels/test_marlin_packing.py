@@ -29,7 +29,7 @@ def canonical(
     g_idx: torch.Tensor | None = None,
 ) -> CanonicalWeights:
     codes, scales = torch.zeros(E, rows, columns, dtype=torch.uint8), torch.ones(E, rows, groups)
-    return CanonicalWeights(codes, scales, None, g_idx, scalar_type.id, group_size)
+    return CanonicalWeights(codes, scales, scalar_type.id, group_size, g_idx=g_idx)
 
 
 def spread(columns: int, groups: int) -> torch.Tensor:

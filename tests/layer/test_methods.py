@@ -35,8 +35,8 @@ def random_canonical(
     scales = (torch.rand(out_size, groups, generator=generator) + 0.5) / 2 ** (config.bits - 1) / in_size**0.5
     zeros = torch.randint(1, 2**config.bits, (out_size, groups), generator=generator, dtype=torch.uint8)
     if config.sym:
-        return CanonicalWeights(codes, scales, None, g_idx, SYMMETRIC[config.bits].id, config.group_size)
-    return CanonicalWeights(codes, scales, zeros, g_idx, ASYMMETRIC[config.bits].id, config.group_size)
+        return CanonicalWeights(codes, scales, SYMMETRIC[config.bits].id, config.group_size, None, g_idx)
+    return CanonicalWeights(codes, scales, ASYMMETRIC[config.bits].id, config.group_size, zeros, g_idx)
 
 
 def scattered(config: GPTQConfig, in_size: int, seed: int) -> torch.Tensor | None:
@@ -140,9 +140,15 @@ def held_by_first_expert(layer: FusedMoE) -> list[torch.Tensor]:
     )
     return [
         dequantize(
-            CanonicalWeights(*(None if t is None else t[0] for t in tensors), quant.quant_type_id, quant.group_size)
+            CanonicalWeights(
+                codes[0],
+                scales[0],
+                quant.quant_type_id,
+                quant.group_size,
+                *(None if tensor is None else tensor[0] for tensor in others),
+            )
         )
-        for tensors in parts
+        for codes, scales, *others in parts
     ]
 
 

@@ -15,7 +15,7 @@ from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.compressed_tensors import IntQuantizedConfig
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import MXFP8_GROUP, Float8Config, input_dtype_of_scheme
-from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq, unpack_gptq
+from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.formats.layout import QuantizationConfig, ScaleShape
 from moe_ep.checkpoint.formats.modules import (
     EVERY_LINEAR,
@@ -37,7 +37,6 @@ __all__ = [
     "QuantizationConfig",
     "pack_gptq",
     "quantization_config",
-    "unpack_gptq",
 ]
 
 # The quantization of a whole model; `of_module` gives that of one linear layer.
@@ -159,12 +158,16 @@ def with_settings_beside(
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The object under `quantization_config` of the model, or of its language model's part."""
-    parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]
-    found = next(filter(None, (part.get("quantization_config") for part in parts)), None)
+    found = _first_of_parts(config, "quantization_config")
     if found is not None and not isinstance(found, dict):
         raise unexpected("quantization_config", "an object", found)
     return found
+
+
+def _first_of_parts(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a key of the model, or of its language model's part."""
+    parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]
+    return next(filter(None, (part.get(key) for part in parts)), None)
 
 
 def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
@@ -192,6 +195,5 @@ def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
                 "; rotated activations are not computed, so quantize without it",
             )
     # DeepSeek-V4 has the experts' dtype outside of quantization_config.
-    parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]
-    of_experts = next(filter(None, (part.get("expert_dtype") for part in parts)), None)
+    of_experts = _first_of_parts(config, "expert_dtype")
     return FORMATS[method](({} if of_experts is None else {"expert_dtype": of_experts}) | dict(values))

@@ -26,7 +26,6 @@ from moe_ep.checkpoint.formats.layout import (
     QuantizationConfig,
     Role,
     TensorLayout,
-    bias_layout,
     require_multiple,
     unpack_words,
 )
@@ -81,7 +80,7 @@ class AWQConfig(QuantizationConfig):
     def column_block(self) -> int:
         return 1 if self.group_size == -1 else self.group_size
 
-    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+    def weight_tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         require_multiple("out_features", out_features, PACK, "AWQ")
         groups = 1 if self.group_size == -1 else -(-in_features // self.group_size)
         int32 = (torch.int32,)
@@ -89,7 +88,6 @@ class AWQConfig(QuantizationConfig):
             "qweight": TensorLayout(int32, (in_features, out_features // PACK), out_dim=1, in_dim=0),
             "qzeros": TensorLayout(int32, (groups, out_features // PACK), role=Role.GROUPS, out_dim=1, in_dim=0),
             "scales": TensorLayout(FLOATS, (groups, out_features), role=Role.GROUPS, out_dim=1, in_dim=0),
-            "bias": bias_layout(out_features),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
@@ -97,7 +95,6 @@ class AWQConfig(QuantizationConfig):
             codes=_rows_first(tensors["qweight"]),
             scales=tensors["scales"].transpose(-1, -2).contiguous(),
             zero_points=_rows_first(tensors["qzeros"]),
-            g_idx=None,
             quant_type_id=scalar_types.uint4.id,
             group_size=self.group_size,
         )

@@ -24,11 +24,11 @@ from moe_ep.checkpoint.formats.layout import (
     SYMMETRIC,
     QuantizationConfig,
     Role,
+    ScaledConfig,
     ScaleShape,
     TensorLayout,
-    activation_scales,
-    bias_layout,
     groups_in_order,
+    needed_g_idx,
     pack_words,
     require_multiple,
     unpack_words,
@@ -61,7 +61,7 @@ from moe_ep.scalar_type import scalar_types
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackQuantizedConfig(QuantizationConfig):
+class PackQuantizedConfig(ScaledConfig):
     """One scheme of packed integers.
 
     Attributes:
@@ -74,13 +74,8 @@ class PackQuantizedConfig(QuantizationConfig):
     quant_method: ClassVar[str] = "pack-quantized"
 
     bits: int
-    scale: ScaleShape
     symmetric: bool = True
     scattered: bool = False
-
-    @property
-    def column_block(self) -> int:
-        return self.scale.columns
 
     @property
     def act_order(self) -> bool:
@@ -90,7 +85,7 @@ class PackQuantizedConfig(QuantizationConfig):
     def fused_endings(self) -> dict[str, tuple[str, ...]]:
         return {"weight_packed": ("_packed",), "weight_scale": ("_scale",), "bias": ("_bias",)}
 
-    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+    def weight_tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         pack = 32 // self.bits
         require_multiple("in_features", in_features, pack, f"pack-quantized with {self.bits} bits")
         groups = self.scale.shape(out_features, in_features)[-1]
@@ -113,8 +108,6 @@ class PackQuantizedConfig(QuantizationConfig):
                 in_dim=0,
                 in_order=in_order,
             ),
-            **activation_scales(),
-            "bias": bias_layout(out_features),
         }
         if not self.symmetric:
             shape = (-(-out_features // pack), groups)
@@ -124,12 +117,7 @@ class PackQuantizedConfig(QuantizationConfig):
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
         packed = tensors["weight_packed"]
         num_rows, g_idx = packed.shape[-2], tensors.get("weight_g_idx")
-        scales = self.scale.per_row(tensors["weight_scale"], num_rows)
-        if g_idx is not None and g_idx.numel() and bool((g_idx.min() < 0) | (g_idx.max() >= scales.shape[-1])):
-            raise CheckpointError(
-                f"weight_g_idx: expected groups 0 to {scales.shape[-1] - 1}, found {int(g_idx.min())} to "
-                f"{int(g_idx.max())}"
-            )
+        scales, group_size = self.scale.per_row(tensors["weight_scale"], num_rows), self.scale.group_size
         zero_points = None
         if not self.symmetric:
             along_rows = unpack_words(tensors["weight_zero_point"].transpose(-1, -2).contiguous(), self.bits)
@@ -137,10 +125,10 @@ class PackQuantizedConfig(QuantizationConfig):
         return CanonicalWeights(
             codes=unpack_words(packed, self.bits),
             scales=scales,
-            zero_points=zero_points,
-            g_idx=g_idx,
             quant_type_id=(SYMMETRIC if self.symmetric else ASYMMETRIC)[self.bits].id,
-            group_size=self.scale.group_size,
+            group_size=group_size,
+            zero_points=zero_points,
+            g_idx=None if g_idx is None else needed_g_idx("weight_g_idx", g_idx, group_size, scales.shape[-1]),
         )
 
 
@@ -166,22 +154,12 @@ def pack_quantized(weights: CanonicalWeights, bits: int) -> dict[str, torch.Tens
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntQuantizedConfig(QuantizationConfig):
+class IntQuantizedConfig(ScaledConfig):
     """One scheme of signed bytes; `scale` says which weights share a scale."""
 
     quant_method: ClassVar[str] = "int-quantized"
 
-    scale: ScaleShape
-
-    @property
-    def column_block(self) -> int:
-        return self.scale.columns
-
-    @property
-    def row_block(self) -> int:
-        return self.scale.rows
-
-    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+    def weight_tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         scale = self.scale.layout(FLOATS, out_features, in_features)
         return {
             "weight": TensorLayout((torch.int8,), (out_features, in_features), out_dim=0, in_dim=1),
@@ -192,8 +170,6 @@ class IntQuantizedConfig(QuantizationConfig):
                 lambda: torch.zeros(out_features, 1, dtype=torch.int8, device="cpu"),
                 Role.CHECKED,
             ),
-            **activation_scales(),
-            "bias": bias_layout(out_features),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
@@ -202,8 +178,6 @@ class IntQuantizedConfig(QuantizationConfig):
         return CanonicalWeights(
             codes=weight.view(torch.uint8) ^ 0x80,
             scales=self.scale.per_row(tensors["weight_scale"], weight.shape[-2]),
-            zero_points=None,
-            g_idx=None,
             quant_type_id=scalar_types.uint8b128.id,
             group_size=self.scale.group_size,
         )

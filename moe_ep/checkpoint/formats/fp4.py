@@ -27,8 +27,6 @@ from moe_ep.checkpoint.formats.layout import (
     QuantizationConfig,
     Role,
     TensorLayout,
-    activation_scales,
-    bias_layout,
     require_multiple,
     unpack_nibbles,
 )
@@ -58,7 +56,7 @@ class MXFP4Config(QuantizationConfig):
         is_fused = self.weight_name == "weight"
         return {"weight": ("_blocks",), "weight_scale": ("_scales",), "bias": ("_bias",)} if is_fused else None
 
-    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+    def weight_tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         require_multiple("in_features", in_features, MXFP4_GROUP, "mxfp4")
         octet = torch.uint8
         groups = (out_features, in_features // MXFP4_GROUP)
@@ -67,8 +65,6 @@ class MXFP4Config(QuantizationConfig):
             "weight_scale": TensorLayout(
                 (octet, torch.float8_e8m0fnu), groups, role=Role.GROUPS, out_dim=0, in_dim=1, other_names=("scale",)
             ),
-            **activation_scales(),
-            "bias": bias_layout(out_features),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
@@ -78,8 +74,6 @@ class MXFP4Config(QuantizationConfig):
         return CanonicalWeights(
             codes=unpack_nibbles(tensors[self.weight_name].view(torch.uint8)),
             scales=scales,
-            zero_points=None,
-            g_idx=None,
             quant_type_id=scalar_types.float4_e2m1f.id,
             group_size=MXFP4_GROUP,
         )
@@ -110,15 +104,13 @@ class NVFP4Config(QuantizationConfig):
         of_weight = {name: (f"_{name}",) for name in ("weight_scale", self.global_name, "input_scale", "bias")}
         return {"weight": ("",), **of_weight}
 
-    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+    def weight_tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         require_multiple("in_features", in_features, NVFP4_GROUP, "nvfp4")
         groups = (out_features, in_features // NVFP4_GROUP)
         return {
             self.weight_name: TensorLayout((torch.uint8,), (out_features, in_features // 2), out_dim=0, in_dim=1),
             "weight_scale": TensorLayout((torch.float8_e4m3fn,), groups, role=Role.GROUPS, out_dim=0, in_dim=1),
             self.global_name: TensorLayout((torch.float32,), (1,), role=Role.GROUPS, out_dim=0),
-            **activation_scales(),
-            "bias": bias_layout(out_features),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
@@ -129,8 +121,6 @@ class NVFP4Config(QuantizationConfig):
         return CanonicalWeights(
             codes=unpack_nibbles(tensors[self.weight_name]),
             scales=tensors["weight_scale"],
-            zero_points=None,
-            g_idx=None,
             quant_type_id=scalar_types.float4_e2m1f.id,
             group_size=NVFP4_GROUP,
             global_scales=1 / factor if self.global_divides else factor,

@@ -30,11 +30,9 @@ import torch
 from moe_ep.checkpoint.config_values import QUANT_CONFIG
 from moe_ep.checkpoint.formats.layout import (
     FLOATS,
-    QuantizationConfig,
+    ScaledConfig,
     ScaleShape,
     TensorLayout,
-    activation_scales,
-    bias_layout,
 )
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
@@ -51,7 +49,7 @@ def input_dtype_of_scheme(values: Mapping[str, Any]) -> torch.dtype | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8Config(QuantizationConfig):
+class Float8Config(ScaledConfig):
     """One scheme of e4m3 weights.
 
     Attributes:
@@ -61,7 +59,6 @@ class Float8Config(QuantizationConfig):
 
     quant_method: ClassVar[str] = "fp8"
 
-    scale: ScaleShape
     scale_name: str = "weight_scale"
     divides: bool = False
 
@@ -92,14 +89,6 @@ class Float8Config(QuantizationConfig):
         return cls(scale=ScaleShape.of_blocks(f"{QUANT_CONFIG}weight_block_size", block), **form)
 
     @property
-    def column_block(self) -> int:
-        return self.scale.columns
-
-    @property
-    def row_block(self) -> int:
-        return self.scale.rows
-
-    @property
     def fused_endings(self) -> dict[str, tuple[str, ...]]:
         return {
             "weight": ("",),
@@ -108,7 +97,7 @@ class Float8Config(QuantizationConfig):
             "activation_scale": ("_activation_scale", "_input_scale"),
         }
 
-    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+    def weight_tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         # Kept in f32 as on disk: f16 would lose bits of small scales.
         dtypes = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
         scale = self.scale.layout(dtypes, out_features, in_features, held=torch.float32)
@@ -116,8 +105,6 @@ class Float8Config(QuantizationConfig):
         return {
             "weight": TensorLayout((torch.float8_e4m3fn,), (out_features, in_features), out_dim=0, in_dim=1),
             self.scale_name: replace(scale, other_names=other_names),
-            **activation_scales(),
-            "bias": bias_layout(out_features),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
@@ -127,8 +114,6 @@ class Float8Config(QuantizationConfig):
         return CanonicalWeights(
             codes=weight.view(torch.uint8),
             scales=self.scale.per_row(1 / scales if self.divides else scales, weight.shape[-2]),
-            zero_points=None,
-            g_idx=None,
             quant_type_id=scalar_types.float8_e4m3fn.id,
             group_size=self.scale.group_size,
         )

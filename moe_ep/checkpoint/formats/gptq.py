@@ -30,8 +30,8 @@ from moe_ep.checkpoint.formats.layout import (
     QuantizationConfig,
     Role,
     TensorLayout,
-    bias_layout,
     groups_in_order,
+    needed_g_idx,
     pack_words,
     require_multiple,
     unpack_words,
@@ -116,7 +116,7 @@ class GPTQConfig(QuantizationConfig):
     def may_have_zero_points(self) -> bool:
         return not self.sym
 
-    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+    def weight_tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         for name, size in (("out_features", out_features), ("in_features", in_features)):
             require_multiple(name, size, self.pack_factor, f"GPTQ with {self.bits} bits")
         groups, pack = self.num_groups(in_features), self.pack_factor
@@ -128,11 +128,37 @@ class GPTQConfig(QuantizationConfig):
             # Left out where it says nothing, or of an expert that calibration never reached: AutoGPTQ and GPTQModel
             # begin with columns in order and keep that, whatever desc_act says.
             "g_idx": TensorLayout(int32, (in_features,), in_order, Role.INDEX, in_dim=0, in_order=in_order),
-            "bias": bias_layout(out_features),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
-        return unpack_gptq(tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"), self)
+        """Zero points that are all `2**(bits - 1)` become the type's bias.
+
+        Raises:
+            CheckpointError: zero points or groups out of range.
+        """
+        scales, g_idx = tensors["scales"].transpose(-1, -2).contiguous(), tensors.get("g_idx")
+        zero_points = self._zero_points(tensors["qzeros"])
+        return CanonicalWeights(
+            codes=unpack_words(tensors["qweight"].transpose(-1, -2), self.bits),
+            scales=scales,
+            quant_type_id=(SYMMETRIC if zero_points is None else ASYMMETRIC)[self.bits].id,
+            group_size=self.group_size,
+            zero_points=zero_points,
+            g_idx=None if g_idx is None else needed_g_idx("g_idx", g_idx, self.group_size, scales.shape[-1]),
+        )
+
+    def _zero_points(self, qzeros: torch.Tensor) -> torch.Tensor | None:
+        """uint8 `[..., N, G]`, or None if all are in the middle."""
+        stored = unpack_words(qzeros, self.bits).transpose(-1, -2).contiguous()
+        stored_less, largest = _STORED_LESS[self.checkpoint_format], 2**self.bits - 1
+        if stored_less and bool((stored == largest).any()):
+            raise CheckpointError(
+                f"qzeros: expected zero points stored less one, so at most {largest - 1}, found {largest}; "
+                f"a zero point of 0 was lost when it was written: quantize again with checkpoint_format gptq_v2"
+            )
+        if bool((stored == 2 ** (self.bits - 1) - stored_less).all()):
+            return None
+        return stored + stored_less
 
 
 class GPTQTensors(NamedTuple):
@@ -144,44 +170,8 @@ class GPTQTensors(NamedTuple):
     g_idx: torch.Tensor
 
 
-def unpack_gptq(
-    qweight: torch.Tensor,
-    qzeros: torch.Tensor | None,
-    scales: torch.Tensor,
-    g_idx: torch.Tensor | None,
-    config: GPTQConfig,
-) -> CanonicalWeights:
-    """The canonical form of GPTQ tensors, with any leading batch dimensions, on any device.
-
-    Zero points that are all `2**(bits - 1)` become the type's bias, and a g_idx that says `k // group_size` is dropped.
-
-    Args:
-        qweight: int32 `[..., K / pack, N]`.
-        qzeros: int32 `[..., G, N / pack]`; None means symmetric.
-        scales: float `[..., G, N]`.
-        g_idx: int32 `[..., K]` or None.
-
-    Returns:
-        codes uint8 `[..., N, K]` in the checkpoint's column order, scales `[..., N, G]`, zero points uint8
-        `[..., N, G]` or None, g_idx or None.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit together.
-        CheckpointError: zero points or groups out of range.
-    """
-    num_columns, groups = qweight.shape[-2] * config.pack_factor, scales.shape[-2]
-    _check_shapes(qweight, qzeros, scales, g_idx, config, num_columns)
-    codes = unpack_words(qweight.transpose(-1, -2), config.bits)
-    zero_points = None if qzeros is None else _zero_points(qzeros, config)
-    g_idx = None if g_idx is None else _needed_g_idx(g_idx, config, groups)
-    types = SYMMETRIC if zero_points is None else ASYMMETRIC
-    return CanonicalWeights(
-        codes, scales.transpose(-1, -2).contiguous(), zero_points, g_idx, types[config.bits].id, config.group_size
-    )
-
-
 def pack_gptq(weights: CanonicalWeights, config: GPTQConfig) -> GPTQTensors:
-    """The inverse of `unpack_gptq`: the tensors as a writer of `config.checkpoint_format` stores them.
+    """The inverse of `GPTQConfig.unpack`: the tensors as a writer of `config.checkpoint_format` stores them.
 
     Raises:
         ValueError: sizes that do not fill whole int32, another type than the config's bits, or a zero point 0 in
@@ -212,58 +202,3 @@ def pack_gptq(weights: CanonicalWeights, config: GPTQConfig) -> GPTQTensors:
         scales=weights.scales.transpose(-1, -2).contiguous(),
         g_idx=g_idx,
     )
-
-
-def _zero_points(qzeros: torch.Tensor, config: GPTQConfig) -> torch.Tensor | None:
-    """uint8 `[..., N, G]`, or None if all are in the middle."""
-    stored = unpack_words(qzeros, config.bits).transpose(-1, -2).contiguous()
-    stored_less = _STORED_LESS[config.checkpoint_format]
-    largest = 2**config.bits - 1
-    if stored_less and bool((stored == largest).any()):
-        raise CheckpointError(
-            f"qzeros: expected zero points stored less one, so at most {largest - 1}, found {largest}; "
-            f"a zero point of 0 was lost when it was written: quantize again with checkpoint_format gptq_v2"
-        )
-    middle = 2 ** (config.bits - 1)
-    if bool((stored == middle - stored_less).all()):
-        return None
-    return stored + stored_less
-
-
-def _needed_g_idx(g_idx: torch.Tensor, config: GPTQConfig, groups: int) -> torch.Tensor | None:
-    """The g_idx, or None if it is trivial."""
-    if bool((g_idx == groups_in_order(g_idx.shape[-1], config.group_size, g_idx.device)).all()):
-        return None
-    low, high = int(g_idx.min()), int(g_idx.max())
-    if low < 0 or high >= groups:
-        raise CheckpointError(
-            f"g_idx: expected groups 0 to {groups - 1}, as scales has {groups}, found {low} to {high}"
-        )
-    return g_idx
-
-
-def _check_shapes(
-    qweight: torch.Tensor,
-    qzeros: torch.Tensor | None,
-    scales: torch.Tensor,
-    g_idx: torch.Tensor | None,
-    config: GPTQConfig,
-    num_columns: int,
-) -> None:
-    batch, num_rows, groups = qweight.shape[:-2], qweight.shape[-1], scales.shape[-2]
-    # A shard of K keeps the scales of all groups; its g_idx selects those it uses.
-    expected = {"scales": (*batch, groups if g_idx is not None else config.num_groups(num_columns), num_rows)}
-    found = {"scales": scales}
-    if qzeros is not None:
-        expected["qzeros"], found["qzeros"] = (*batch, groups, num_rows // config.pack_factor), qzeros
-    if g_idx is not None:
-        expected["g_idx"], found["g_idx"] = (*batch, num_columns), g_idx
-    for name, shape in expected.items():
-        if tuple(found[name].shape) != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(found[name].shape)}; with qweight {tuple(qweight.shape)}, {config.bits} bits "
-                f"and group_size {config.group_size} it must be {shape}"
-            )
-    for name, tensor in {"qweight": qweight, "qzeros": qzeros, "g_idx": g_idx}.items():
-        if tensor is not None and tensor.dtype != torch.int32:
-            raise ValueError(f"{name} is {tensor.dtype}; it must be torch.int32")

@@ -21,6 +21,10 @@ SYMMETRIC = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}
 ASYMMETRIC = {4: scalar_types.uint4, 8: scalar_types.uint8}
 
 
+# Scales of activations and cached keys that some writers store with the weights.
+_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "k_scale", "v_scale")
+
+
 class Role(Enum):
     """The content of a linear layer's tensor.
 
@@ -69,6 +73,9 @@ class TensorLayout:
         if self.held is None or not self.held.is_floating_point:
             return stored
         return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).to(self.held)
+
+
+_UNUSED = TensorLayout(FLOATS, (1,), lambda: torch.zeros(1, dtype=torch.float32, device="cpu"), Role.UNUSED)
 
 
 @dataclass(frozen=True)
@@ -174,13 +181,18 @@ class QuantizationConfig(ABC):
         format has none."""
         return None
 
-    @abstractmethod
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         """The tensors of a linear layer `[out_features, in_features]` by the last part of their names.
 
         Raises:
             ValueError: sizes that the format cannot hold.
         """
+        tensors = self.weight_tensors(out_features, in_features)
+        return {**tensors, **dict.fromkeys(_OF_ACTIVATIONS, _UNUSED), "bias": bias_layout(out_features)}
+
+    @abstractmethod
+    def weight_tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+        """Those of them that say the weights; ValueError as above."""
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
@@ -200,6 +212,21 @@ class QuantizationConfig(ABC):
         return self
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScaledConfig(QuantizationConfig):
+    """A scheme whose settings say which weights share a scale."""
+
+    scale: ScaleShape
+
+    @property
+    def column_block(self) -> int:
+        return self.scale.columns
+
+    @property
+    def row_block(self) -> int:
+        return self.scale.rows
+
+
 def plain_tensors(out_features: int, in_features: int) -> dict[str, TensorLayout]:
     """The tensors of a plain linear layer."""
     return {
@@ -214,6 +241,18 @@ def groups_in_order(num_columns: int, group_size: int, device: torch.device | st
     return columns // (num_columns if group_size == -1 else group_size)
 
 
+def needed_g_idx(name: str, g_idx: torch.Tensor, group_size: int, num_groups: int) -> torch.Tensor | None:
+    """The group of every column, or None if the groups are of adjacent columns; CheckpointError for other groups."""
+    if bool((g_idx == groups_in_order(g_idx.shape[-1], group_size, g_idx.device)).all()):
+        return None
+    low, high = int(g_idx.min()), int(g_idx.max())
+    if low < 0 or high >= num_groups:
+        raise CheckpointError(
+            f"{name}: expected groups 0 to {num_groups - 1}, as scales has {num_groups}, found {low} to {high}"
+        )
+    return g_idx
+
+
 def bias_layout(out_features: int) -> TensorLayout:
     """An optional bias; AutoGPTQ wrote zeros for linear layers without one."""
     return TensorLayout(
@@ -225,23 +264,13 @@ def bias_layout(out_features: int) -> TensorLayout:
     )
 
 
-def activation_scales() -> dict[str, TensorLayout]:
-    """Scales of activations and cached keys that some writers store with the weights; not read."""
-    names = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "k_scale", "v_scale")
-    return dict.fromkeys(
-        names, TensorLayout(FLOATS, (1,), lambda: torch.zeros(1, dtype=torch.float32, device="cpu"), Role.UNUSED)
-    )
-
-
 def require_multiple(what: str, size: int, multiple: int, format_name: str) -> None:
     """ValueError unless the size is a multiple of what the format packs together."""
     if size % multiple:
         raise ValueError(f"{what} is {size}; {format_name} needs a multiple of {multiple}")
 
 
-# ==== Packing ====
-#
-# Packs codes of 4 and 8 bits into words along the last dimension, low bits first.
+# ==== Packing codes of 4 and 8 bits into words along the last dimension, low bits first ====
 
 
 def unpack_words(packed: torch.Tensor, bits: int) -> torch.Tensor:

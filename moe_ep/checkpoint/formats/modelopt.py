@@ -25,8 +25,6 @@ from moe_ep.checkpoint.formats.layout import (
     Role,
     ScaleShape,
     TensorLayout,
-    activation_scales,
-    bias_layout,
     require_multiple,
     unpack_nibbles,
 )
@@ -66,14 +64,12 @@ class W4AFP8Config(QuantizationConfig):
     def column_block(self) -> int:
         return self.group_size
 
-    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+    def weight_tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         require_multiple("in_features", in_features, self.group_size, W4AFP8)
         groups = (out_features, in_features // self.group_size)
         return {
             "weight": TensorLayout((torch.int8, torch.uint8), (out_features, in_features // 2), out_dim=0, in_dim=1),
             "weight_scale_inv": TensorLayout(FLOATS, groups, role=Role.GROUPS, out_dim=0, in_dim=1),
-            **activation_scales(),
-            "bias": bias_layout(out_features),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
@@ -81,8 +77,6 @@ class W4AFP8Config(QuantizationConfig):
         return CanonicalWeights(
             codes=unpack_nibbles(tensors["weight"].view(torch.uint8) ^ 0x88),
             scales=tensors["weight_scale_inv"],
-            zero_points=None,
-            g_idx=None,
             quant_type_id=scalar_types.uint4b8.id,
             group_size=self.group_size,
         )

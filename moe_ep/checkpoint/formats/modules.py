@@ -43,17 +43,17 @@ class ModulePatterns:
     def __init__(self, patterns: Iterable[str], clock: Clock | None = None) -> None:
         if isinstance(patterns, str) or not isinstance(patterns, Iterable):
             raise unexpected("quantization_config", "a list of modules", patterns)
-        clock = clock or Clock()
+        self._clock = clock or Clock()
         self._exact: set[str] = set()
-        self._expressions: list[Expression] = []
+        self._expressions: list[regex.Pattern[str]] = []
         for pattern in patterns:
             if not isinstance(pattern, str):
                 raise unexpected("quantization_config", "names of modules", pattern)
             if pattern.startswith("re:"):
-                self._expressions.append(Expression(pattern.removeprefix("re:"), clock))
+                self._expressions.append(_compiled(pattern.removeprefix("re:")))
             elif "*" in pattern:
                 anything = ".*".join(re.escape(part) for part in pattern.split("*"))
-                self._expressions.append(Expression(anything + r"(\..*)?\Z", clock))
+                self._expressions.append(_compiled(anything + r"(\..*)?\Z"))
             elif name := pattern.strip("."):
                 self._exact.add(name)
         self._lengths = {pattern.count(".") + 1 for pattern in self._exact}
@@ -65,11 +65,25 @@ class ModulePatterns:
             for start in range(len(parts) - length + 1):
                 if ".".join(parts[start : start + length]) in self._exact:
                     return True
-        return any(expression.matches(name) for expression in self._expressions)
+        return any(self._clock.matches(expression, name) for expression in self._expressions)
+
+
+def _compiled(expression: str) -> regex.Pattern[str]:
+    try:
+        if len(expression) > _MOST_LETTERS:
+            raise re.error(f"it has more than {_MOST_LETTERS} letters")
+        # `re` knows no recursion, which takes memory without end; `regex` can be stopped.
+        re.compile(expression)
+        return regex.compile(expression)
+    except (re.error, regex.error, OverflowError, RecursionError) as error:
+        raise unexpected("quantization_config", "a regular expression", expression[:200], f": {error}") from None
 
 
 class Clock:
-    """Bounds the time that all expressions of a config take."""
+    """Bounds the time that all expressions of a config take.
+
+    Checkpoints are untrusted data, and an expression such as `(([a-z])+)+!` takes exponential time.
+    """
 
     def __init__(self) -> None:
         self._seconds = self._slow_seconds = 0.0
@@ -87,35 +101,14 @@ class Clock:
                     f", which takes longer on {name}; write fewer, and none with nested repetition",
                 )
 
-
-class Expression:
-    """A regular expression of a config, matched from the start of a name and within a bounded time.
-
-    Checkpoints are untrusted data, and an expression such as `(([a-z])+)+!` takes exponential time.
-
-    Raises:
-        CheckpointError: not a regular expression.
-    """
-
-    def __init__(self, expression: str, clock: Clock) -> None:
-        self._expression, self._clock = expression, clock
-        try:
-            if len(expression) > _MOST_LETTERS:
-                raise re.error(f"it has more than {_MOST_LETTERS} letters")
-            # `re` knows no recursion, which takes memory without end; `regex` can be stopped.
-            re.compile(expression)
-            self._compiled = regex.compile(expression)
-        except (re.error, regex.error, OverflowError, RecursionError) as error:
-            raise unexpected("quantization_config", "a regular expression", expression[:200], f": {error}") from None
-
-    def matches(self, name: str) -> bool:
-        """Whether it matches; CheckpointError once matching has taken too long."""
+    def matches(self, expression: regex.Pattern[str], name: str) -> bool:
+        """Whether it matches from the start of a name; CheckpointError once matching has taken too long."""
         while True:
             started, found = time.thread_time(), None
             # The timeout is of elapsed time, in which others may have had the processor.
             with contextlib.suppress(TimeoutError):
-                found = self._compiled.match(name, timeout=_MOST_SLOW_SECONDS) is not None
-            self._clock.add(time.thread_time() - started, self._expression, name)
+                found = expression.match(name, timeout=_MOST_SLOW_SECONDS) is not None
+            self.add(time.thread_time() - started, expression.pattern, name)
             if found is not None:
                 return found
 
