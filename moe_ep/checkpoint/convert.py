@@ -22,7 +22,7 @@ from moe_ep.checkpoint.formats import SETTINGS_BESIDE
 from moe_ep.checkpoint.formats.compressed_tensors import pack_quantized
 from moe_ep.checkpoint.model_spec import model_spec
 from moe_ep.checkpoint.plan import ExpertTensors, StoredTensor
-from moe_ep.checkpoint.reader import INDEX_NAME, SINGLE_NAME, CheckpointReader, TensorInfo, names_in_index
+from moe_ep.checkpoint.reader import INDEX_NAME, SINGLE_NAME, CheckpointReader, names_in_index
 from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError, one_of
@@ -49,21 +49,8 @@ class _Part(NamedTuple):
     stored: StoredTensor
 
 
-class _ExpertParts(NamedTuple):
-    """The tensors of all experts, or their rows where they are fused.
-
-    Attributes:
-        names: of the whole tensors in the files.
-    """
-
-    infos: dict[str, TensorInfo]
-    parts: dict[str, list[_Part]]
-    names: set[str]
-
-    @property
-    def fused(self) -> bool:
-        """Whether a tensor of the files holds several experts, or several linear layers of one."""
-        return self.names != self.infos.keys()
+# The parts of each tensor that is read of the experts: a whole one, or the row of one expert where they are fused.
+_Parts = dict[str, list[_Part]]
 
 
 def convert_checkpoint(
@@ -106,13 +93,13 @@ def convert_checkpoint(
                 f"{source}: {INDEX_NAME} names {left_out[0]}, which {SINGLE_NAME} beside it does not hold; remove the "
                 f"one of the two that is out of date"
             )
-        experts = _expert_parts(reader, spec)
+        parts, names = _expert_parts(reader, spec)
         group_size = _group_size(spec, quantize)
-        config = reader.config | {"quantization_config": _settings(reader, experts, quantize, group_size)}
+        config = reader.config | {"quantization_config": _settings(reader, parts, quantize, group_size)}
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with building(target) as folder:
-                tensors = _tensors(reader, experts, quantize, group_size, on_bytes)
+                tensors = _tensors(reader, parts, names, quantize, group_size, on_bytes)
                 write_checkpoint(folder, config, tensors, max_shard_bytes=shard_bytes)
                 _copy_the_rest(reader.directory, folder)
         except BlockingIOError:
@@ -121,26 +108,22 @@ def convert_checkpoint(
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             raise ConfigError(f"{target}: it was made by something else meanwhile, and is not written over") from None
-    return experts.fused
+    return names != parts.keys()
 
 
-def _expert_parts(reader: CheckpointReader, spec: MoEModelSpec) -> _ExpertParts:
-    """What the tensors of routed experts become, each found where it should be."""
-    experts = _ExpertParts({}, {}, set())
+def _expert_parts(reader: CheckpointReader, spec: MoEModelSpec) -> tuple[_Parts, set[str]]:
+    """What the tensors of routed experts become, each found where it should be, and the names of whole tensors."""
+    parts: _Parts = {}
+    names: set[str] = set()
     for layer in spec.moe_layers:
         tensors = ExpertTensors(reader, spec, layer, None)
         for expert in range(spec.num_experts):
             for role, projection in spec.projections.by_role().items():
-                found = tensors.find(expert, role)
-                if "weight" not in found:
-                    name = tensors.name(expert, role, "weight")
-                    raise CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")
                 module = f"{spec.expert_prefix(layer)}.{expert}.{projection}"
-                for suffix, stored in found.items():
-                    experts.infos[stored.info.name] = stored.info
-                    experts.parts.setdefault(stored.info.name, []).append(_Part(module, suffix, stored))
-                    experts.names.add(tensors.name(expert, role, suffix))
-    return experts
+                for suffix, stored in tensors.find(expert, role).items():
+                    parts.setdefault(stored.info.name, []).append(_Part(module, suffix, stored))
+                    names.add(tensors.name(expert, role, suffix))
+    return parts, names
 
 
 def _group_size(spec: MoEModelSpec, quantize: str) -> int:
@@ -153,7 +136,8 @@ def _group_size(spec: MoEModelSpec, quantize: str) -> int:
 
 def _tensors(
     reader: CheckpointReader,
-    experts: _ExpertParts,
+    parts: _Parts,
+    expert_names: set[str],
     quantize: str,
     group_size: int,
     on_bytes: Callable[[int, int], None],
@@ -161,11 +145,11 @@ def _tensors(
     """All tensors in file order, each matrix of an expert as those that it becomes."""
     names = reader.names()
     total = sum(reader.info(name).nbytes for name in names)
-    others = [name for name in names if name not in experts.names]
-    for name, tensor in reader.read_many([*others, *experts.infos.values()]):
-        if name not in experts.parts:
+    others = [name for name in names if name not in expert_names]
+    for name, tensor in reader.read_many([*others, *(same[0].stored.info for same in parts.values())]):
+        if name not in parts:
             yield name, tensor
-        for module, suffix, stored in experts.parts.get(name, ()):
+        for module, suffix, stored in parts.get(name, ()):
             part = stored.tensor(tensor)
             made = _quantized(part, quantize, group_size) if suffix == "weight" else {suffix: part}
             # The scale of a group is finite where all its weights are.
@@ -184,9 +168,9 @@ def _quantized(weight: torch.Tensor, quantize: str, group_size: int) -> dict[str
     return pack_quantized(made, _BITS[quantize])
 
 
-def _settings(reader: CheckpointReader, experts: _ExpertParts, quantize: str, group_size: int) -> dict[str, Any]:
+def _settings(reader: CheckpointReader, parts: _Parts, quantize: str, group_size: int) -> dict[str, Any]:
     """`quantization_config` of the new checkpoint; every linear layer that stays plain is named."""
-    modules = {part.module for parts in experts.parts.values() for part in parts}
+    modules = {part.module for same in parts.values() for part in same}
     quantized_blocks = {module.rpartition(".experts.")[0] for module in modules}
     plain = set()
     for name in reader.names():

@@ -26,8 +26,6 @@ from moe_ep.checkpoint.plan import (
     check_tensor,
     find_module,
     layer_quantization,
-    missing,
-    none_of_that_name,
     plan_layer,
     projection_size,
 )
@@ -488,10 +486,7 @@ def read_expert(reader: CheckpointReader, tensors: ExpertTensors, expert: int) -
     matrices: dict[str, torch.Tensor] = {}
     biases: dict[str, torch.Tensor | None] = {}
     for role in tensors.roles:
-        found = tensors.find(expert, role)
-        for suffix in missing(tensors.layouts(role), found):
-            raise none_of_that_name(reader, tensors.name(expert, role, suffix))
-        matrices[role], biases[role] = _read_matrix(reader, tensors.scheme(role), found)
+        matrices[role], biases[role] = _read_matrix(reader, tensors.scheme(role), tensors.find(expert, role))
     return ExpertMatrices(
         matrices["gate"], matrices.get("up"), matrices["down"], biases["gate"], biases.get("up"), biases["down"]
     )

@@ -208,7 +208,8 @@ def find_linear(
     """The tensors of a linear layer whose names are `stem` + suffix, by suffix, but for the one named `beside`.
 
     Raises:
-        CheckpointError: one that the format does not have, or of another shape or dtype; one by two of its names.
+        CheckpointError: one that is missing, that the format does not have, or of another shape or dtype; one by two
+            of its names.
     """
     found: dict[str, StoredTensor] = {}
     own_names = {other: suffix for suffix, layout in layouts.items() for other in layout.other_names}
@@ -224,6 +225,9 @@ def find_linear(
         if layouts[suffix].role is not Role.UNUSED:
             check_tensor(info, layouts[suffix])
         found[suffix] = StoredTensor(info, layouts[suffix])
+    for suffix, layout in layouts.items():
+        if suffix not in found and layout.default is None:
+            raise reader.missing(stem + suffix)
     return found
 
 
@@ -277,12 +281,12 @@ class ExpertTensors:
         return f"{self._prefix}.{module}.{suffix}"
 
     def find(self, expert: int, role: str) -> dict[str, StoredTensor]:
-        """The tensors that are there, by suffix; CheckpointError for one of another shape or dtype."""
+        """The tensors that are there, by suffix; CheckpointError for a missing one, or another shape or dtype."""
         if self.fused:
             return {
                 suffix: self._row(expert, role, suffix)
-                for suffix in self._endings
-                if self._fused_name(role, suffix) in self._reader
+                for suffix, layout in self._layouts[role].items()
+                if layout.default is None or self.name(expert, role, suffix) in self._reader
             }
         return find_linear(self._reader, self.name(expert, role, ""), self._layouts[role])
 
@@ -327,7 +331,7 @@ class ExpertTensors:
             if name not in known:
                 raise _unknown_tensor(self._reader.info(name), dict.fromkeys(sorted(known)))
         self._check_blocks()
-        codes = next(suffix for suffix, layout in self._layouts["gate"].items() if layout.role is Role.CODES)
+        codes = _codes_suffix(self._layouts["gate"])
         sizes = {role: self._rows_and_columns(role, codes) for role in ("gate", "down")}
         shapes = {role: self._reader.info(self._fused_name(role, codes)).shape[1:] for role in sizes}
         return self._endings, shapes != sizes and all(shapes[role] == sizes[role][::-1] for role in sizes)
@@ -348,7 +352,7 @@ class ExpertTensors:
         return (2 * rows if self._is_half(role) else rows, *columns)
 
     def _row(self, expert: int, role: str, suffix: str) -> StoredTensor:
-        info, layout = self._reader.info(self._fused_name(role, suffix)), self._layouts[role][suffix]
+        info, layout = self._reader.info(self.name(expert, role, suffix)), self._layouts[role][suffix]
         if not _without_ones(layout.shape):
             return self._number(info, expert, role, layout)
         transposed = self._transposed and len(layout.shape) == 2
@@ -466,11 +470,10 @@ def plan_layer(
             stored, layout = linear.found.get(suffix), linear.layouts.get(suffix)
             if layout is not None and layout.role is Role.UNUSED:
                 continue
-            name = linear.names[suffix] if suffix in linear.names else linear.stem + suffix
-            if layout is None or (stored is None and layout.default is None):
-                other = "; the layer is for other experts: make it with moe_ep.checkpoint.layer_options"
+            if layout is None:
                 raise CheckpointError(
-                    f"{reader.index_file}: expected tensor {name}, found none of that name{'' if layout else other}"
+                    f"{reader.missing(linear.stem + suffix)}; the layer is for other experts: make it with "
+                    f"moe_ep.checkpoint.layer_options"
                 )
             if stored is None and suffix not in wanted:
                 continue
@@ -487,12 +490,11 @@ class _Linear:
     """One linear layer of one physical expert.
 
     Attributes:
-        found: its tensors on disk by suffix; stem + suffix is what one would be called, unless names says otherwise.
+        found: its tensors on disk by suffix.
         expert_layouts: of the expert's part of them, smaller where several experts share the tensors.
     """
 
     stem: str
-    names: dict[str, str]
     found: dict[str, StoredTensor]
     param_prefix: str
     shard_id: str
@@ -525,7 +527,6 @@ def _linears(
             expert, layouts = expert_id % spec.num_experts, experts.layouts(role)
             yield _Linear(
                 stem=f"{spec.moe_prefix(layer_index)}.{weight_name}",
-                names={suffix: experts.name(expert, role, suffix) for suffix in layouts},
                 found=experts.find(expert, role),
                 param_prefix=param_prefix,
                 shard_id=shard_id,
@@ -572,7 +573,6 @@ def _fused_shared_linears(
             layouts = linear_layouts(quantization, role, size)
             yield _Linear(
                 stem=stem,
-                names={},
                 found=find_linear(reader, stem, layouts),
                 param_prefix=param_prefix,
                 shard_id=shard_id,
@@ -602,19 +602,18 @@ def check_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
     """
     for layer in spec.moe_layers:
         tensors = expert_tensors(reader, spec, layer)
-        experts = [{role: tensors.find(expert, role) for role in tensors.roles} for expert in range(spec.num_experts)]
-        indices = [
-            {(role, suffix) for role in found for suffix, each in found[role].items() if each.layout.role is Role.INDEX}
-            for found in experts
-        ]
-        of_any = set().union(*indices)
-        for expert, (found, own) in enumerate(zip(experts, indices, strict=True)):
+        experts = range(spec.num_experts)
+        indices = [{role: _index_suffixes(tensors.find(expert, role)) for role in tensors.roles} for expert in experts]
+        of_any = {role: set().union(*(own[role] for own in indices)) for role in tensors.roles}
+        for expert, own in zip(experts, indices, strict=True):
             # An expert that calibration never reached has no groups of columns, in none of its matrices.
-            lost = of_any - own if own else set()
-            for role in tensors.roles:
-                groups = [suffix for of_role, suffix in sorted(lost) if of_role == role]
-                for suffix in missing(tensors.layouts(role), found[role]) + groups:
-                    raise none_of_that_name(reader, tensors.name(expert, role, suffix))
+            for role in tensors.roles if any(own.values()) else ():
+                if lost := of_any[role] - own[role]:
+                    raise reader.missing(tensors.name(expert, role, min(lost)))
+
+
+def _index_suffixes(found: dict[str, StoredTensor]) -> set[str]:
+    return {suffix for suffix, stored in found.items() if stored.layout.role is Role.INDEX}
 
 
 def find_module(
@@ -631,22 +630,10 @@ def find_module(
         scheme = _scheme_of_tensors(reader, stem, "gate", size, scheme)
     elif stem + "weight" in reader and reader.info(stem + "weight").dtype in FLOATS:
         scheme = None
-    layouts = linear_layouts(scheme, "gate", size)
-    found = find_linear(reader, stem, layouts, beside)
-    for suffix in missing(layouts, found):
-        raise none_of_that_name(reader, stem + suffix)
-    return scheme, found
+    return scheme, find_linear(reader, stem, linear_layouts(scheme, "gate", size), beside)
 
 
 def expert_tensors(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> ExpertTensors:
     """Where the experts of one layer lie, in the format that config.json says; CheckpointError where they do not."""
     quantization = layer_quantization(reader.quantization, spec, layer_index, reader)
     return ExpertTensors(reader, spec, layer_index, quantization)
-
-
-def missing(layouts: dict[str, TensorLayout], found: dict[str, StoredTensor]) -> list[str]:
-    return [suffix for suffix, layout in layouts.items() if suffix not in found and layout.default is None]
-
-
-def none_of_that_name(reader: CheckpointReader, name: str) -> CheckpointError:
-    return CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")

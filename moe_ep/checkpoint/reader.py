@@ -442,8 +442,12 @@ class CheckpointReader:
         """Where a tensor lies; CheckpointError if there is none of that name."""
         info = self._tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{self.index_file}: expected tensor {name}, found none of that name")
+            raise self.missing(name)
         return info
+
+    def missing(self, name: str) -> CheckpointError:
+        """The error for a tensor that is not there."""
+        return CheckpointError(f"{self.index_file}: expected tensor {name}, found none of that name")
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """One tensor, or a range of its leading dimension: only those bytes are read.
