@@ -20,7 +20,7 @@ import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -76,14 +76,17 @@ def update_weights(model: Any, tensors: Weights) -> None:
     target = _target_of(model)
     group = target.layers[0][1].groups.ep
     with target.stopped(), contextlib.ExitStack() as stack:
-        _finish_moves(target)
+        for _, layer in target.layers:
+            if layer.eplb_state is not None:
+                layer.eplb_state.finish_moving()
+        known = _PLANS.get(model)
         if isinstance(tensors, str | os.PathLike):
             reader: CheckpointReader = stack.enter_context(CheckpointReader(tensors))
         else:
-            reader = _given(target, tensors, group)
+            reader = _given(target, tensors, group, None if known is None else known.names)
         plan, problem = _Plan([], []), ""
         try:
-            plan = _plan(target, reader, _PLANS.get(model))
+            plan = _plan(target, reader, known)
         except (MoeEpError, ValueError) as error:
             problem = str(error)
         told = _exchange("missing weights", (problem, plan.absent(reader)), group)
@@ -96,47 +99,28 @@ def update_weights(model: Any, tensors: Weights) -> None:
             _PLANS[model] = plan
 
 
-class _Target(Protocol):
-    """A model whose weights are updated.
+class _Stack:
+    """A stack whose weights are updated; `_Parallelized` has the same attributes and methods for other models.
 
     Attributes:
-        spec, config: what the checkpoint says of it; None where the tensors must.
+        spec, config: what its checkpoint says of it.
         layers: by their index in the checkpoint, over all layers of the model.
         aliases: what the experts' names begin with in the model, and in the checkpoint.
     """
 
-    model: nn.Module
-    config: dict[str, Any]
-    layers: list[tuple[int, FusedMoE]]
-    aliases: dict[str, str]
-
-    @property
-    def spec(self) -> MoEModelSpec: ...
-
-    def stopped(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which no rank makes passes."""
-
-    def check_beside(self, reader: CheckpointReader) -> list[str]:
-        """The names of the tensors beside the experts; none where they are left out. CheckpointError for one that is
-        missing or does not fit."""
-
-    def write_beside(self, reader: CheckpointReader) -> None:
-        """Writes them."""
-
-
-class _Stack:
     def __init__(self, stack: MoEStack) -> None:
-        self.model: nn.Module = stack
         self._stack = stack
         self.spec, self.config = stack.spec, stack.config
         self.layers = [(block.layer_index, block.moe) for block in stack.layers()]
         self.aliases: dict[str, str] = {}
 
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        yield
+    def stopped(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which no rank makes passes."""
+        return contextlib.nullcontext()
 
     def check_beside(self, reader: CheckpointReader) -> list[str]:
+        """The names of the tensors beside the experts; none where they are left out. CheckpointError for one that is
+        missing or does not fit."""
         firsts = [
             name
             for layer in self.spec.router_layers
@@ -152,7 +136,7 @@ class _Stack:
 
 class _Parallelized:
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._steps = model, steps_of(model)
+        self._model, self._steps = model, steps_of(model)
         if self._steps.elastic is not None:
             raise ConfigError(
                 "the model is elastic, and experts of a failed rank would be read from the checkpoint that it came "
@@ -183,9 +167,9 @@ class _Parallelized:
         """Each weight beside the experts: its name, itself, and its name in the files."""
         from moe_ep.hf.loading import names_on_disk
 
-        on_disk, state = names_on_disk(self.model, reader), self.model.state_dict()
-        buffers = [(name, tensor) for name, tensor in self.model.named_buffers() if name in state]
-        for name, tensor in (*self.model.named_parameters(), *buffers):
+        on_disk, state = names_on_disk(self._model, reader), self._model.state_dict()
+        buffers = [(name, tensor) for name, tensor in self._model.named_buffers() if name in state]
+        for name, tensor in (*self._model.named_parameters(), *buffers):
             if not name.startswith(self._experts):
                 yield name, tensor, name if name in reader else on_disk.get(name, name)
 
@@ -220,6 +204,9 @@ class _Parallelized:
                 tensor.data.copy_(read_linear(reader, module, (tensor.size(0), tensor.size(1)), tensor.device))
 
 
+_Target = _Stack | _Parallelized
+
+
 def _target_of(model: Any) -> _Target:
     if isinstance(model, MoEStack):
         return _Stack(model)
@@ -231,19 +218,13 @@ def _target_of(model: Any) -> _Target:
     return _Parallelized(model)
 
 
-def _finish_moves(target: _Target) -> None:
-    for _, layer in target.layers:
-        if layer.eplb_state is not None:
-            layer.eplb_state.finish_moving()
-
-
 class GivenTensors(CheckpointReader):
     """Tensors of this process and of others, read as a checkpoint is, from memory.
 
     Args:
         config: of the model.
         tensors: of this process, by name, or by `name[i]` for an index of the leading dimension.
-        infos: of the tensors that some process has, whole.
+        infos: of the tensors that some process has, whole, by name.
         device: where tensors of other processes arrive.
         names: what follows from the names and forms of this process's.
     """
@@ -259,18 +240,13 @@ class GivenTensors(CheckpointReader):
         names: _Names,
     ) -> None:
         self.directory, self.config, self.allow_nonfinite = _PLACE, config, True
-        self.given_names = names
+        self.given_names, self.infos = names, infos
         self._given, self._device = tensors, device
         self._tensors, self._names = infos, sorted(infos)
 
     @property
     def index_file(self) -> Path:
         return self.directory
-
-    @property
-    def infos(self) -> dict[str, TensorInfo]:
-        """Of the tensors that some process has, whole, by name."""
-        return self._tensors
 
     def base(self, name: str) -> tuple[str, torch.Tensor]:
         """The tensor that this process was given or sent, and that `name` is, or is an index of; and its name."""
@@ -282,9 +258,11 @@ class GivenTensors(CheckpointReader):
         return name in self._given or _whole(name) in self._given
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        if name not in self._given:
-            self.info(_whole(name))
-        tensor = self._given[name] if name in self._given else self._given[_whole(name)][_index(name)]
+        if name in self._given:
+            tensor = self._given[name]
+        else:
+            self.info(_whole(name))  # raises where no process has it
+            tensor = self._given[_whole(name)][int(name[name.rindex("[") + 1 : -1])]
         return tensor if rows is None else tensor[rows]
 
     def read_many(
@@ -315,10 +293,6 @@ def _whole(name: str) -> str:
     return name[: name.rindex("[")] if name.endswith("]") else name
 
 
-def _index(name: str) -> int:
-    return int(name[name.rindex("[") + 1 : -1])
-
-
 @dataclass(frozen=True)
 class _Names:
     """What follows from the names and forms of given tensors alone.
@@ -337,15 +311,14 @@ class _Names:
     infos: dict[str, TensorInfo]
 
 
-def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None) -> GivenTensors:
+def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None, known: _Names | None) -> GivenTensors:
     """The tensors of all ranks; a collective step of them."""
     failure: Exception | None = None
-    pairs: list[Any] = []
+    pairs: list[tuple[str, torch.Tensor]] = []
     names = _Names([], [], [], "", {})
     try:
         pairs = _pairs(tensors)
-        forms = [_form(*pair) for pair in pairs]
-        known = _NAMES.get(target.model)
+        forms = [(name, tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for name, tensor in pairs]
         names = known if known is not None and known.forms == forms else _names_of(target, pairs, forms)
     except (TypeError, ValueError) as error:
         failure = error
@@ -357,7 +330,6 @@ def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None) -> Gi
     infos = names.infos
     if any(found != names.digest for _, found in told):
         infos = _infos(row for table in _exchange("names", names.table, group) for row in table)
-    _NAMES[target.model] = names
     held = {
         name: pairs[number][1].detach() if row is None else pairs[number][1].detach()[row]
         for name, number, row in names.held
@@ -365,23 +337,18 @@ def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None) -> Gi
     return GivenTensors(target.config, held, infos, target.layers[0][1].expert_weights()[0].device, names)
 
 
-def _pairs(tensors: Any) -> list[Any]:
+def _pairs(tensors: Any) -> list[tuple[str, torch.Tensor]]:
     if not isinstance(tensors, Iterable):
         raise TypeError(f"tensors is a {type(tensors).__name__}; it must be (name, tensor) pairs")
     pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise TypeError(f"tensors has a {type(pair).__name__}; it must be (name, tensor) pairs")
+        check_tensors(**{pair[0]: pair[1]})
     return pairs
 
 
-def _form(name: str, tensor: Any) -> tuple[Any, ...]:
-    if not isinstance(tensor, torch.Tensor):
-        check_tensors(**{name: tensor})
-    return name, tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
-def _names_of(target: _Target, pairs: list[Any], forms: list[Any]) -> _Names:
+def _names_of(target: _Target, pairs: list[tuple[str, torch.Tensor]], forms: list[Any]) -> _Names:
     named, layer = _named(target, pairs), target.layers[0][1]
     num_experts, parallel = target.spec.num_experts, layer.parallel_config
     owned = [*range(num_experts)]
@@ -422,7 +389,7 @@ def _infos(table: Iterable[Sequence[Any]]) -> dict[str, TensorInfo]:
     return infos
 
 
-def _named(target: _Target, pairs: list[Any]) -> dict[str, tuple[int, torch.Tensor]]:
+def _named(target: _Target, pairs: list[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, torch.Tensor]]:
     """The tensors and their numbers by the checkpoint's names; ValueError for what has no values or comes twice."""
     named: dict[str, tuple[int, torch.Tensor]] = {}
     for number, (name, tensor) in enumerate(pairs):
@@ -471,8 +438,7 @@ class _Plan:
         return [name for name in dict.fromkeys((*read, *self.beside)) if not reader.holds(name)]
 
 
-# Of each model what its last update found, as trainers send the same names every time.
-_NAMES: WeakKeyDictionary[Any, _Names] = WeakKeyDictionary()
+# The plan of each model's last update, as trainers send the same names every time.
 _PLANS: WeakKeyDictionary[Any, _Plan] = WeakKeyDictionary()
 
 
@@ -529,7 +495,7 @@ def _copy_all(reader: GivenTensors, copies: list[_Copy]) -> None:
 
 def _write(target: _Target, reader: CheckpointReader, plan: _Plan, group: dist.ProcessGroup | None) -> None:
     """Writes what was planned; where a rank fails, no layer of any rank runs any more."""
-    failure, cause = "it was interrupted", None
+    failure, cause = "", None
     try:
         copied = []
         for (index, layer), sources in zip(target.layers, plan.experts, strict=True):
@@ -549,12 +515,12 @@ def _write(target: _Target, reader: CheckpointReader, plan: _Plan, group: dist.P
                 target.write_beside(reader)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # whoever gave the tensors may reuse their memory
-        failure = ""
     except Exception as error:
         failure, cause = str(error) or repr(error), error
-    finally:
-        if failure:
-            _refuse(target, failure)
+        _refuse(target, failure)
+    except BaseException:
+        _refuse(target, "it was interrupted")
+        raise
     try:
         told = _exchange("weights that were written", failure, group)
     except BaseException:
