@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -343,7 +344,7 @@ class SlotDecoder:
         """A block of one pass in which only the rows that count go to experts; None for all. Each row's slot and
         position say where its choices are recorded; a negative position is that of no token."""
         for layer in self.steps.layers:
-            layer.row_mask = that_count
+            layer.precomputed.row_mask = that_count
         recorded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._log is not None:
             if slots is self._slots:  # decoding, where each slot has a position: one small kernel
@@ -361,7 +362,7 @@ class SlotDecoder:
                 self._note_hits(skipping.take_hits(), that_count, slots, positions)
         finally:
             for layer in self.steps.layers:
-                layer.row_mask = None
+                layer.precomputed.row_mask = None
 
     def _note_hits(
         self, rows: list[int], that_count: torch.Tensor | None, slots: torch.Tensor, positions: torch.Tensor
@@ -470,7 +471,7 @@ class PassGraphs:
         self._decode, self._prefill = decode, prefill
         # While some ranks read prompts, the others decode, or serve, in a step of many tokens.
         self._decode_numbers = (decodes_small, 2 + decodes_small)
-        self._num_eager: dict[int, int] = {}
+        self._num_eager = Counter[int]()
         self._graphs: dict[int, tuple[Any, tuple[PromptBatch, ...], Any]] = {}
         self.is_closed = False
         self.captured = 0
@@ -500,9 +501,10 @@ class PassGraphs:
             graph.replay()
             return output
         output = run(*inputs)
-        if not (number in self._graphs or self._refusal(number)):
-            self._num_eager[number] = self._num_eager.get(number, 0) + 1
-            if self._num_eager[number] == (WARM_UP_PASSES if number in self._decode_numbers else 1):
+        decodes = number in self._decode_numbers
+        if number not in self._graphs and not (self._decode if decodes else self._prefill):
+            self._num_eager[number] += 1
+            if self._num_eager[number] == (WARM_UP_PASSES if decodes else 1):
                 self._capture(number, run, inputs)
         return output
 
@@ -512,9 +514,6 @@ class PassGraphs:
             graph.reset()
         self._graphs.clear()
         self.is_closed, self.captured = True, 0
-
-    def _refusal(self, number: int) -> str:
-        return self._decode if number in self._decode_numbers else self._prefill
 
     def _capture(self, number: int, run: Callable[..., Any], inputs: tuple[PromptBatch, ...]) -> None:
         held = tuple(replace(batch, numbers=batch.numbers.clone()) for batch in inputs)

@@ -23,22 +23,15 @@ from moe_ep.errors import ConfigError
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 # Names of the activation modules of torch and transformers, and of functions.
+_SILU, _GELU = ("silu", "SiLU", "SiLUActivation"), ("GELU", "GELUActivation")
 _ACTIVATIONS = {
-    "silu": MoEActivation.SILU,
-    "SiLU": MoEActivation.SILU,
-    "SiLUActivation": MoEActivation.SILU,
-    "GELU": MoEActivation.GELU,
-    "GELUActivation": MoEActivation.GELU,
-    "NewGELUActivation": MoEActivation.GELU_TANH,
-    "GELUTanh": MoEActivation.GELU_TANH,
-    "PytorchGELUTanh": MoEActivation.GELU_TANH,
+    **dict.fromkeys(_SILU, MoEActivation.SILU),
+    **dict.fromkeys(_GELU, MoEActivation.GELU),
+    **dict.fromkeys(("NewGELUActivation", "GELUTanh", "PytorchGELUTanh"), MoEActivation.GELU_TANH),
 }
 _UNGATED = {
-    "silu": MoEActivation.SILU_NO_MUL,
-    "SiLU": MoEActivation.SILU_NO_MUL,
-    "SiLUActivation": MoEActivation.SILU_NO_MUL,
-    "GELU": MoEActivation.GELU_NO_MUL,
-    "GELUActivation": MoEActivation.GELU_NO_MUL,
+    **dict.fromkeys(_SILU, MoEActivation.SILU_NO_MUL),
+    **dict.fromkeys(_GELU, MoEActivation.GELU_NO_MUL),
     "ReLUSquaredActivation": MoEActivation.RELU2_NO_MUL,
 }
 # Attributes under which wrappers hold the module that they wrap, and what to do with each.

@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -29,13 +30,7 @@ from moe_ep.distributed.membership import Membership
 from moe_ep.distributed.process_groups import check_member, is_initialized
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import ConfigError, check_whole, missing_extra, one_of
-from moe_ep.hf.experts import (
-    ExpertsShape,
-    check_not_wrapped,
-    check_one_in_a_layer,
-    experts_shape,
-    find_experts,
-)
+from moe_ep.hf.experts import ExpertsShape, check_not_wrapped, check_one_in_a_layer, experts_shape, find_experts
 from moe_ep.hf.parallelized import make_parallelized, steps_of
 from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS, RoutedExperts, load_shard, make_routed_experts
 from moe_ep.hf.steps import StepCoordinator
@@ -131,6 +126,7 @@ def parallelize(
         raise ValueError(one_of("dtype", dtype, list(map(str, FLOATS))))
     if on_layer is not None and not callable(on_layer):
         raise TypeError(f"on_layer is {on_layer!r}; it must be a function of (layers loaded, layers)")
+    on_layer = on_layer or (lambda done, total: None)
     device = None if device is None else _known_device(device)
     if max_num_tokens is None:
         named = backend != "auto" or env.ALL2ALL_BACKEND.get() != "auto"
@@ -160,37 +156,31 @@ def parallelize(
     }
     with torch.no_grad():
         if isinstance(model_or_path, (str, os.PathLike)):
-            model = _from_path(
-                Path(model_or_path),
-                dtype,
-                device,
-                attn_implementation,
-                quantize,
-                options,
-                on_layer or _nobody,
-                allow_nonfinite,
-            )
+            with CheckpointReader(Path(model_or_path), allow_nonfinite) as reader:
+                model = _from_checkpoint(reader, dtype, device, attn_implementation, quantize, options, on_layer)
         else:
-            given = {"dtype": dtype, "attn_implementation": attn_implementation}
-            _check_only_paths_have(model_or_path, **given)
-            model = _from_model(model_or_path, device, quantize, options, on_layer or _nobody)
+            for name, value in {"dtype": dtype, "attn_implementation": attn_implementation}.items():
+                if value is not None:
+                    raise ConfigError(
+                        f"{name} is {value} and model_or_path a {type(model_or_path).__name__}, which has its own; "
+                        f"give the model that before, or pass the folder of its checkpoint"
+                    )
+            model = _from_model(model_or_path, device, quantize, options, on_layer)
     model.requires_grad_(False).eval()
     decoder = make_parallelized(model, steps)
+    balance = partial(_balance, steps, eplb if isinstance(eplb, EplbConfig) else None)
     if membership is not None:
         membership.follow(lambda membership: steps.regroup(membership.group))
         read = _reading_again(model_or_path, allow_nonfinite)
         when_uncovered = (elastic or ElasticConfig()).when_uncovered
         steps.elastic = ElasticExperts(membership, steps.layers, read, when_uncovered=when_uncovered)
-    if eplb:
-        config = eplb if isinstance(eplb, EplbConfig) else None
-        if membership is None:
-            _balance(steps, config)
-        else:
-            membership.follow(lambda membership: _balance(steps, config))
-            if steps.elastic is not None:
-                steps.elastic.on_cover(lambda: _balance(steps, config))
-        # The manager keeps the layers, and these the steps: break the cycle when the model is dropped.
-        weakref.finalize(decoder, setattr, steps, "eplb", None).atexit = False
+        if eplb:
+            membership.follow(lambda membership: balance())
+            steps.elastic.on_cover(balance)
+    elif eplb:
+        balance()
+    # The manager keeps the layers, and these the steps: break the cycle when the model is dropped.
+    weakref.finalize(decoder, setattr, steps, "eplb", None).atexit = False
     return model
 
 
@@ -288,32 +278,30 @@ def _ranks(
     return FusedMoEParallelConfig.make(ep_size=ep_size, rank=rank, world_size=ep_size, all2all_backend=backend), group
 
 
-def _from_path(
-    path: Path,
+def _from_checkpoint(
+    reader: CheckpointReader,
     dtype: torch.dtype | None,
-    device: torch.device | str | None,
+    device: torch.device | None,
     attn_implementation: str | None,
     quantize: str,
     options: dict[str, Any],
     on_layer: OnLayer,
-    allow_nonfinite: bool,
 ) -> Any:
-    with CheckpointReader(path, allow_nonfinite) as reader:
-        spec = model_spec(reader.config, reader)
-        check_experts(reader, spec)
-        quantization = expert_quantization(reader.config, quantize)
-        device = torch.device(device or "cpu")
-        model, shapes = hf_loading.load_without_experts(reader, dtype, attn_implementation, device)
-        for count, shape in enumerate(shapes):
-            on_layer(count, len(shapes))
-            quant_config = layer_quant_config(quantization, spec, shape.layer_index, reader)
-            shape = hf_loading.as_trained(model, shape, spec)
-            layer = make_routed_experts(shape, _top_k(model), device=device, quant_config=quant_config, **options)
-            layer.layer_index = shape.layer_index
-            load_moe_layer(reader, spec, shape.layer_index, layer)
-            _put(model, shape, layer, options["coordinator"])
-        on_layer(len(shapes), len(shapes))
-        options["coordinator"].source = spec, reader.config
+    spec = model_spec(reader.config, reader)
+    check_experts(reader, spec)
+    quantization = expert_quantization(reader.config, quantize)
+    device = device or torch.device("cpu")
+    model, shapes = hf_loading.load_without_experts(reader, dtype, attn_implementation, device)
+    for count, shape in enumerate(shapes):
+        on_layer(count, len(shapes))
+        quant_config = layer_quant_config(quantization, spec, shape.layer_index, reader)
+        shape = hf_loading.as_trained(model, shape, spec)
+        layer = make_routed_experts(shape, _top_k(model), device=device, quant_config=quant_config, **options)
+        layer.layer_index = shape.layer_index
+        load_moe_layer(reader, spec, shape.layer_index, layer)
+        _put(model, shape, layer, options["coordinator"])
+    on_layer(len(shapes), len(shapes))
+    options["coordinator"].source = spec, reader.config
     return model
 
 
@@ -354,15 +342,6 @@ def _from_model(
     return model if device is None else model.to(device)
 
 
-def _check_only_paths_have(model: Any, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} is {value} and model_or_path a {type(model).__name__}, which has its own; give the model that "
-                f"before, or pass the folder of its checkpoint"
-            )
-
-
 def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoordinator) -> None:
     model.set_submodule(shape.name, layer)
     steps.add(layer)
@@ -379,7 +358,3 @@ def _top_k(model: Any) -> int:
     raise ConfigError(
         f"the {type(config).__name__} of the model has one number in none of {', '.join(TOP_K_NAMES)}; set one of them"
     )
-
-
-def _nobody(done: int, total: int) -> None:
-    return

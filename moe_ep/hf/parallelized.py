@@ -36,7 +36,7 @@ class _SteppedForward:
         try:
             output = self._forward(*args, **kwargs)
         except BaseException as error:
-            self._fail(error)
+            self._end(error)
             raise
         self._end()
         return output
@@ -66,16 +66,12 @@ class _SteppedForward:
         return begun
 
     @_eager
-    def _end(self) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         try:
-            self._steps.end_pass()
-        finally:
-            self._steps.scheduler.lock.release()
-
-    @_eager
-    def _fail(self, error: BaseException) -> None:
-        try:
-            self._steps.fail_pass(error)
+            if error is None:
+                self._steps.end_pass()
+            else:
+                self._steps.fail_pass(error)
         finally:
             self._steps.scheduler.lock.release()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,9 @@ class StepDispatcher(LayerDispatcher):
         coordinator: knows the step that all ranks are making; None where they call their layers in lockstep.
         decode_max_num_tokens: the capacity of the second backend, for steps in which no rank has more tokens; None
             without one.
+
+    Attributes:
+        most_decode_tokens: the same number; -1 for None.
     """
 
     def __init__(
@@ -52,7 +55,8 @@ class StepDispatcher(LayerDispatcher):
     ) -> None:
         self.__dict__.update(vars(layer_dispatcher))
         self.coordinator = coordinator
-        self._decode_max_num_tokens, self._decode_backend_name = decode_max_num_tokens, decode_backend
+        self.most_decode_tokens = -1 if decode_max_num_tokens is None else decode_max_num_tokens
+        self._decode_backend_name = decode_backend
         self._decode_backend: FusedMoEPrepareAndFinalize | None = None
 
     @property
@@ -61,23 +65,13 @@ class StepDispatcher(LayerDispatcher):
         return None if self.coordinator is None else self.coordinator.current
 
     @property
-    def is_decode_step(self) -> bool:
-        """Whether the step under way uses the second backend; the same on every rank."""
-        step = self.step
-        return step is not None and step.most_tokens <= self.most_decode_tokens
-
-    @property
-    def most_decode_tokens(self) -> int:
-        """The most tokens of any rank in steps that use the second backend; -1 without one."""
-        return -1 if self._decode_max_num_tokens is None else self._decode_max_num_tokens
-
-    @property
     def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
-        """The backend of the step under way."""
-        if not self.is_decode_step:
+        """The backend of the step under way, the same on every rank."""
+        step = self.step
+        if step is None or step.most_tokens > self.most_decode_tokens:
             return super().prepare_finalize
         if self._decode_backend is None:
-            moe_config = replace(self.method.moe_config, max_num_tokens=cast(int, self._decode_max_num_tokens))
+            moe_config = replace(self.method.moe_config, max_num_tokens=self.most_decode_tokens)
             name = self._decode_backend_name if self.parallel.use_all2all else "no_ep"
             self._decode_backend = make_prepare_finalize(name, moe_config, None, self.groups.ep)
         return self._decode_backend
@@ -110,7 +104,7 @@ class RoutedExperts(FusedMoE):
 
     Attributes:
         load: int64 `[num_physical]`, rows that this rank sent to each physical expert since `counts_load` was set.
-        row_mask: bool `[T]`, rows that count; the others go to no expert. None where all do.
+        precomputed: the router; its `row_mask` says which rows go to experts.
     """
 
     load: torch.Tensor
@@ -135,14 +129,6 @@ class RoutedExperts(FusedMoE):
         self.precomputed = PrecomputedRouter(self.num_experts, self.top_k, num_identities)
         self.counts_load = False
         self.register_buffer("load", torch.zeros(self.moe_config.num_experts, dtype=torch.int64), persistent=False)
-
-    @property
-    def row_mask(self) -> torch.Tensor | None:
-        return self.precomputed.row_mask
-
-    @row_mask.setter
-    def row_mask(self, mask: torch.Tensor | None) -> None:
-        self.precomputed.row_mask = mask
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor

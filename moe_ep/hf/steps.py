@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,18 +33,6 @@ _WIDTH = 4
 
 # Kept as long as their groups: ranks let go of models at different times, and must find the same one.
 _schedulers: WeakKeyDictionary[dist.ProcessGroup, StepScheduler] = WeakKeyDictionary()
-
-
-class SteppedLayer(Protocol):
-    """A layer that a pass calls on every rank."""
-
-    layer_name: str
-
-    def serve(self) -> Any:
-        """This rank's part of a call in which it has no tokens."""
-
-    def check(self) -> None:
-        """Raises DispatchTimeoutError if a finished call waited for another rank in vain."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +70,13 @@ class StepCoordinator:
         self.scheduler = StepScheduler.of(process_group)
         self._number = self.scheduler.join(self)
         # Weak references, since the layers keep this: dropping a model frees its memory.
-        self._layers: list[weakref.ref[SteppedLayer]] = []
+        self._layers: list[weakref.ref[Any]] = []
         self.current: Step | None = None
         self.eplb: EPLBManager | None = None
         self.elastic: ElasticExperts | None = None
         self.source: tuple[MoEModelSpec, dict[str, Any]] | None = None
         # Layers that the pass under way has yet to call, and whether it is inside of one.
-        self._due: deque[SteppedLayer] | None = None
+        self._due: deque[Any] | None = None
         self._inside = False
 
     def __reduce__(self) -> Any:
@@ -98,13 +86,12 @@ class StepCoordinator:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCoordinator:
-        if self.size > 1:
+        if self.scheduler.size > 1:
             raise ConfigError("a parallelized model cannot be copied; copy it before parallelize")
         return StepCoordinator(None)  # of other layers, which whoever copies them adds; nothing balances them
 
     def regroup(self, process_group: dist.ProcessGroup | None) -> None:
-        """Goes on over other ranks, from a step that did not end; a collective call of them. Nothing balances the
-        experts from here on."""
+        """Goes on over other ranks, without balancing, from a step that did not end; a collective call of them."""
         self.end_balancing()
         self.scheduler = StepScheduler.of(process_group)
         self._number = self.scheduler.join(self)
@@ -113,29 +100,21 @@ class StepCoordinator:
 
     @property
     def layers(self) -> list[Any]:
-        """The model's MoE layers in the order in which a pass reaches them."""
+        """The model's `RoutedExperts` in the order in which a pass reaches them."""
         return [layer for there in self._layers if (layer := there()) is not None]
 
-    def add(self, layer: SteppedLayer) -> None:
+    def add(self, layer: Any) -> None:
         """The layer that a pass reaches next."""
         self._layers.append(weakref.ref(layer))
 
     @property
-    def rank(self) -> int:
-        return self.scheduler.rank
-
-    @property
-    def size(self) -> int:
-        return self.scheduler.size
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of this rank in the current step; 0 outside of steps."""
-        return 0 if self.current is None else self.current.num_tokens[self.rank]
+        return 0 if self.current is None else self.current.num_tokens[self.scheduler.rank]
 
     def begin(self, num_tokens: int | None, *, can_replay: bool = False) -> Step | None:
-        """Agrees on the next step; None, and no step, where no rank has tokens. `end` ends it. Until it is this model's
-        turn, this rank serves in the steps of others.
+        """Agrees on the next step, which `end` ends; None where no rank has tokens. Until it is this model's turn, this
+        rank serves in the steps of others.
 
         Args:
             num_tokens: that this rank brings; None where it only serves.
@@ -183,14 +162,14 @@ class StepCoordinator:
         Raises:
             ConfigError: the pass is captured in a CUDA graph.
         """
-        if self.size > 1 and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if self.scheduler.size > 1 and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 "a pass of a model over several ranks is captured in a CUDA graph, whose replays would not agree with "
                 "the other ranks; run it eagerly (generate_batch: use_cuda_graph=False in its configuration), and "
                 "moe_ep captures what it can itself"
             )
         self.begin(num_tokens)
-        self._due, self._inside = deque(self.layers) if self.size > 1 else None, False
+        self._due, self._inside = deque(self.layers) if self.scheduler.size > 1 else None, False
 
     def end_pass(self) -> None:
         """Ends the step of a pass."""
@@ -213,7 +192,7 @@ class StepCoordinator:
             self._due = self.current = None
 
     @contextlib.contextmanager
-    def calling(self, layer: SteppedLayer) -> Iterator[None]:
+    def calling(self, layer: Any) -> Iterator[None]:
         """A block in which this rank computes a layer, in a pass of its own or to serve.
 
         Raises:
@@ -262,7 +241,7 @@ class StepCoordinator:
     def pretending(self, num_tokens: int) -> Iterator[None]:
         """A block in which layers take it that a step of `num_tokens` on every rank is under way."""
         before = self.current
-        self.current = Step(num_tokens=(num_tokens,) * self.size, can_replay=False)
+        self.current = Step(num_tokens=(num_tokens,) * self.scheduler.size, can_replay=False)
         try:
             yield
         finally:
@@ -411,20 +390,16 @@ class StepScheduler:
             DispatchTimeoutError: a rank did not come to the step before the deadline.
         """
         elastic = [model.elastic for there in self._models if (model := there()) is not None and model.elastic]
-        told = self._gather([first, second, third, int(all(experts.has_read for experts in elastic))])
-        if all(row[3] for row in told):
-            for experts in elastic:
-                experts.end_skipping()
-        return [row[:3] for row in told]
-
-    def _gather(self, mine: list[int]) -> list[list[int]]:
-        if self.peers is None:
-            return [mine]
+        mine = [first, second, third, int(all(experts.has_read for experts in elastic))]
         try:
-            return self.peers.gather("what they bring to the next step", mine)
+            told = [mine] if self.peers is None else self.peers.gather("what they bring to the next step", mine)
         except DispatchTimeoutError as error:
             raise DispatchTimeoutError(
                 f"{error}; a rank that has no pass to make serves the others: call moe_ep.serve, or make passes in a "
                 f"moe_ep.serving block",
                 error.ranks,
             ) from None
+        if all(row[3] for row in told):
+            for experts in elastic:
+                experts.end_skipping()
+        return [row[:3] for row in told]

@@ -185,9 +185,11 @@ def test_what_is_counted_or_masked_is_not_replayed(replays: list[torch.cuda.CUDA
     layer(*inputs)
     assert layer.load.sum() == (inputs[1] < E).sum()
     layer.counts_load = False
-    layer.row_mask = eager.row_mask = torch.tensor([True, False, True, False, True], device="cuda")
+    layer.precomputed.row_mask = eager.precomputed.row_mask = torch.tensor(
+        [True, False, True, False, True], device="cuda"
+    )
     assert torch.equal(layer(*inputs), eager(*inputs))
-    layer.row_mask = eager.row_mask = None
+    layer.precomputed.row_mask = eager.precomputed.row_mask = None
     with stages.record("cuda") as recorder:
         layer(*inputs)
     assert set(recorder.durations_ms()) == set(stages.STAGES)

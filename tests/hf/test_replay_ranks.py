@@ -90,10 +90,10 @@ def with_and_without(rank: int, world_size: int) -> None:
         place.done.clear()
         same_passes(rank, [eager, model], (1, 11), 2 * CALLS)
         for layer in layers:
-            layer.row_mask = torch.ones(5, dtype=torch.bool)
+            layer.precomputed.row_mask = torch.ones(5, dtype=torch.bool)
         same_passes(0, [eager, model], (5,), 2)
         for layer in layers:
-            layer.row_mask, layer.counts_load = None, True
+            layer.precomputed.row_mask, layer.counts_load = None, True
         same_passes(rank, [eager, model], (1, 5), 2)
         assert place.done == []
         for layer in layers:
