@@ -152,7 +152,7 @@ def measure_recording(device: torch.device, times: int, quantize: str) -> list[d
             settings: dict[str, Any] = {"max_new_tokens": num_steps + 1, "num_slots": 8, "stop_ids": []}
             generation = Generation(model, requests, **settings, records=records)
             generation.run()
-            runs[records] += (generation.times.replayed or generation.times.decode) if turn else []
+            runs[records] += (generation.times["replayed"] or generation.times["decode"]) if turn else []
     # The first decile: what else runs on the machine makes steps longer, and none shorter.
     deciles = {records: statistics.quantiles(steps, n=10) for records, steps in runs.items()}
     without = deciles["nothing"][0]

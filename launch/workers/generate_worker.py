@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,7 +148,7 @@ def run_generate(
         refused=[
             told for told in refused if told["rank"] == rank_env.rank and (membership is None or not membership.ep_rank)
         ],
-        step_s=asdict(generation.times),
+        step_s=generation.times,
         passes=generation.how_passes_run(),
         elapsed_s=elapsed_s,
         rank_loads=_rank_loads(steps),

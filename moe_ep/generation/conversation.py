@@ -12,11 +12,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from moe_ep.errors import ConfigError
-from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded
+from moe_ep.files import parse_json
 from moe_ep.generation.template_process import TemplateError, TemplateLimitError, TemplateProcess
 
 Message = dict[str, Any]
@@ -126,7 +125,10 @@ class ConversationRenderer:
         Raises:
             ConfigError: the template does not take it, or does not read one of its settings.
         """
-        template = self._template(conversation)
+        try:
+            template = self.tokenizer.get_chat_template(conversation.chat_template, conversation.tools)
+        except ValueError as error:  # it has several, none of them the default
+            raise ConfigError(f"the model's tokenizer has no such chat template: {error}") from None
         try:
             settings = self._settings(template, conversation)
             messages = [
@@ -136,12 +138,6 @@ class ConversationRenderer:
             return self._first_that_renders(template, messages, settings)
         except TemplateError as error:
             raise ConfigError(f"the model's chat template does not take it: {error}") from None
-
-    def _template(self, conversation: Conversation) -> str:
-        try:
-            return self.tokenizer.get_chat_template(conversation.chat_template, conversation.tools)
-        except ValueError as error:  # it has several, none of them the default
-            raise ConfigError(f"the model's tokenizer has no such chat template: {error}") from None
 
     def _settings(self, template: str, conversation: Conversation) -> dict[str, Any]:
         """Arguments for the template; ConfigError for those that it does not read."""
@@ -242,33 +238,6 @@ class ConversationRenderer:
         except TemplateError:
             self._num_ended += not self._process.is_running
             raise
-
-
-def processor_templates(folder: Path) -> str | dict[str, str] | None:
-    """The chat templates of a checkpoint's processor, which models that see keep for themselves: one, or several by
-    name; None where it has none. Those of a tokenizer transformers reads.
-
-    Raises:
-        ConfigError: a file that does not hold one.
-    """
-    for name in ("chat_template.json", "processor_config.json", "preprocessor_config.json"):
-        file = folder / name
-        if not file.is_file():
-            continue
-        try:
-            found = parse_json(read_bounded(file, MAX_CONFIG_BYTES)).get("chat_template")
-        except (AttributeError, ValueError) as error:
-            raise ConfigError(f"{file}: expected a JSON object, found none: {error}") from None
-        if isinstance(found, list) and all(isinstance(each, dict) for each in found):
-            found = {each.get("name"): each.get("template") for each in found}
-        texts = found.values() if isinstance(found, dict) else [found]
-        if found is not None and not all(isinstance(text, str) for text in texts):
-            raise ConfigError(
-                f"{file}: expected chat_template to be a template, or several by name, found something else"
-            )
-        if found is not None:
-            return found
-    return None
 
 
 def _checked_message(name: str, message: Any) -> Message:

@@ -60,9 +60,7 @@ class Request:
 
 
 class PromptQueue:
-    """The prompts that no rank has read yet, in order.
-
-    Every rank has the same queue and takes from it with the same arguments, so all know which rank reads what.
+    """The prompts that no rank has read yet, in order; the same on every rank, so all know which rank reads what.
 
     Args:
         max_tokens: rows of one rank's pass at most, padding included; a longer prompt is read alone.
@@ -131,12 +129,10 @@ def check_token_ids(name: str, token_ids: Any, vocabulary: int) -> None:
         )
 
 
+# What a rank does in a step.
+STEP_KINDS = ("prefill", "prefill_replayed", "decode", "replayed", "serve")
 # Stands for a token id where none could be chosen.
 _NO_TOKEN = -1
-# Takes the tokens that a sequence has been continued by, and says whether it ends with the last of them.
-Ends = Callable[[list[int]], bool]
-# (sequences that each rank has finished, by rank)
-OnProgress = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -178,21 +174,11 @@ class Completion:
     routing: Choices | None = None
     tokens_hit: list[int] = field(default_factory=list)
 
-
-@dataclass
-class StepTimes:
-    """Seconds of this rank's steps from their agreement to their end, by what this rank did in them.
-
-    Attributes:
-        prefill_replayed, replayed: reading and decoding steps of a CUDA graph; `prefill` and `decode` are the eager
-            ones.
-    """
-
-    prefill: list[float] = field(default_factory=list)
-    prefill_replayed: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
-    replayed: list[float] = field(default_factory=list)
-    serve: list[float] = field(default_factory=list)
+    @classmethod
+    def of(cls, request: Request) -> Completion:
+        """With the tokens that the prompt was continued by before."""
+        continued, skipped = list(request.continued), list(request.skipped)
+        return cls(request.index, request.token_ids.numel(), continued, tokens_hit=skipped)
 
 
 class TokenLog:
@@ -284,7 +270,7 @@ class Generation:
         max_new_tokens: where a sequence ends if the model does not end it.
         num_slots: sequences that decode together, the same on every rank.
         stop_ids: tokens that end a sequence; a request may have more.
-        ends: says after each other token whether it ends its sequence.
+        ends: says after each other token, from the tokens of the continuation so far, whether it ends its sequence.
         sampling: how tokens are chosen; the likeliest unless it says otherwise.
         max_length: where a sequence ends at the latest, prompt and continuation; None for no such end.
         prefill_tokens: tokens that a rank reads in a step at most, padding included; a longer prompt is read alone.
@@ -293,12 +279,16 @@ class Generation:
         logprobs: so many of the likeliest tokens are told with the log-probabilities of each position; 0 for those of
             the chosen token alone, None for none.
         records: what is recorded of the routing of each completion: nothing, "ids" of experts, or "weights" too.
-        on_progress: called before each step.
+        on_progress: called before each step with the number of sequences that each rank has finished, by rank.
         on_completion: called with each of this rank's as it is finished, before on_progress counts it on any rank.
         membership: of a gang whose ranks come and go, that the model was made with: where they change, the ranks go on
             with the sequences of those that are gone, each from its last token. A completion of a rank that is lost may
             be told again, the same, by another.
         on_ranks: called when a step begins that is the first of its ranks.
+
+    Attributes:
+        times: seconds of this rank's steps from their agreement to their end, by what this rank did in them; "prefill"
+            and "decode" are eager steps.
 
     Raises:
         ConfigError: more logprobs than the model has tokens, or what `SlotDecoder` refuses.
@@ -315,7 +305,7 @@ class Generation:
         max_new_tokens: int,
         num_slots: int,
         stop_ids: Sequence[int],
-        ends: Ends | None = None,
+        ends: Callable[[list[int]], bool] | None = None,
         sampling: Sampling | None = None,
         max_length: int | None = None,
         prefill_tokens: int = PREFILL_MAX_NUM_TOKENS,
@@ -323,7 +313,7 @@ class Generation:
         prefill_graphs: str = "off",
         logprobs: int | None = None,
         records: Records = "nothing",
-        on_progress: OnProgress | None = None,
+        on_progress: Callable[[Sequence[int]], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
         membership: Membership | None = None,
         on_ranks: Callable[[], None] | None = None,
@@ -362,7 +352,7 @@ class Generation:
         self._on_progress = on_progress or (lambda finished: None)
         self._on_completion = on_completion or (lambda completion: None)
         self.completions: list[Completion] = []
-        self.times = StepTimes()
+        self.times: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
         self._membership, self._on_ranks = membership, on_ranks or (lambda: None)
         self._are_new_ranks = False
         self._log = None if membership is None else TokenLog(membership)
@@ -391,7 +381,7 @@ class Generation:
         """The completions that are this rank's, in the order of their numbers."""
         try:
             if self._membership is None:
-                self._check_requests()
+                _check_alike(self._decoder.steps.scheduler.exchange(*self._checksum()))
                 self._run()
             else:
                 self._membership.serve(self._run)
@@ -453,17 +443,12 @@ class Generation:
         self._prompts = PromptQueue(waiting, decoder.num_slots, self._prefill_tokens, decoder.num_rows)
         self._are_new_ranks = True
 
-    def _checksum(self) -> list[int]:
+    def _checksum(self) -> tuple[int, int, int]:
         """Numbers that are the same on ranks with the same requests and numbers of slots."""
         check = 0
         for request in self._requests:
             check = zlib.crc32(request.token_ids.cpu().numpy().tobytes(), zlib.crc32(b"%d" % request.index, check))
-        return [len(self._requests), self._decoder.num_slots, check]
-
-    def _check_requests(self) -> None:
-        """Raises ValueError where the ranks have different requests or numbers of slots."""
-        first, second, third = self._checksum()
-        _check_alike(self._decoder.steps.scheduler.exchange(first, second, third))
+        return len(self._requests), self._decoder.num_slots, check
 
     def _plan(self) -> tuple[Step, list[Request]] | None:
         """The ranks' next step and what this one reads in it; None where all are through."""
@@ -485,53 +470,47 @@ class Generation:
             number is not None and captured >> number & 1
             for number, (_, _, captured) in zip(numbers, told, strict=True)
         )
-        return Step(num_tokens, can_replay), reads[steps.rank]
+        return Step(num_tokens, can_replay), reads[steps.scheduler.rank]
 
     def _make(self, step: Step, prompts: list[Request]) -> None:
         """This rank's part of a step."""
         started = time.perf_counter()
         if prompts:
             self._read(prompts)
-            spent = self.times.prefill_replayed if step.can_replay else self.times.prefill
+            kind = "prefill_replayed" if step.can_replay else "prefill"
         elif any(self._running):
             self._decode()
-            spent = self.times.replayed if step.can_replay else self.times.decode
+            kind = "replayed" if step.can_replay else "decode"
         else:
             self._decoder.serve()
-            spent = self.times.serve
-        spent.append(time.perf_counter() - started)
+            kind = "serve"
+        self.times[kind].append(time.perf_counter() - started)
         if self._log is not None:
             self._log.flush()
 
     def _read(self, prompts: list[Request]) -> None:
         slots = [slot for slot, sequence in enumerate(self._running) if sequence is None][: len(prompts)]
         logits = self._decoder.prefill(slots, [prompt.all_ids for prompt in prompts])
-        tokens = self._next_tokens(logits, [self._randoms[prompt.index].draw() for prompt in prompts])
-        self._decoder.append(slots, tokens)
-        logprobs = self._logprobs(tokens, logits)
-        for number, token in enumerate(self._on_host(tokens, logits)):
-            slot, prompt = slots[number], prompts[number]
-            sequence = Completion(prompt.index, prompt.token_ids.numel(), list(prompt.continued))
-            sequence.tokens_hit += prompt.skipped
-            self._running[slot] = sequence
-            self._take(slot, token, None if logprobs is None else logprobs[number])
+        self._advance(slots, [Completion.of(prompt) for prompt in prompts], logits)
 
     def _decode(self) -> None:
-        logits = self._decoder.decode()
-        # Drawn after the pass: one that fails is repeated with the same draws.
-        draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
-        tokens = self._next_tokens(logits, draws)
-        self._decoder.append(slice(None), tokens)
-        logprobs = self._logprobs(tokens, logits)
-        for slot, token in enumerate(self._on_host(tokens, logits)):
-            if self._running[slot] is not None:
-                self._take(slot, token, None if logprobs is None else logprobs[slot])
+        self._advance(None, self._running, self._decoder.decode())
 
-    def _next_tokens(self, logits: torch.Tensor, draws: list[float]) -> torch.Tensor:
-        if not self._decoder.batch_invariant:
-            return next_tokens(logits, self._sampling, draws)
-        rows = zip(_rows_alone(logits), draws, strict=True)
-        return torch.cat([next_tokens(row, self._sampling, [draw]) for row, draw in rows])
+    def _advance(self, slots: list[int] | None, sequences: Sequence[Completion | None], logits: torch.Tensor) -> None:
+        """Adds the next token to the sequences of these slots, None for all; logits `[len(sequences), vocabulary]`."""
+        # Drawn after the pass: one that fails is repeated with the same draws.
+        draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in sequences]
+        if self._decoder.batch_invariant:
+            rows = zip(_rows_alone(logits), draws, strict=True)
+            tokens = torch.cat([next_tokens(row, self._sampling, [draw]) for row, draw in rows])
+        else:
+            tokens = next_tokens(logits, self._sampling, draws)
+        self._decoder.append(slice(None) if slots is None else slots, tokens)
+        logprobs: Sequence[TokenLogprobs | None] = self._logprobs(tokens, logits) or [None] * len(logits)
+        found = zip(sequences, self._on_host(tokens, logits), logprobs, strict=True)
+        for slot, (sequence, token, logprob) in zip(slots or range(len(logits)), found, strict=True):
+            if sequence is not None:
+                self._take(slot, sequence, token, logprob)
 
     def _logprobs(self, tokens: torch.Tensor, logits: torch.Tensor) -> list[TokenLogprobs] | None:
         """The log-probabilities of each row, if they are asked for."""
@@ -564,11 +543,9 @@ class Generation:
         self._decoder.steps.check()
         return found
 
-    def _take(self, slot: int, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _take(self, slot: int, sequence: Completion, token: int, logprobs: TokenLogprobs | None) -> None:
         """Adds a sequence's next token, and ends the sequence where it is its last."""
-        sequence = self._running[slot]
-        if sequence is None:
-            return
+        self._running[slot] = sequence
         for position in self._decoder.take_hits(slot):
             sequence.tokens_hit.append(position)
             if self._log is not None:

@@ -17,7 +17,7 @@ from moe_ep.generation.decoder import batch_invariant_passes
 from moe_ep.generation.engine import check_token_ids, vocabulary_of
 from moe_ep.hf.parallelize import serving
 from moe_ep.hf.parallelized import steps_of
-from moe_ep.rollouts.replay import replaying
+from moe_ep.rollouts.replay import check_routing_of_texts, replaying
 
 
 @torch.inference_mode()
@@ -48,7 +48,7 @@ def perplexity(
     tasks = [(kind, ids) for kind, several in enumerate(texts.values()) for ids in several]
     if routing is not None:
         routing = [each if isinstance(each, tuple) else (each, None) for each in routing]
-        _check_routing(routing, [ids.numel() for _, ids in tasks])
+        check_routing_of_texts([ids for ids, _ in routing], [ids.numel() for _, ids in tasks])
     is_invariant = any(layer.batch_invariant for layer in steps_of(model).layers)
     with serving(model), batch_invariant_passes(model) if is_invariant else contextlib.nullcontext():
         for number in range(rank, len(tasks), num_ranks):
@@ -64,15 +64,6 @@ def perplexity(
     if num_ranks > 1:
         dist.all_reduce(sums)
     return {name: _exp(name, total / count) for name, (total, count) in zip(texts, sums.tolist(), strict=True)}
-
-
-def _check_routing(routing: Sequence[tuple[Any, Any]], lengths: Sequence[int]) -> None:
-    found = [len(ids) for ids, _ in routing]
-    if len(found) != len(lengths) or any(size - rows not in (0, 1) for size, rows in zip(lengths, found, strict=True)):
-        raise ValueError(
-            f"routing is of {len(found)} texts with {found} tokens and the texts have {list(lengths)}; give the "
-            f"recorded choices of each text, of all its tokens or all but the last"
-        )
 
 
 def _exp(kind: str, mean: float) -> float:

@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_ep.checkpoint.families.models import FAMILIES
@@ -272,9 +278,7 @@ ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
 ALL_ATTENTION_FUNCTIONS.register(_INVARIANT_NAME, _attend_invariantly)
 
 
-# A layer that also keeps the keys of an indexer, which selects the tokens to attend to; newer versions have it.
-_IndexedLayer: Any = getattr(cache_utils, "DynamicIndexedLayer", None)
-# The class of layers that keep no state.
+# The class of layers that keep no state, in versions that have one.
 _DummyLayer: Any = getattr(cache_utils, "DummyLayer", Cache)
 
 
@@ -467,12 +471,13 @@ def _slots_like(layer: Any, num_slots: int, max_length: int, positions: torch.Te
         return _LinearAttentionSlots.like(layer, num_slots)
     if type(layer) is _DummyLayer:
         return _NoSlots()
-    if type(layer) is _IndexedLayer and getattr(layer, "indexer_position_ids", None) is None:
-        indexed = layer.indexer_keys is not None
-        return (_IndexedSlots if indexed else _AttentionSlots)(layer, num_slots, max_length, positions)
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    if type(layer) is DynamicIndexedLayer and getattr(layer, "indexer_position_ids", None) is None:
+        kind = _AttentionSlots if layer.indexer_keys is None else _IndexedSlots
+    elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        kind = _AttentionSlots
+    else:
         raise _no_slots_like(type(layer).__name__)
-    return _AttentionSlots(layer, num_slots, max_length, positions)
+    return kind(layer, num_slots, max_length, positions)
 
 
 def _no_slots_like(what: str) -> ConfigError:

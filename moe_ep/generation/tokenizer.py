@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from moe_ep.checkpoint.reader import read_json
 from moe_ep.errors import ConfigError
-from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded
-from moe_ep.generation.conversation import Conversation, ConversationRenderer, processor_templates
+from moe_ep.generation.conversation import Conversation, ConversationRenderer
 from moe_ep.hf.loading import context_length, text_config
 from moe_ep.hf.untrusted import tokenizer_folder
 
@@ -27,6 +27,7 @@ class ModelTokenizer:
     `close` ends the process that renders chat templates.
 
     Raises:
+        CheckpointError: a config of the folder that is no JSON object.
         ConfigError: there is none that can be read without code of its own.
     """
 
@@ -124,6 +125,29 @@ def _read_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def processor_templates(folder: Path) -> str | dict[str, str] | None:
+    """The chat templates of a checkpoint's processor, which models that see keep for themselves: one, or several by
+    name; None where it has none. Those of a tokenizer transformers reads.
+
+    Raises:
+        CheckpointError: a file that is no JSON object.
+        ConfigError: one whose chat_template is no template.
+    """
+    for name in ("chat_template.json", "processor_config.json", "preprocessor_config.json"):
+        file = folder / name
+        found = read_json(file).get("chat_template") if file.is_file() else None
+        if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+            found = {each.get("name"): each.get("template") for each in found}
+        texts = found.values() if isinstance(found, dict) else [found]
+        if found is not None and not all(isinstance(text, str) for text in texts):
+            raise ConfigError(
+                f"{file}: expected chat_template to be a template, or several by name, found something else"
+            )
+        if found is not None:
+            return found
+    return None
+
+
 def _check_growth(folder: Path, tokenizer: Any) -> None:
     """ConfigError for replacements that, one after the other, make a short text take all memory."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -142,12 +166,7 @@ def _check_growth(folder: Path, tokenizer: Any) -> None:
 
 def _special_tokens(file: Path) -> dict[str, str]:
     """The special tokens that a special_tokens_map.json names; none where there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        found = parse_json(read_bounded(file, MAX_CONFIG_BYTES))
-    except ValueError as error:
-        raise ConfigError(f"{file}: expected a JSON object, found none: {error}") from None
+    found = read_json(file) if file.is_file() else {}
     contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 

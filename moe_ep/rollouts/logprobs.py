@@ -13,7 +13,7 @@ from moe_ep.generation.decoder import batch_invariant_passes
 from moe_ep.generation.engine import check_token_ids
 from moe_ep.generation.prompts import packed_prompts
 from moe_ep.generation.slot_cache import as_models_take
-from moe_ep.rollouts.replay import replaying
+from moe_ep.rollouts.replay import check_routing_of_texts, replaying
 
 
 def token_logprobs(
@@ -47,16 +47,10 @@ def token_logprobs(
         check_token_ids(f"texts[{number}]", text, vocabulary)
         if text.numel() < 2:
             raise ValueError(f"texts[{number}] has {text.numel()} tokens; it must have at least 2")
-    lengths = [text.numel() - 1 for text in texts]
-    rows = lengths if routing is None else [len(ids) for ids in routing]
-    if len(rows) != len(lengths) or any(found - size not in (0, 1) for found, size in zip(rows, lengths, strict=True)):
-        raise ValueError(
-            f"routing has {rows} tokens and the texts {[size + 1 for size in lengths]}; give that of each text, of all "
-            f"its tokens or all but the last"
-        )
     ids = None
     if routing is not None:
-        ids = [torch.as_tensor(each)[:size] for each, size in zip(routing, lengths, strict=True)]
+        check_routing_of_texts(routing, [text.numel() for text in texts])
+        ids = [torch.as_tensor(each)[: text.numel() - 1] for each, text in zip(routing, texts, strict=True)]
     forward = _invariant_logits if batch_invariant else _padded_logits
     found = []
     for text, logits in zip(texts, forward(model, [text[:-1] for text in texts], ids), strict=True):

@@ -130,6 +130,16 @@ def replaying(model: Any, ids: Any, weights: Any = None) -> Iterator[None]:
         yield
 
 
+def check_routing_of_texts(routing: Sequence[Any], lengths: Sequence[int]) -> None:
+    """ValueError unless there are recorded ids `[tokens, ...]` of each text, of all its tokens or all but the last."""
+    rows = [len(ids) for ids in routing]
+    if len(rows) != len(lengths) or any(size - row not in (0, 1) for row, size in zip(rows, lengths, strict=True)):
+        raise ValueError(
+            f"routing is of {len(rows)} texts with {rows} tokens and the texts have {list(lengths)}; give the recorded "
+            f"choices of each text, of all its tokens or all but the last"
+        )
+
+
 def _layers_of_moe_ep(model: Any) -> list[FusedMoE]:
     """The layers that have a router of moe_ep; none where the model routes by itself."""
     if isinstance(model, nn.Module) and any(isinstance(part, RoutedExperts) for part in model.modules()):

@@ -33,7 +33,6 @@ from moe_ep.checkpoint.loading import check_beside_experts, load_plan, read_line
 from moe_ep.checkpoint.model_spec import model_spec
 from moe_ep.checkpoint.plan import Source, check_tensor, find_module, layer_quantization, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
-from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.distributed.exchange import gather_texts
 from moe_ep.errors import CheckpointError, ConfigError, MoeEpError, WeightsError
 from moe_ep.expert_map import determine_expert_map

@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from moe_ep.errors import ConfigError
-from moe_ep.generation.conversation import Conversation, ConversationRenderer, processor_templates
+from moe_ep.errors import ConfigError, MoeEpError
+from moe_ep.generation.conversation import Conversation, ConversationRenderer
+from moe_ep.generation.tokenizer import processor_templates
 
 # As models have them: content is text alone, a list of parts alone, or either.
 TEXT = "{% for m in messages %}<{{ m.role }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -227,5 +228,5 @@ def test_templates_of_processors(tmp_path: Path) -> None:
     assert processor_templates(tmp_path) == {"default": "x"}
     for wrong in ("3", "{", '{"chat_template": 3}', '{"chat_template": [3]}'):
         (tmp_path / name).write_text(wrong)
-        with pytest.raises(ConfigError, match=name):
+        with pytest.raises(MoeEpError, match=name):
             processor_templates(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +58,7 @@ def generated(
     generation = Generation(model, requests_of(NUM_PROMPTS), **settings)
     completions = generation.run()
     load = sum(int(layer.load.sum()) for layer in steps_of(model).layers)
-    return completions, load, {kind: len(times) for kind, times in asdict(generation.times).items()}
+    return completions, load, {kind: len(times) for kind, times in generation.times.items()}
 
 
 @pytest.mark.parametrize("good", [0, 1, 3])

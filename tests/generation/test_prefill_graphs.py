@@ -138,8 +138,7 @@ def generated(
         settings: dict[str, Any] = {"max_new_tokens": 3, "num_slots": NUM_SLOTS, "stop_ids": [], "records": "ids"}
         generation = Generation(model, requests(), **settings, prefill_tokens=64, prefill_graphs=prefill_graphs)
         done = generation.run()
-    times = generation.times
-    steps = {kind: len(getattr(times, kind)) for kind in ("prefill", "prefill_replayed", "decode", "replayed", "serve")}
+    steps = {kind: len(times) for kind, times in generation.times.items()}
     found = {each.index: (each.token_ids, each.routing.ids.tolist()) for each in done if each.routing is not None}
     return found, [layer.load.tolist() for layer in steps_of(model).layers], steps, len(replays)
 

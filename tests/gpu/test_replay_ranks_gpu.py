@@ -211,7 +211,7 @@ def late_to_a_step_of_generation(rank: int, world_size: int) -> int:
     requests = [Request(index, torch.arange(1, 4 + index)) for index in range(3 * world_size)]
 
     def wait(finished: Any) -> None:
-        if rank == 1 and len(generation.times.replayed) == 4:
+        if rank == 1 and len(generation.times["replayed"]) == 4:
             time.sleep(2)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -220,7 +220,7 @@ def late_to_a_step_of_generation(rank: int, world_size: int) -> int:
         generation = Generation(model, requests, max_new_tokens=24, num_slots=3, stop_ids=[], on_progress=wait)
         with pytest.raises(DispatchTimeoutError):
             generation.run()
-    return len(generation.times.replayed)
+    return len(generation.times["replayed"])
 
 
 def test_a_rank_that_is_late_to_a_replayed_step_ends_generation() -> None:
