@@ -27,10 +27,7 @@ def make_layers(
     geometry: Geometry, device: torch.device, weights: Sequence[SyntheticConfig], invariant: bool
 ) -> BenchLayers:
     os.environ[env.BATCH_INVARIANT.name] = str(int(invariant))
-    return BenchLayers(
-        geometry, ep_size=1, ep_rank=0, group=None, backend="auto", capacity=256, dtype=torch.bfloat16, device=device,
-        dispatch_dtype=None, eplb=False, weights=weights,
-    )  # fmt: skip
+    return BenchLayers(geometry, capacity=256, dtype=torch.bfloat16, device=device, weights=weights)
 
 
 def main() -> None:

@@ -21,14 +21,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from harness import GangBenchConfig, measure_on_gang
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
+import moe_ep
+from moe_ep.bench.results import table
 from moe_ep.distributed.exchange import gather_texts, gather_values
 from moe_ep.env import at_least, one_of
+from moe_ep.generation.decoder import WARM_UP_PASSES, SlotDecoder
 from moe_ep.launch.cli.options import checkpoint_folder, option, whole_numbers
+from moe_ep.launch.cli.report import StepReport
 from moe_ep.launch.cli.run_config import RunConfig
 from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.workers.worker import run_worker
+from moe_ep.observability import stages
 
 STAGES = ("route", "dispatch", "experts", "combine")
 WAYS = ("run", "alone", "generate")
@@ -54,11 +62,6 @@ class GenerateBenchConfig(GangBenchConfig):
 
 def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, Any]]:
     """One worker's part: a row of the table for each number of tokens, the same on every rank."""
-    import torch
-
-    from moe_ep.launch.cli.report import StepReport
-    from moe_ep.launch.workers.worker import run_worker
-
     on_gpu = rank_env.device != "cpu"
     rows = []
     with _checkpoint(rank_env, config) as folder, torch.inference_mode():
@@ -85,11 +88,6 @@ def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, An
 
 def _decode(rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_slots: int) -> dict[str, Any]:
     """Decoding with full slots: times of the layers in it, and alone on the same rows, and of each whole step."""
-    import torch
-
-    import moe_ep
-    from moe_ep.generation.decoder import WARM_UP_PASSES, SlotDecoder
-
     device = torch.device(rank_env.device)
     on_gpu = device.type == "cuda"
     model = moe_ep.parallelize(
@@ -131,8 +129,6 @@ def _decode(rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_sl
 
 def _decode_step(decoder: Any, device: Any) -> float:
     """One step of all ranks, every slot one token on: milliseconds of this rank's pass."""
-    import torch
-
     with decoder.steps.step(decoder.num_slots, can_replay=decoder.can_replay_decode):
         started = time.perf_counter()
         decoder.append(slice(None), decoder.decode().argmax(-1))
@@ -160,8 +156,6 @@ class _Alone:
     """The layers one after the other, with nothing between them, each on what the model gave it last."""
 
     def __init__(self, layers: list[Any], given: _Given, recorders: dict[Any, Any], in_graph: bool) -> None:
-        import torch
-
         self._layers, self._given = layers, given
         self._graph = torch.cuda.CUDAGraph() if in_graph else None
         self._run()
@@ -180,8 +174,6 @@ class _Alone:
 
     def times(self) -> list[dict[str, float]]:
         """Milliseconds of each stage of each layer."""
-        import torch.distributed as dist
-
         if dist.is_initialized():
             dist.barrier()
         if self._graph is None:
@@ -203,8 +195,6 @@ def _stages_ms(recorders: dict[Any, Any], layers: list[Any]) -> list[dict[str, f
 
 def _record_layers(layers: list[Any], device: Any) -> dict[Any, Any]:
     """The stage recorder of each layer's last pass; of a pass that is captured, that of the graph's last replay."""
-    from moe_ep.observability import stages
-
     recorders: dict[Any, Any] = {}
     open_record: list[Any] = []
 
@@ -224,8 +214,6 @@ def _record_layers(layers: list[Any], device: Any) -> dict[Any, Any]:
 @contextmanager
 def _checkpoint(rank_env: RankEnv, config: GenerateBenchConfig) -> Iterator[Path]:
     """The checkpoint; a made one is written and removed by rank 0, and the ranks share a host."""
-    import torch.distributed as dist
-
     if config.model is not None:
         yield config.model
         return
@@ -266,8 +254,6 @@ def main() -> int:
     """Prints a table."""
     _, results = measure_on_gang("bench_generate.py", __doc__ or "", GenerateBenchConfig, measure)
     if results is not None:
-        from moe_ep.bench.results import table
-
         columns = {"ep_size": "EP", "tokens": "T", "room": "room", "graph": "graph", "backend": "backend"}
         columns |= {f"{way}_us": way for way in WAYS}
         columns |= {"over_run": "/ run", "over_alone": "/ alone", "decode_step_us": "whole step"}

@@ -19,8 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from harness import GangBenchConfig, measure_on_gang
 
+from moe_ep.bench.geometries import preset
+from moe_ep.bench.layers import BenchLayers, make_weights
+from moe_ep.bench.results import table
+from moe_ep.bench.timing import slowest_rank, timing_of
+from moe_ep.bench.workload import Routing
+from moe_ep.distributed.passes import one_pass
 from moe_ep.env import at_least
 from moe_ep.launch.cli.options import geometry_name, option, output_file
 from moe_ep.launch.gangs.rank_env import RankEnv
@@ -47,14 +55,6 @@ class HostBenchConfig(GangBenchConfig):
 
 def measure(rank_env: RankEnv, config: HostBenchConfig) -> list[dict[str, Any]]:
     """One worker's part: a row for each backend, the same on every rank."""
-    import torch
-    import torch.distributed as dist
-
-    from moe_ep.bench.geometries import preset
-    from moe_ep.bench.layers import BenchLayers, make_weights
-    from moe_ep.bench.workload import Routing
-    from moe_ep.distributed.passes import one_pass
-
     device, size = torch.device(rank_env.device), rank_env.world_size
     geometry, rows = preset(config.geometry), []
     with torch.inference_mode():
@@ -69,8 +69,6 @@ def measure(rank_env: RankEnv, config: HostBenchConfig) -> list[dict[str, Any]]:
                 capacity=config.tokens,
                 dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
                 device=device,
-                dispatch_dtype=None,
-                eplb=False,
                 weights=weights,
             )
             batches = layers.batches(Routing(), config.tokens, _CHAIN, seed=0)
@@ -92,11 +90,6 @@ def measure(rank_env: RankEnv, config: HostBenchConfig) -> list[dict[str, Any]]:
 
 def _time(chain: Callable[[], None], device: Any) -> tuple[float, float]:
     """Microseconds of one call of the slowest rank, until it is queued and until it has ended."""
-    import torch
-    import torch.distributed as dist
-
-    from moe_ep.bench.timing import slowest_rank, timing_of
-
     wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
     together = dist.barrier if dist.is_initialized() else (lambda: None)
     queued, ended = [], []
@@ -127,8 +120,6 @@ def main() -> int:
     """Prints a table."""
     _, results = measure_on_gang("bench_host.py", __doc__ or "", HostBenchConfig, measure)
     if results is not None:
-        from moe_ep.bench.results import table
-
         columns = {"geometry": "geometry", "ep_size": "EP", "tokens": "T", "backend": "backend"}
         times = {
             "host_us": "host us a layer",

@@ -16,11 +16,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from harness import GangBenchConfig, measure_on_gang
 
+from moe_ep.bench.geometries import preset
+from moe_ep.bench.layers import BenchLayers, make_weights
+from moe_ep.bench.results import table
+from moe_ep.bench.timing import capture, slowest_rank
+from moe_ep.bench.workload import parse_routing
 from moe_ep.env import at_least
 from moe_ep.launch.cli.options import geometry_name, option, whole_numbers
 from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.observability.metrics import PrometheusSink
+from moe_ep.observability.monitor import LayerMonitor
+from moe_ep.observability.stages import listen, stop_listening
 
 _TURNS = 4
 
@@ -37,13 +47,6 @@ class ObservabilityConfig(GangBenchConfig):
 
 def measure(rank_env: RankEnv, config: ObservabilityConfig) -> list[dict[str, Any]]:
     """One worker's part: the slowest rank's microseconds of a step, for every way and number of tokens."""
-    import torch
-    import torch.distributed as dist
-
-    from moe_ep.bench.geometries import preset
-    from moe_ep.bench.layers import BenchLayers, make_weights
-    from moe_ep.bench.workload import parse_routing
-
     device = torch.device(rank_env.device)
     rows = []
     with torch.inference_mode():
@@ -52,8 +55,8 @@ def measure(rank_env: RankEnv, config: ObservabilityConfig) -> list[dict[str, An
         for tokens in config.tokens:
             layers = BenchLayers(
                 geometry, ep_size=size, ep_rank=rank_env.rank, group=dist.group.WORLD if size > 1 else None,
-                backend="auto", capacity=tokens, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-                device=device, dispatch_dtype=None, eplb=False, weights=weights,
+                capacity=tokens, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device,
+                weights=weights,
             )  # fmt: skip
             batches = layers.batches(parse_routing("uniform"), tokens, config.chain, 0)
 
@@ -69,11 +72,6 @@ def measure(rank_env: RankEnv, config: ObservabilityConfig) -> list[dict[str, An
 
 def _take_turns(step: Callable[[], None], device: Any, steps: int, rank: int) -> dict[str, dict[str, float]]:
     """The slowest rank's microseconds of a step of every way, medians of turns; ratio: over the way nobody watches."""
-    from moe_ep.bench.timing import capture, slowest_rank
-    from moe_ep.observability.metrics import PrometheusSink
-    from moe_ep.observability.monitor import LayerMonitor
-    from moe_ep.observability.stages import listen, stop_listening
-
     step()
     sink = PrometheusSink(0)
     monitor = LayerMonitor(sink, rank=rank, device=device)
@@ -104,9 +102,6 @@ def _take_turns(step: Callable[[], None], device: Any, steps: int, rank: int) ->
 
 def _turn(run: Callable[[], Any], tell: Callable[[], None] | None, device: Any, steps: int) -> float:
     """Microseconds of a step, the mean over a turn."""
-    import torch
-    import torch.distributed as dist
-
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     synchronize()
     if dist.is_initialized():
@@ -123,8 +118,6 @@ def _turn(run: Callable[[], Any], tell: Callable[[], None] | None, device: Any, 
 def main() -> int:
     _, results = measure_on_gang("bench_observability.py", __doc__ or "", ObservabilityConfig, measure)
     if results is not None:
-        from moe_ep.bench.results import table
-
         columns = {"geometry": "geometry", "ep_size": "EP", "tokens": "T", "way": "way", "us": "us", "ratio": "ratio"}
         print(table(results[0], columns))
     return 0

@@ -12,21 +12,31 @@ where values differ by more than rounding.
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from harness import GangBenchConfig, measure_on_gang
 
+from moe_ep.bench.geometries import FP8, INT4, MXFP4, PRESETS, preset
+from moe_ep.bench.layers import Batch, BenchLayers, SyntheticConfig, make_weights
+from moe_ep.bench.scaling import stage_times
+from moe_ep.bench.timing import slowest_rank, time_in_turns, timing_of
+from moe_ep.bench.workload import Routing
+from moe_ep.distributed.passes import one_pass
 from moe_ep.env import one_of
+from moe_ep.errors import ConfigError
 from moe_ep.launch.cli.options import option, whole_numbers
 from moe_ep.launch.gangs.rank_env import RankEnv
-
-if TYPE_CHECKING:
-    import torch
-
-    from moe_ep.bench.layers import Batch, BenchLayers, SyntheticConfig
+from moe_ep.layer import BatchBalance
+from moe_ep.layer.methods.base import relative_error
+from moe_ep.observability import stages
+from moe_ep.observability.stages import Listener
 
 CHAIN, REPEATS, LIMIT_S = 4, 40, 8.0
 # mean |d| / mean |ref| of values that are rounded alike, and of rows that one way rounds to 8 bits once more.
@@ -45,8 +55,6 @@ class LayerName(NamedTuple):
 
 def layer_name(raw: str) -> LayerName:
     """ValueError with the rule for anything else."""
-    from moe_ep.bench.geometries import PRESETS
-
     geometry, weights, rows, *more = [*raw.split(":"), None, None][: max(3, raw.count(":") + 1)]
     wrong = more or geometry not in PRESETS or weights not in (None, "int4", "fp8", "mxfp4")
     if wrong or rows not in (None, "int8", "fp8"):
@@ -71,12 +79,6 @@ class PrefillConfig(GangBenchConfig):
 
 def measure(rank_env: RankEnv, config: PrefillConfig) -> list[dict[str, Any]]:
     """One worker's part: all rows, the same on every rank."""
-    import gc
-
-    import torch
-
-    from moe_ep.bench.layers import make_weights
-
     rows, made = [], {"overlap": overlap_row, "balance": balance_row}
     with torch.inference_mode():
         for name in config.layers:
@@ -100,13 +102,6 @@ class Ranks:
     """Makes layers of one name on this rank."""
 
     def __init__(self, rank_env: RankEnv, name: LayerName) -> None:
-        from dataclasses import replace
-
-        import torch
-        import torch.distributed as dist
-
-        from moe_ep.bench.geometries import FP8, INT4, MXFP4, preset
-
         self.geometry = preset(name.geometry)
         if name.weights is not None:
             self.geometry = replace(self.geometry, weights={"int4": INT4, "fp8": FP8, "mxfp4": MXFP4}[name.weights])
@@ -121,25 +116,16 @@ class Ranks:
         self, weights: list[SyntheticConfig], tokens: int, overlap: bool = False, balance: Any = "off"
     ) -> BenchLayers:
         """Raises ConfigError where these experts do not run beside a dispatch."""
-        import os
-
-        from moe_ep.bench.layers import BenchLayers
-
         os.environ["MOE_EP_OVERLAP"] = str(int(overlap))
         return BenchLayers(
             self.geometry, ep_size=self.size, ep_rank=self.rank, group=self.group, backend=self.backend,
-            capacity=tokens, dtype=self.dtype, device=self.device, dispatch_dtype=self.rows, eplb=False,
-            weights=weights, input_dtype=self.rows or "none", batch_balance=balance,
+            capacity=tokens, dtype=self.dtype, device=self.device, weights=weights, dispatch_dtype=self.rows,
+            input_dtype=self.rows or "none", batch_balance=balance,
         )  # fmt: skip
 
 
 def overlap_row(ranks: Ranks, weights: list[SyntheticConfig], tokens: int) -> dict[str, Any]:
     """Separate and overlapped kernels in turns."""
-    from moe_ep.bench.scaling import stage_times
-    from moe_ep.bench.workload import Routing
-    from moe_ep.distributed.passes import one_pass
-    from moe_ep.errors import ConfigError
-
     graph = ranks.device.type == "cuda"
     row: dict[str, Any] = {}
     modes = {"separate": ranks.layers(weights, tokens)}
@@ -167,11 +153,6 @@ def overlap_row(ranks: Ranks, weights: list[SyntheticConfig], tokens: int) -> di
 
 def balance_row(ranks: Ranks, weights: list[SyntheticConfig], tokens: int) -> dict[str, Any]:
     """Uniform and skewed choices, balanced and not, in turns."""
-    from moe_ep.bench.workload import Routing
-    from moe_ep.distributed.passes import one_pass
-    from moe_ep.layer import BatchBalance
-    from moe_ep.observability import stages
-
     modes = {
         "off": ranks.layers(weights, tokens),
         "on": ranks.layers(weights, tokens, balance=BatchBalance(min_rows=0)),
@@ -198,10 +179,6 @@ def balance_row(ranks: Ranks, weights: list[SyntheticConfig], tokens: int) -> di
 
 def _one_rank(ranks: Ranks, tokens: int, seed: int) -> Batch:
     """Choices that send most rows to rank 0; logits are not used."""
-    import torch
-
-    from moe_ep.bench.layers import Batch
-
     geometry, device = ranks.geometry, ranks.device
     rng = torch.Generator(device).manual_seed(100 * seed + ranks.rank)
     scores = torch.rand((tokens, geometry.num_experts), device=device, generator=rng)
@@ -232,10 +209,6 @@ def _routed(layers: BenchLayers, batches: list[Batch]) -> Callable[[int], torch.
 
 def _times_in_turns(ranks: Ranks, calls: Mapping[str, Callable[[int], object]], graph: bool) -> dict[str, float]:
     """Medians of the slowest rank."""
-    import torch.distributed as dist
-
-    from moe_ep.bench.timing import slowest_rank, time_in_turns, timing_of
-
     together = dist.barrier if dist.is_initialized() else lambda: None
     times = time_in_turns(
         calls, device=ranks.device, chain=CHAIN, repeats=REPEATS, limit_s=LIMIT_S, graph=graph, together=together
@@ -244,25 +217,17 @@ def _times_in_turns(ranks: Ranks, calls: Mapping[str, Callable[[int], object]], 
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
-    from moe_ep.bench.timing import slowest_rank
-    from moe_ep.layer.methods.base import relative_error
-
     return {"difference": round(slowest_rank([relative_error(got, expected)])[0], 5)}
 
 
-def _Copies() -> Any:
-    from moe_ep.observability.stages import Listener
+class _Copies(Listener):
+    """Numbers of copies of the batches that were balanced."""
 
-    class Copies(Listener):
-        """Numbers of copies of the batches that were balanced."""
+    def __init__(self) -> None:
+        self.found: list[int] = []
 
-        def __init__(self) -> None:
-            self.found: list[int] = []
-
-        def copied(self, layer: Any, num_copies: int, expert_bytes: int) -> None:
-            self.found.append(num_copies)
-
-    return Copies()
+    def copied(self, layer: Any, num_copies: int, expert_bytes: int) -> None:
+        self.found.append(num_copies)
 
 
 def wrong(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -32,7 +32,7 @@ _LARGEST = 1e100
 
 # The keys that tell rows of one run apart.
 _ROW = ("geometry", "ep_size", "scaling", "phase", "asked_tokens", *KIND)
-_RUN = ("commit", "gpu", "workers", "hosts")
+_RUN = ("commit", "workers", "gpu", "hosts")
 # Keys that tables, plots and predictions need: texts, numbers, numbers that a single rank lacks, and numbers above 0.
 _TEXTS = ("geometry", "scaling", "phase", "backend", "mode", *KIND)
 _NUMBERS = (
@@ -43,10 +43,10 @@ _OF_LINKS = ("link_gb_per_s", "link_share")
 _POSITIVE = ("ep_size", "asked_tokens", "tokens_per_rank", "us", "p99_us", "tokens_per_s", "tokens_per_s_per_gpu")
 
 
-def read_scaling(path: Path) -> tuple[list[Row], list[str]]:
-    """(rows with their `efficiency`, the runs that they are of).
+def read_scaling(path: Path) -> tuple[list[Row], str]:
+    """(rows with their `efficiency`, a note where they are of several runs).
 
-    A file may hold several runs; of a row that was measured more than once the last counts.
+    Of a row that was measured more than once the last counts.
 
     Raises:
         ValueError: no rows of a scaling benchmark, or a row that lacks something.
@@ -61,9 +61,9 @@ def read_scaling(path: Path) -> tuple[list[Row], list[str]]:
         found[tuple(row[key] for key in _ROW)] = row
     if not found:
         raise ValueError("it holds no rows; give a file that `moe-ep bench scaling --json` wrote")
-    runs = {tuple(str(row.get(key)) for key in _RUN): None for row in found.values()}
-    told = [f"commit {commit}, {workers} x {gpu}, {hosts} host(s)" for commit, gpu, workers, hosts in runs]
-    return with_efficiency(list(found.values())), told
+    runs = dict.fromkeys("commit {}, {} x {}, {} host(s)".format(*map(row.get, _RUN)) for row in found.values())
+    told = f"rows of {len(runs)} runs are shown together: {'; '.join(runs)}; those measured twice as the later has them"
+    return with_efficiency(list(found.values())), told if len(runs) > 1 else ""
 
 
 def _lacking(row: Row) -> str | None:
@@ -88,13 +88,6 @@ def _is_number(value: Any) -> bool:
 def _is_positive_sum(values: Iterable[Any]) -> bool:
     values = list(values)
     return all(map(_is_number, values)) and sum(values) > 0
-
-
-def about_runs(runs: list[str]) -> str | None:
-    """A note for tables that show rows of several runs."""
-    if len(runs) == 1:
-        return None
-    return f"rows of {len(runs)} runs are shown together: {'; '.join(runs)}; those measured twice as the later has them"
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

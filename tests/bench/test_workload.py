@@ -66,10 +66,8 @@ def test_presets_count_bytes_and_operations() -> None:
 
 def layers_of_small() -> BenchLayers:
     geometry = preset("small")
-    return BenchLayers(
-        geometry, ep_size=1, ep_rank=0, group=None, backend="auto", capacity=8, dtype=torch.float32, device=CPU,
-        dispatch_dtype=None, eplb=False, weights=make_weights(geometry, 1, CPU, seed=0),
-    )  # fmt: skip
+    weights = make_weights(geometry, 1, CPU, seed=0)
+    return BenchLayers(geometry, capacity=8, dtype=torch.float32, device=CPU, weights=weights)
 
 
 def test_layers_compute_what_their_weights_say_and_wrong_ones_are_not_timed() -> None:

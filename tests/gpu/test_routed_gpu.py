@@ -54,10 +54,8 @@ def layers(request: pytest.FixtureRequest) -> BenchLayers:
     geometry, device = request.param, torch.device("cuda", 0)
     torch.cuda.set_device(device)
     with torch.inference_mode():
-        return BenchLayers(
-            geometry, ep_size=1, ep_rank=0, group=None, backend="auto", capacity=32, dtype=torch.bfloat16,
-            device=device, dispatch_dtype=None, eplb=False, weights=make_weights(geometry, 1, device, 0)[:1],
-        )  # fmt: skip
+        weights = make_weights(geometry, 1, device, 0)[:1]
+        return BenchLayers(geometry, capacity=32, dtype=torch.bfloat16, device=device, weights=weights)
 
 
 @torch.inference_mode()

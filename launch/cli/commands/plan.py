@@ -144,14 +144,14 @@ def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machi
     """Returns the machine fitted to the measured rows, a table of those beside their predictions, and "GPU" or "CPU".
     Rows of CPUs do not say how much memory there is."""
     from moe_ep.bench.cost_model import calibrated
-    from moe_ep.bench.scaling_tables import about_runs, read_scaling
+    from moe_ep.bench.scaling_tables import read_scaling
 
     with refusing(f"--measured is {path}: "):
-        rows, runs = read_scaling(path)
+        rows, told = read_scaling(path)
     found = [row for row in rows if row["geometry"] == geometry.name]
     with refusing(f"--measured is {path}; of {geometry.name} "):
         machine = calibrated(machine, geometry, found)
-    if told := about_runs(runs):
+    if told:
         print(told, file=sys.stderr)
     return machine, _compared(geometry, machine, found), "GPU" if any(row.get("cuda") for row in found) else "CPU"
 

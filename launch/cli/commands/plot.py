@@ -31,12 +31,12 @@ def main(args: argparse.Namespace) -> int:
     config = from_args(PlotConfig, args)
     path = parsed("FILE", args.file, lambda raw: input_file(raw, "it must be a file that a benchmark wrote"))
     from moe_ep.bench.plots import plot_scaling
-    from moe_ep.bench.scaling_tables import about_runs, as_markdown, read_scaling
+    from moe_ep.bench.scaling_tables import as_markdown, read_scaling
     from moe_ep.files import write_text
 
     with refusing(f"FILE is {args.file!r}; "):
-        rows, runs = read_scaling(path)
-    if told := about_runs(runs):
+        rows, told = read_scaling(path)
+    if told:
         print(told, file=sys.stderr)
     config.out.mkdir(exist_ok=True)
     written = plot_scaling(rows, config.out)
