@@ -1,21 +1,22 @@
 """From the counts of a window to a load report and, where it pays, a plan.
 
 `PlannerProcess` plans in a process of its own, so that a second of planning does not hold up the interpreter that
-serves. The two talk over pipes: a line of JSON, then the arrays' bytes. Requests carry a window of counts and the
-placement, answers the plan, or why there is none.
+serves. The two talk over a socket: a line of JSON, then the bytes of arrays. Requests carry a window of counts int32
+`[S, L, P]` and the placement int64 `[L, P]`, answers the plan int64 `[L, P]`, or why there is none.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import select
+import socket
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from typing import IO, Any
+from io import BufferedReader
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,12 +49,6 @@ def measure_load(counts: torch.Tensor, num_ranks: int, step: int) -> LoadReport:
     )
 
 
-def logical_counts(counts: torch.Tensor, placement: Array, num_experts: int) -> torch.Tensor:
-    """Counts of logical experts int64 `[S, L, E]`, from those of physical ones `[S, L, P]` and their placement."""
-    result = counts.new_zeros(*counts.shape[:2], num_experts)
-    return result.scatter_add_(2, torch.from_numpy(placement).expand_as(counts), counts)
-
-
 def make_plan(
     counts: torch.Tensor, placement: Array, num_experts: int, num_ranks: int, config: EplbConfig
 ) -> tuple[Array | None, str]:
@@ -64,7 +59,8 @@ def make_plan(
     # For other objectives only the planner can tell whether the layers are even.
     if config.objective == "tokens" and load.balancedness >= config.rebalance_below:
         return None, f"balancedness {load.balancedness:.3f} is not below {config.rebalance_below:g}"
-    window = logical_counts(counts, placement, num_experts)
+    window = counts.new_zeros(*counts.shape[:2], num_experts)
+    window.scatter_add_(2, torch.from_numpy(placement).expand_as(counts), counts)
     plan = rebalance_experts(
         window.sum(dim=0),
         placement.shape[1],
@@ -94,24 +90,24 @@ class PlannerProcess:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
+        self._socket, of_child = socket.socketpair()
+        self._socket.settimeout(limit_s)
+        self._answers = self._socket.makefile("rb")
         environment = os.environ | {
             # As found here, also from a bare checkout; no GPU, and one core.
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from moe_ep.eplb.planner import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            bufsize=0,
-            # Interrupts at the terminal are for the one that serves; this one ends when its pipe does.
-            start_new_session=True,
-        )
-        if self.process.stdin is not None:
-            # A write takes what the pipe has room for, however long the child takes to read.
-            os.set_blocking(self.process.stdin.fileno(), False)
+        with of_child:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", "from moe_ep.eplb.planner import main; main()"],
+                stdin=of_child.fileno(),
+                stdout=2,  # what libraries print there
+                env=environment,
+                # Interrupts at the terminal are for the process that serves; this one ends with its socket.
+                start_new_session=True,
+            )
 
     def make_plan(
         self,
@@ -127,20 +123,24 @@ class PlannerProcess:
             TimeoutError: it takes too long.
             RuntimeError: the process has ended.
         """
-        about = {"num_experts": num_experts, "num_ranks": num_ranks, "config": asdict(config)}
-        stdin, stdout = self.process.stdin, self.process.stdout
-        if stdin is None or stdout is None:
-            raise RuntimeError("the planning process was started without pipes")
-        deadline = time.monotonic() + self._limit_s
+        request = {
+            "shape": list(counts.shape),
+            "num_experts": num_experts,
+            "num_ranks": num_ranks,
+            "config": asdict(config),
+        }
         try:
-            _write(stdin, about, counts.to(torch.int32).numpy(), placement, deadline=deadline)
-            answer, arrays = _read(stdout, deadline)
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            self._socket.sendall(counts.to(torch.int32).numpy().tobytes())
+            self._socket.sendall(placement.tobytes())
+            answer = _read_line(self._answers)
+            plan = _read_array(self._answers, np.int64, placement.shape) if answer["made"] else None
         except TimeoutError:
             raise TimeoutError(f"the planning process did not answer within {self._limit_s:g} s") from None
         except (OSError, EOFError):
             code = self.process.wait()
             raise RuntimeError(f"the planning process ended with exit code {code}") from None
-        return (arrays[0] if arrays else None), answer["reason"]
+        return plan, answer["reason"]
 
     def give_up(self) -> None:
         """Ends a `make_plan` that waits for its answer; called by another thread, and `close` comes next."""
@@ -150,75 +150,38 @@ class PlannerProcess:
         """Ends the process."""
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self._answers.close()
+        self._socket.close()
 
 
-def _write(pipe: IO[bytes], about: dict[str, Any], *arrays: Array, deadline: float | None = None) -> None:
-    """Raises TimeoutError where the other end does not read before the deadline (time.monotonic)."""
-    arrays = tuple(np.ascontiguousarray(array) for array in arrays)
-    header = about | {"arrays": [[array.dtype.str, list(array.shape)] for array in arrays]}
-    for data in (json.dumps(header).encode() + b"\n", *(array.tobytes() for array in arrays)):
-        left = memoryview(data)
-        while len(left):
-            _wait(pipe, select.POLLOUT, deadline)
-            left = left[pipe.write(left) or 0 :]
+def _read_line(file: BufferedReader) -> dict[str, Any]:
+    line = file.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError
+    found: dict[str, Any] = json.loads(line)
+    return found
 
 
-def _read(pipe: IO[bytes], deadline: float | None = None) -> tuple[dict[str, Any], list[Array]]:
-    """Raises TimeoutError where the other end does not write before the deadline, EOFError where it is gone."""
-    header = json.loads(_read_line(pipe, deadline))
-    arrays = []
-    for dtype, shape in header.pop("arrays"):
-        data = bytearray(np.dtype(dtype).itemsize * math.prod(shape))
-        view = memoryview(data)
-        while len(view):
-            _wait(pipe, select.POLLIN, deadline)
-            size = pipe.readinto(view)  # type: ignore[attr-defined]
-            if not size:
-                raise EOFError
-            view = view[size:]
-        arrays.append(np.frombuffer(data, dtype=dtype).reshape(shape))
-    return header, arrays
-
-
-def _wait(pipe: IO[bytes], event: int, deadline: float | None) -> None:
-    """Returns when the pipe is ready or its other end is gone; TimeoutError at the deadline."""
-    # Unlike select, for any number of open files.
-    poll = select.poll()
-    poll.register(pipe, event)
-    if not poll.poll(None if deadline is None else max(deadline - time.monotonic(), 0) * 1e3):
-        raise TimeoutError
-
-
-def _read_line(pipe: IO[bytes], deadline: float | None) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        _wait(pipe, select.POLLIN, deadline)
-        byte = pipe.read(1)
-        if not byte:
-            raise EOFError
-        line += byte
-    return line
+def _read_array(file: BufferedReader, dtype: type[np.generic], shape: Sequence[int]) -> Array:
+    array = np.empty(shape, dtype=dtype)
+    if file.readinto(array.reshape(-1).view(np.uint8).data) < array.nbytes:
+        raise EOFError
+    return array
 
 
 def main() -> None:
-    """Answers requests until the pipe is closed."""
+    """Answers requests until the socket, which is standard input, is closed."""
     os.nice(5)
     torch.set_num_threads(1)
-    requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
-    # What a library prints must not get between answers.
-    os.dup2(2, 1)
-    while True:
-        try:
-            about, (counts, placement) = _read(requests)
-        except EOFError:
-            return
-        window = torch.from_numpy(counts.astype(np.int64))
-        config = EplbConfig(**about["config"])
-        plan, reason = make_plan(window, placement, about["num_experts"], about["num_ranks"], config)
-        try:
-            _write(answers, {"reason": reason}, *([] if plan is None else [plan]))
-        except BrokenPipeError:
-            return
+    channel = socket.socket(fileno=0)
+    requests = channel.makefile("rb")
+    with suppress(EOFError, OSError):
+        while True:
+            request = _read_line(requests)
+            shape = request["shape"]
+            window = torch.from_numpy(_read_array(requests, np.int32, shape)).long()
+            placement = _read_array(requests, np.int64, shape[1:])
+            config = EplbConfig(**request["config"])
+            plan, reason = make_plan(window, placement, request["num_experts"], request["num_ranks"], config)
+            answer = json.dumps({"made": plan is not None, "reason": reason}).encode() + b"\n"
+            channel.sendall(answer if plan is None else answer + plan.tobytes())
