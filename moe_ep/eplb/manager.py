@@ -17,7 +17,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,94 +38,69 @@ if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
 
 
-class MovingThread:
-    """Carries out rearrangements one after the other, from `start` until `close` or until something goes wrong, and
-    looks for errors of other ranks between them.
+logger = logging.getLogger(__name__)
+
+
+class MovingThread(threading.Thread):
+    """Carries out rearrangements one after the other, and looks for errors of other ranks between them.
+
+    After an error it takes no more jobs. It ends when it is closed, and closes the rearrangement then.
 
     Args:
-        carry_out: all of a job; what goes wrong is returned.
-        stop: told once what went wrong, here or on another rank.
-
-    Attributes:
-        is_open: whether it was started and not closed.
+        stop: is told once what went wrong, here or on another rank.
     """
 
     def __init__(
         self,
-        device: torch.device,
+        rearrangement: Rearrangement,
         channel: SideChannel,
-        carry_out: Callable[[Job], EplbError | None],
+        device: torch.device,
         stop: Callable[[EplbError], None],
     ) -> None:
-        self.is_open = False
-        self._device, self._channel, self._carry_out, self._stop = device, channel, carry_out, stop
+        super().__init__(name="moe_ep-eplb", daemon=True)
+        self._rearrangement, self._channel, self._device, self._tell_error = rearrangement, channel, device, stop
         # A SimpleQueue, since its put is reentrant: garbage collected inside it may close this object.
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._last: Callable[[], None] | None = None
-        self._has_ended, self._once = False, threading.Lock()
-        self._thread = threading.Thread(target=self._serve, name="moe_ep-eplb", daemon=True)
-
-    def start(self) -> None:
-        """Begins to take jobs."""
-        self._thread.start()
-        self.is_open = True
-
-    def put(self, job: Job) -> None:
-        """Has a job carried out, soon."""
-        self._jobs.put(job)
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
 
     def close(self) -> None:
         """Returns when the thread has ended, or will at once: it may itself collect this object as garbage."""
-        self.is_open = False
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self.jobs.put(None)
+        if threading.current_thread() is not self:
+            self.join()
 
-    def end(self, last: Callable[[], None]) -> None:
-        """As `close`, without waiting; `last` is called by the thread, or here where it has ended already."""
-        self.is_open = False
-        self._last = last
-        self._jobs.put(None)
-        if self._has_ended:
-            self._call_last()
-
-    def _call_last(self) -> None:
-        # Two threads may come here.
-        if self._last is not None and self._once.acquire(blocking=False):
-            self._last()
-
-    def _serve(self) -> None:
-        try:
-            self._take_jobs()
-        finally:
-            self._has_ended = True
-            self._call_last()
-
-    def _take_jobs(self) -> None:
+    def run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        error: EplbError | None = None
         try:
-            while error is None:
-                try:
-                    job = self._jobs.get(timeout=POLL_S)
-                except queue.Empty:
-                    error = self._channel.heard()
-                    continue
-                if job is None:
-                    return
-                error = self._carry_out(job)
-        except BaseException as cause:
-            error = interrupted(self._channel, cause)
-        self._stop(error)
+            try:
+                error = self._take_jobs()
+            except BaseException as cause:
+                error = interrupted(self._channel, cause)
+            if error is not None:
+                self._tell_error(error)
+                while self.jobs.get() is not None:
+                    pass
+        finally:
+            self._rearrangement.close()
+
+    def _take_jobs(self) -> EplbError | None:
+        """Returns what went wrong, or None when the thread was closed."""
+        error: EplbError | None = None
+        while error is None:
+            try:
+                job = self.jobs.get(timeout=POLL_S)
+            except queue.Empty:
+                error = self._channel.heard()
+                continue
+            if job is None:
+                return None
+            error = self._rearrangement.carry_out(job, asynchronous=True)
+        return error
 
 
 def interrupted(channel: SideChannel, cause: BaseException) -> EplbError:
     """For what is no error but ends a thread all the same, as SystemExit of a listener does; all ranks learn it."""
     return channel.failed(f"EPLB was interrupted on EP rank {channel.rank}: {cause!r}")
-
-
-logger = logging.getLogger(__name__)
 
 
 class EPLBManager:
@@ -194,12 +168,8 @@ class EPLBManager:
             self.recorder,
             _of(self, EPLBManager._tell),
         )
-        self._thread = MovingThread(
-            self._mover.device,
-            self._channel,
-            partial(self._rearrangement.carry_out, asynchronous=True),
-            _of(self, EPLBManager._stop),
-        )
+        stop = _of(self, EPLBManager._stop)
+        self._thread = MovingThread(self._rearrangement, self._channel, self._mover.device, stop)
         for index, layer in enumerate(layers):
             layer.set_eplb_state(
                 index,
@@ -215,7 +185,8 @@ class EPLBManager:
                 layer.eplb_state.finish_moving = _of(self, lambda manager: manager._is_open() and manager.finish())
         self._telling, self._beginning = threading.Lock(), threading.Lock()
         self._num_jobs = 0
-        self._is_closing = False
+        # Whether a thread serves it; and, once it does not any more, whether nothing had gone wrong before.
+        self._is_started = self._is_closing = False
         try:
             self._mover.warm_up()
             self.recorder.warm_up()
@@ -225,6 +196,7 @@ class EPLBManager:
             self._rearrangement.close()
             raise
         self._thread.start()
+        self._is_started = True
         self._if_dropped = weakref.finalize(self, _end, self._rearrangement, self._thread)
         self._if_dropped.atexit = False
         close_at_exit(self)
@@ -327,15 +299,15 @@ class EPLBManager:
         A rearrangement under way is given up, and peers that go on with it fail at their next exchange. A manager that
         is dropped ends in the same way, beside the thread that drops it.
         """
-        if self._thread.is_open:
+        if self._is_started:
+            self._is_started = False
             self._if_dropped.detach()
             self._is_closing = not self._gate.failed
             self._rearrangement.give_up()
             self._thread.close()
-            self._rearrangement.close()
 
     def _is_open(self) -> bool:
-        return self._thread.is_open and not self._gate.failed
+        return self._is_started and not self._gate.failed
 
     def _checked(self, placement: Array | torch.Tensor) -> Array:
         target = placement_on_host("physical_to_logical", placement)
@@ -354,7 +326,7 @@ class EPLBManager:
             self._num_jobs += 1
         job = Job(self._num_jobs, self._gate.step, counts, target)
         if asynchronous:
-            self._thread.put(job)
+            self._thread.jobs.put(job)
             return
         try:
             error = self._rearrangement.carry_out(job, asynchronous=False)
@@ -416,5 +388,5 @@ def _of(manager: EPLBManager, method: Callable[..., Any], otherwise: Any = None)
 def _end(rearrangement: Rearrangement, thread: MovingThread) -> None:
     """Ends a manager that was dropped. Returns at once, since the thread that collects it may hold any lock."""
     rearrangement.give_up()
-    thread.end(rearrangement.close)
+    thread.jobs.put(None)
     close_at_exit(thread)

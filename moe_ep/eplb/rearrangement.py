@@ -65,14 +65,14 @@ class StepGate:
         """
         with self._changed:
             self.step += 1
-            self.wait_for(lambda: self._hold is None or self.step < self._hold, timeout_s)
+            if not self.wait_for(lambda: self._hold is None or self.step < self._hold, timeout_s):
+                raise TimeoutError
             return self._due == self.step
 
     def wait_decided(self) -> None:
         """Waits for the next decision without ending a step; a commit is due then. For ranks that stand at one step.
 
-        Raises:
-            EplbError: the moving thread failed.
+        Raises EplbError where the moving thread failed.
         """
         with self._changed:
             self.wait_for(lambda: self._due is not None, None)
@@ -98,13 +98,10 @@ class StepGate:
     def wait_done(self, limit_s: float) -> bool:
         """Waits for the commit to be made, which takes as long as the model stands still; False at the limit.
 
-        Raises:
-            EplbError: `fail` was called.
+        Raises EplbError where `fail` was called.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._due is None or self._error is not None, limit_s)
-            self.check()
-            return self._due is None
+            return self.wait_for(lambda: self._due is None, limit_s)
 
     def fail(self, error: EplbError) -> None:
         """Has the serving thread raise this, or what it was to raise already."""
@@ -117,15 +114,11 @@ class StepGate:
         if self._error is not None:
             raise self._error
 
-    def wait_for(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
-        """Waits while the lock is held; TimeoutError at the deadline, and what `check` raises once it would."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._error is None and not ready():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError
-            self._changed.wait(left)
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Waits with the lock held, and returns whether it is ready; raises what `check` raises once it would."""
+        self._changed.wait_for(lambda: self._error is not None or ready(), timeout_s)
         self.check()
+        return ready()
 
 
 logger = logging.getLogger(__name__)

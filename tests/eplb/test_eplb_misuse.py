@@ -222,13 +222,14 @@ def interrupt_a_step(rank: int, world_size: int) -> str:
     layers = make_model(world_size)
     settings = {**vars(CONFIG), "first_plan": NEVER, "timeout_s": 20}
     manager, wait, interrupted = EPLBManager(layers, EplbConfig(**settings)), StepGate.wait_for, False
+    serving = threading.get_ident()
 
-    def wait_or_leave(gate: StepGate, ready: Callable[[], bool], timeout_s: float | None) -> None:
+    def wait_or_leave(gate: StepGate, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         nonlocal interrupted
-        if rank == 1 and not (interrupted or ready()):
+        if rank == 1 and threading.get_ident() == serving and not (interrupted or ready()):
             interrupted = True
             raise KeyboardInterrupt
-        wait(gate, ready, timeout_s)
+        return wait(gate, ready, timeout_s)
 
     with mock.patch.object(StepGate, "wait_for", wait_or_leave), pytest.raises(EplbError) as error:
         manager.rearrange(random_placement(L, manager.placement.num_slots, seed=1))
