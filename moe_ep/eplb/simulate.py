@@ -7,6 +7,7 @@ what it has seen shows it here.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from moe_ep.eplb.batch_plan import one_replica, plan_batch
+from moe_ep.eplb.batch_rounds import place_rows
 from moe_ep.eplb.mapping import map_tiles, rows_per_tile
 from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement, logical_maps
 from moe_ep.eplb.rebalance import rebalance_experts
@@ -25,10 +27,9 @@ from moe_ep.errors import check_at_least, check_not_negative
 #
 # Rules that choose a replica for each token of an expert, for simulations on the CPU.
 #
-# "levelled" is the one that serves (`moe_ep.eplb.mapping`); the others are what it was chosen over. A rule gets the
-# ids of a step `[T, top_k]` of all ranks, -1 for none, the rank of each token `[T]`, rising, and a layer's `Layout`; it
-# gives the slot of each choice, `[T, top_k]`. Rules that remember something between steps are objects made anew for
-# each layer.
+# "levelled" is the one that serves (`moe_ep.eplb.mapping`). A rule gets the ids of a step `[T, top_k]` of all ranks, -1
+# for none, the rank of each token `[T]`, rising, and a layer's `Layout`. It gives the slot of each choice
+# `[T, top_k]`, -1 for none. Rules that remember something between steps are objects made anew for each layer.
 
 _ROW_STEP, _EXPERT_STEP, _RANK_STEP, _MASK = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, (1 << 32) - 1
 
@@ -59,53 +60,11 @@ def first_row(rank: Array) -> Array:
     return np.arange(rank.size) - np.searchsorted(rank, rank)
 
 
-def occurrence(ids: Array, rank: Array, num_experts: int) -> Array:
-    """How many choices of the same expert by the same rank come before each choice: `[T, top_k]`."""
-    key = (rank[:, None] * num_experts + ids).ravel()
-    order = np.argsort(key, kind="stable")
-    place = np.arange(key.size) - np.searchsorted(key[order], key[order])
-    result = np.empty(key.size, dtype=np.int64)
-    result[order] = place
-    return result.reshape(ids.shape)
-
-
-def hashed(ids: Array, rank: Array, layout: Layout, offset: bool) -> Array:
-    """A hash of row and expert, with or without the rank in it: of any run of rows each replica gets its share."""
-    seed = first_row(rank)[:, None] * _ROW_STEP + ids * _EXPERT_STEP + (rank[:, None] * _RANK_STEP if offset else 0)
+def hashed(ids: Array, rank: Array, layout: Layout) -> Array:
+    """A hash of row, expert and rank: of any run of rows each replica gets its share."""
+    seed = first_row(rank)[:, None] * _ROW_STEP + ids * _EXPERT_STEP + rank[:, None] * _RANK_STEP
     replica = ((seed & _MASK) * layout.counts[ids]) >> 32
-    return layout.table[ids, replica]
-
-
-def hash_rule(ids: Array, rank: Array, layout: Layout) -> Array:
-    return hashed(ids, rank, layout, offset=False)
-
-
-def hash_with_rank(ids: Array, rank: Array, layout: Layout) -> Array:
-    return hashed(ids, rank, layout, offset=True)
-
-
-def nearest(ids: Array, rank: Array, layout: Layout) -> Array:
-    """The replica on the token's own rank, else the hash with the rank in it."""
-    own = layout.table[ids] // layout.width == rank[:, None, None]
-    own &= layout.table[ids] >= 0
-    local = np.take_along_axis(layout.table[ids], own.argmax(axis=2)[..., None], axis=2)[..., 0]
-    return np.where(own.any(axis=2), local, hash_with_rank(ids, rank, layout))
-
-
-class RoundRobin:
-    """Replicas in turn, counted by each rank for each expert over all steps, each rank starting at another replica."""
-
-    def __init__(self) -> None:
-        self.counter: Array | None = None
-
-    def __call__(self, ids: Array, rank: Array, layout: Layout) -> Array:
-        num_experts = layout.counts.size
-        if self.counter is None:
-            self.counter = np.arange(layout.num_ranks)[:, None] + np.arange(num_experts)
-        turn = self.counter[rank[:, None], ids] + occurrence(ids, rank, num_experts)
-        seen = np.bincount((rank[:, None] * num_experts + ids).ravel(), minlength=self.counter.size)
-        self.counter = self.counter + seen.reshape(self.counter.shape)
-        return layout.table[ids, turn % layout.counts[ids]]
+    return np.where(ids >= 0, layout.table[ids, replica], -1)
 
 
 class OneReplica:
@@ -121,37 +80,9 @@ class OneReplica:
 
     def __call__(self, ids: Array, rank: Array, layout: Layout) -> Array:
         if self.knows_batch or self.slots is None:
-            active = np.bincount(ids.ravel(), minlength=layout.counts.size) if self.knows_batch else None
+            active = np.bincount(ids[ids >= 0], minlength=layout.counts.size) if self.knows_batch else None
             self.slots = one_replica(layout.slots, layout.counts.size, layout.num_ranks, active)
-        return self.slots[ids]
-
-
-def water_filling(ids: Array, rank: Array, layout: Layout) -> Array:
-    """Splits every expert's tokens of the whole batch so that the fullest of its ranks is as low as can be.
-
-    Experts with one replica are placed first; the others fill the lowest of their ranks, the largest first, and are
-    taken out and filled in again three times. A token keeps to its own rank while that rank's share lasts. Needs the
-    counts of all ranks before the step.
-    """
-    total = np.bincount(ids.ravel(), minlength=layout.counts.size)
-    single = layout.counts == 1
-    load = np.zeros(layout.num_ranks, dtype=np.int64)
-    np.add.at(load, layout.table[single, 0] // layout.width, total[single])
-    several = np.flatnonzero(~single & (total > 0))
-    several = several[np.argsort(-total[several], kind="stable")]
-    share = np.zeros_like(layout.table)
-    for _ in range(4):
-        for expert in several:
-            count = layout.counts[expert]
-            ranks = layout.table[expert, :count] // layout.width
-            np.subtract.at(load, ranks, share[expert, :count])
-            share[expert, :count] = fill(load[ranks], int(total[expert]))
-            np.add.at(load, ranks, share[expert, :count])
-    result = layout.table[ids, 0]
-    for expert in several:
-        token, place = np.nonzero(ids == expert)
-        result[token, place] = deal(rank[token], layout.table[expert, : layout.counts[expert]], share[expert], layout)
-    return result
+        return np.where(ids >= 0, self.slots[ids], -1)
 
 
 def levelled(ids: Array, rank: Array, layout: Layout) -> Array:
@@ -178,49 +109,39 @@ def levelled(ids: Array, rank: Array, layout: Layout) -> Array:
     return physical.view(tiles.shape).numpy()[tile, row % num_rows]
 
 
-def fill(level: Array, amount: int) -> Array:
-    """How much of `amount` goes onto each of these levels so that the highest stays lowest; whole numbers."""
-    order = np.argsort(level, kind="stable")
-    rising = level[order]
-    room = np.arange(1, level.size + 1) * np.append(rising[1:], np.iinfo(np.int64).max >> 8) - np.cumsum(rising)
-    reached = int(np.argmax(room >= amount)) + 1
-    surface, rest = divmod(int(rising[:reached].sum()) + amount, reached)
-    result = np.zeros_like(level)
-    result[order[:reached]] = surface - rising[:reached] + (np.arange(reached) < rest)
-    return result
+# (expert, from rank, to rank, scratch slot)
+Copy = tuple[int, int, int, int]
 
 
-def deal(rank: Array, slots: Array, share: Array, layout: Layout) -> Array:
-    """Gives tokens on these ranks their slots, `share` to each, own rank first."""
-    left = share[: slots.size].copy()
-    result = np.full(rank.size, -1, dtype=np.int64)
-    for replica, slot in enumerate(slots):
-        own = np.flatnonzero((rank == slot // layout.width) & (result < 0))[: left[replica]]
-        result[own] = slot
-        left[replica] -= own.size
-    result[result < 0] = np.repeat(slots, left)
-    return result
+def by_counts(
+    ids: Array, rank: Array, layout: Layout, spare_slots: int = 0, copy_cost_rows: float = 0.0
+) -> tuple[Array, list[Copy]]:
+    """Divides a step's rows by the counts of all ranks, which ranks would have to exchange first (`plan_batch`).
+
+    Returns:
+        The slot of each choice, where each rank's scratch slots follow its other ones; and the copies made into them.
+    """
+    on_host, slots = torch.from_numpy(ids), torch.from_numpy(layout.slots)
+    token, place = np.nonzero(ids >= 0)
+    num_experts = layout.counts.size
+    key = rank[token] * num_experts + ids[token, place]
+    counts = torch.from_numpy(np.bincount(key, minlength=layout.num_ranks * num_experts))
+    plan = plan_batch(counts.view(-1, num_experts), slots, layout.num_ranks, spare_slots, copy_cost_rows)
+    begins = np.searchsorted(rank, np.arange(layout.num_ranks + 1)).tolist()
+    chosen = [
+        place_rows(on_host[begin:end], plan.of_rank(source, slots, spare_slots))
+        for source, (begin, end) in enumerate(itertools.pairwise(begins))
+    ]
+    return torch.cat(chosen).numpy(), plan.copies
 
 
 RULES: dict[str, Callable[[], Rule]] = {
     "levelled": lambda: levelled,
-    "hash": lambda: hash_rule,
-    "hash-rank": lambda: hash_with_rank,
-    "nearest": lambda: nearest,
-    "round-robin": RoundRobin,
-    "known-counts": lambda: water_filling,
+    "hash-rank": lambda: hashed,
+    "known-counts": lambda: lambda ids, rank, layout: by_counts(ids, rank, layout)[0],
     "one-replica": lambda: OneReplica(knows_batch=False),
     "known-active": lambda: OneReplica(knows_batch=True),
 }
-
-
-def choose(rule: Rule, ids: Array, rank: Array, layout: Layout) -> Array:
-    """Applies a rule to ids that may hold -1, which stays -1."""
-    if (ids >= 0).all():
-        return rule(ids, rank, layout)
-    # Rules other than the one that serves know experts only: a missing one is taken for expert 0 and dropped.
-    return np.where(ids >= 0, rule(ids if rule is levelled else np.maximum(ids, 0), rank, layout), -1)
-
 
 LINEAR = "linear"
 # Beside the rules: the batch's counts are known, and experts are copied for it (`moe_ep.eplb.batch_plan`).
@@ -286,10 +207,6 @@ class Scene:
         return seen
 
 
-# (expert, from rank, to rank, scratch slot)
-Copy = tuple[int, int, int, int]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a placement with a replica rule did on the steps that were not planned on.
@@ -307,20 +224,17 @@ class Outcome:
     @functools.cached_property
     def loads(self) -> Array:
         """Tokens of each rank, int64 `[S, L, R]`."""
-        loads: Array = self.counts.sum(axis=3)
-        return loads
+        return np.sum(self.counts, axis=3)
 
     @property
     def slot_loads(self) -> Array:
         """Tokens of each slot, `[L, P]`."""
-        loads: Array = self.counts.sum(axis=0)
-        return loads.reshape(loads.shape[0], -1)
+        return np.sum(self.counts, axis=0).reshape(self.counts.shape[1], -1)
 
     @functools.cached_property
     def active(self) -> Array:
         """Slots of a rank that got any token, `[S, L, R]`."""
-        active: Array = (self.counts > 0).sum(axis=3)
-        return active
+        return np.count_nonzero(self.counts, axis=3)
 
     @property
     def balancedness(self) -> float:
@@ -332,18 +246,16 @@ class Outcome:
         return [balancedness(loads) for loads in torch.from_numpy(self.loads).unbind(dim=1)]
 
     @property
-    def peak(self) -> float:
-        """Mean over steps and layers of the maximum over the mean tokens of a rank."""
-        peaks = self.peaks
-        return float(peaks.mean()) if peaks.size else 1.0
-
-    @property
     def peaks(self) -> Array:
         """The maximum over the mean tokens of a rank, of each step and layer that has any."""
         mean = self.loads.mean(axis=2)
         busy = mean > 0
-        peaks: Array = self.loads.max(axis=2)[busy] / mean[busy]
-        return peaks
+        return np.divide(self.loads.max(axis=2)[busy], mean[busy])
+
+    @property
+    def peak(self) -> float:
+        """The mean of the `peaks`."""
+        return float(self.peaks.mean()) if self.peaks.size else 1.0
 
     @property
     def copies_per_layer(self) -> float:
@@ -378,11 +290,11 @@ def place(trace: RoutingTrace, scene: Scene, policy: str, num_steps: int | None 
 
 def measure(trace: RoutingTrace, scene: Scene, slots: Array, rule: str) -> Outcome:
     """Serves the other steps with a placement `[L, P]` and a rule of `moe_ep.eplb.simulate`, or "per-batch"."""
-    seen, num_ranks, num_slots = scene.split(trace), scene.ep_size, slots.shape[1]
-    width = num_slots // num_ranks
+    seen, num_ranks = scene.split(trace), scene.ep_size
     scratch = scene.spare_slots if rule == PER_BATCH else 0
-    counts = np.zeros((trace.num_steps - seen, trace.num_layers, num_ranks, width + scratch), dtype=np.int64)
-    stays = chosen_slots = 0
+    width = slots.shape[1] // num_ranks + scratch
+    counts = np.zeros((trace.num_steps - seen, trace.num_layers, num_ranks, width), dtype=np.int64)
+    stays = 0
     copies: dict[tuple[int, int], list[Copy]] = {}
     order = np.lexsort((trace.rank, trace.step, trace.layer))
     key = trace.layer[order].astype(np.int64) * trace.num_steps + trace.step[order]
@@ -394,44 +306,15 @@ def measure(trace: RoutingTrace, scene: Scene, slots: Array, rule: str) -> Outco
         if step < seen:
             continue
         rank = np.arange(part.size) * num_ranks // part.size
-        ids, found = trace.ids[part].astype(np.int64), counts[step - seen, layer]
+        ids, at = trace.ids[part].astype(np.int64), (step - seen, layer)
         if rule == PER_BATCH:
-            copies[step - seen, layer], kept = _balance(ids, rank, slots[layer], scene, layouts[layer], found)
-            stays += kept
+            chosen, copies[at] = by_counts(ids, rank, layouts[layer], scratch, scene.copy_cost_rows)
         else:
-            chosen = choose(rules[layer], ids, rank, layouts[layer])
-            valid = chosen >= 0
-            found[:] = np.bincount(chosen[valid], minlength=num_slots).reshape(num_ranks, width)
-            stays += int((valid & (chosen // width == rank[:, None])).sum())
-        chosen_slots += int(found.sum())
-    return Outcome(counts=counts, stays=stays / max(chosen_slots, 1), copies=copies)
-
-
-def _balance(
-    ids: Array, rank: Array, slots: Array, scene: Scene, layout: Layout, found: Array
-) -> tuple[list[Copy], int]:
-    """Balances one batch by its own counts; writes the rows of each rank's slots, `[R, width + spare_slots]`.
-
-    Returns:
-        The copies, and how many rows stay on their rank.
-    """
-    token, place = np.nonzero(ids >= 0)
-    num_experts = layout.counts.size
-    key = rank[token] * num_experts + ids[token, place]
-    counts = np.bincount(key, minlength=scene.ep_size * num_experts).reshape(scene.ep_size, num_experts)
-    plan = plan_batch(
-        torch.from_numpy(counts), torch.from_numpy(slots), scene.ep_size, scene.spare_slots, scene.copy_cost_rows
-    )
-    shares = plan.shares.numpy()
-    column = np.full((num_experts, scene.ep_size), -1, dtype=np.int64)
-    for slot in reversed(range(slots.size)):
-        column[slots[slot], slot // layout.width] = slot % layout.width
-    for expert, _, to, slot in plan.copies:
-        column[expert, to] = layout.width + slot
-    computed = shares.sum(axis=0)
-    experts, ranks = np.nonzero(computed)
-    found[ranks, column[experts, ranks]] = computed[experts, ranks]
-    return plan.copies, int(np.trace(shares.sum(axis=1)))
+            chosen = rules[layer](ids, rank, layouts[layer])
+        valid = chosen >= 0
+        counts[at] = np.bincount(chosen[valid], minlength=num_ranks * width).reshape(num_ranks, width)
+        stays += int((valid & (chosen // width == rank[:, None])).sum())
+    return Outcome(counts=counts, stays=stays / max(int(counts.sum()), 1), copies=copies)
 
 
 def compare(

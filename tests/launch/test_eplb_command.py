@@ -23,7 +23,7 @@ def test_simulate_prints_a_row_for_each_policy_and_rule(tmp_path: Path, capsys: 
         "--routing",
         "zipf:0.8",
         "--rules",
-        "levelled,hash",
+        "levelled,hash-rank",
         "--json",
         str(json_path),
     ]
@@ -33,7 +33,7 @@ def test_simulate_prints_a_row_for_each_policy_and_rule(tmp_path: Path, capsys: 
     assert shown[1] == "planned on the first 2 steps, measured on the other 2"
     assert len(shown) == 3 + 3 * 2
     rows = [json.loads(line) for line in json_path.read_text().splitlines()]
-    assert [(row["policy"], row["rule"]) for row in rows[:2]] == [("linear", "levelled"), ("linear", "hash")]
+    assert [(row["policy"], row["rule"]) for row in rows[:2]] == [("linear", "levelled"), ("linear", "hash-rank")]
     assert all(0 < row["balancedness"] <= 1 and row["seed"] == 0 for row in rows)
 
 
@@ -73,7 +73,7 @@ def test_plain_choices_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
     rng = np.random.default_rng(0)
     arrays = {name: rng.integers(0, 16, (2, 200, 2)).astype(np.uint8) for name in ("english", "python")}
     np.savez(tmp_path / "plain.npz", **arrays)
-    options = [*DRAWN, "--routing", str(tmp_path / "plain.npz"), "--policies", "linear", "--rules", "hash"]
+    options = [*DRAWN, "--routing", str(tmp_path / "plain.npz"), "--policies", "linear", "--rules", "hash-rank"]
     assert main(["eplb", "simulate", *options]) == 0
     assert capsys.readouterr().out.startswith("plain: 2 layers, 16 experts, 6 steps")
     assert main(["eplb", "simulate", *options, "--array", "python"]) == 0
