@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_ep.eplb.policy.balance import Placement as BalancedRows
-from moe_ep.eplb.policy.balance import relieve_heavy
+from moe_ep.eplb.policy.balance import pass_round
 from moe_ep.eplb.policy.maps import experts_moved, initial_placement, keep_slots, logical_maps
 from moe_ep.eplb.policy.packing import greedy_counts, pack, sorted_items
 from moe_ep.eplb.policy.relabel import match, renumber
@@ -44,7 +44,7 @@ def test_three_ranks_pass_experts_round():
     # Ranks of 11, 11, 7 and 10: exchanges of two would take four moves.
     weight = np.array([[6, 5, 6, 5, 3, 4, 1, 9]], dtype=np.float32)
     place = BalancedRows(weight, np.ones((1, 8)), np.arange(8)[None], 4)
-    relieve_heavy(place, np.array([10], dtype=np.float32))
+    pass_round(place, np.array([10], dtype=np.float32))
     assert sorted(place.by_row[0]) == [9, 10, 10, 10]
     assert place.by_row[0].tolist() == place.units.sum(axis=0).tolist() == weight[0, place.experts].sum(axis=0).tolist()
     assert experts_moved(np.arange(8)[None], place.slots, 4) == 3

@@ -13,7 +13,7 @@ import copy
 
 import numpy as np
 
-from moe_ep.eplb.policy.balance import Placement, relieve_heavy, separate_copies, swap_heaviest, swap_pairs
+from moe_ep.eplb.policy.balance import Placement, pass_round, separate_copies, swap_heaviest, swap_pairs
 from moe_ep.eplb.policy.maps import Array, experts_moved, keep_slots
 from moe_ep.eplb.policy.packing import (
     greedy_counts,
@@ -28,7 +28,7 @@ from moe_ep.eplb.policy.relabel import HostRows, renumber
 
 # Ranks of so few slots seldom add up to even loads.
 _FEW_SLOTS = 7
-# A layer that ends this far above what is reachable, after moving much, might as well be planned anew.
+# A layer that ends this far above what is reachable, after moving a third of it, might as well be planned anew.
 _FAR = 0.05
 # A replica is wasted where the heaviest one elsewhere is this many times as heavy as its expert would be without it.
 _WASTED = 2.0
@@ -111,33 +111,19 @@ class RowPlanner:
         """
         target = self._good_enough()
         slots, counts = self._change_replicas(old, target)
-        place = Placement(self.weight, counts, self._copies_adjoined(slots), self.num_ranks)
+        place = Placement(self.weight, counts, slots, self.num_ranks)
         separate_copies(place)
-        relieve_heavy(place, target)
+        pass_round(place, target)
+        # The heaviest rank first, which takes the fewest moves.
+        swap_heaviest(place, target, 4 * _ROUNDS)
         swap_pairs(place, target, _ROUNDS)
         swap_heaviest(place, target, _ROUNDS)
-        result, worst = place.slots, place.by_row.max(axis=1)
-        return result, worst, (worst > target) | self._moves_much(old, result, worst)
-
-    def _moves_much(self, old: Array, new: Array, worst: Array) -> Array:
-        """Rows that move a third of their experts and still end well above what is reachable, bool `[X]`."""
-        much = worst > self.reachable * np.float32(1 + _FAR)
-        if not self._searched:
-            return np.zeros_like(much)
-        rows = np.flatnonzero(much)
-        much[rows] = experts_moved(old[rows], new[rows], self.num_ranks) * 3 > self.num_slots
-        return much
-
-    def _copies_adjoined(self, slots: Array) -> Array:
-        """The placement with the slots of each rank that holds an expert twice in rising order."""
-        if self.num_slots == self.weight.shape[1]:
-            return slots
-        ranks = slots.reshape(slots.shape[0] * self.num_ranks, -1)
-        rising = np.sort(ranks.astype(np.int16 if self.weight.shape[1] < 1 << 15 else np.int32), axis=1)
-        twice = (rising[:, 1:] == rising[:, :-1]).any(axis=1)
-        if not twice.any():
-            return slots
-        return np.where(twice[:, None], rising, ranks).reshape(slots.shape)
+        worst = place.by_row.max(axis=1)
+        anew = worst > target
+        if self._searched:
+            moves_much = experts_moved(old, place.slots, self.num_ranks) * 3 > self.num_slots
+            anew |= moves_much & (worst > self.reachable * np.float32(1 + _FAR))
+        return place.slots, worst, anew
 
     def _good_enough(self) -> Array:
         """The maximum rank load, float32 `[X]`, at which moving experts stops."""
@@ -242,20 +228,16 @@ def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int,
 
 # ==== Search ====
 #
-# A search over replica counts, for rows that the counts with the lightest replicas leave unbalanced.
+# Other replica counts, for rows that the counts with the lightest replicas leave unbalanced.
 #
 # With few slots a rank, splitting the heaviest experts further can be worse than splitting the next ones, because
-# pieces must pair up. The first round tries other exponents of the greedy rule, each later one takes a replica from
-# some experts and gives it to others; all candidates are packed as rows of one problem, and the best is kept.
+# pieces must pair up. Other exponents of the greedy rule give other counts; all of them are packed as rows of one
+# problem, and the best are kept.
 #
 # Example: loads [600, 560, 120, 120, 20, 10, 10, 10] on 8 ranks of 2 slots. The greedy counts [5, 5, 1, 1, ..] pack to
 # 232, [4, 4, 2, 2, ..] to 200.
 
-# Exponents of `greedy_counts` tried before single hand-overs.
-_POWERS = (0.8, 1.2, 1.5, 2.0, 3.0)
-_DONORS = 4
-_TAKERS = 4
-_MAX_ROUNDS = 8
+_POWERS = (0.6, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0, 3.0)
 # Candidates times slots that one search may pack: what keeps it to a few milliseconds.
 _WORK = 1 << 16
 
@@ -287,59 +269,21 @@ def build(
 
 
 def improve_counts(weight: Array, counts: Array, worst: Array, num_ranks: int, target: Array) -> tuple[Array, Array]:
-    """Counts `[X, E]` that pack to a lower maximum than `worst` `[X]`, searched while it exceeds target `[X]`.
+    """Counts `[X, E]` that pack to a lower maximum than `worst` `[X]`, searched where that exceeds target `[X]`.
 
     Returns:
         The counts, and bool `[X]`, which rows found better ones.
     """
-    counts, worst = counts.copy(), worst.copy()
-    found = np.zeros(worst.size, dtype=bool)
-    rows = np.flatnonzero(worst > target)
-    if rows.size == 0:
-        return counts, found
+    counts, found = counts.copy(), np.zeros(worst.size, dtype=bool)
     num_slots = int(counts[0].sum())
-    work = _WORK
-    for turn in range(_MAX_ROUNDS):
-        tries = len(_POWERS) if turn == 0 else _DONORS * _TAKERS
-        rows = rows[np.argsort(target[rows] / worst[rows], kind="stable")][: work // (tries * num_slots)]
-        if rows.size == 0:
-            break
-        if turn == 0:
-            candidate = np.concatenate([greedy_counts(weight[rows], num_slots, num_ranks, p) for p in _POWERS])
-            row = np.tile(np.arange(rows.size), len(_POWERS))
-        else:
-            row, candidate = _neighbours(weight[rows], counts[rows], num_ranks)
-            if row.size == 0:
-                break
-        work -= row.size * num_slots
-        place = build(weight[rows[row]], candidate, num_ranks, target[rows[row]], 4)
-        reached = place.by_row.max(axis=1)
-        # The best candidate of each row comes last in its run.
-        order = np.lexsort((-reached, row))
-        last = order[np.flatnonzero(np.diff(row[order], append=rows.size))]
-        last = last[reached[last] < worst[rows[row[last]]] * np.float32(1 - 1e-4)]
-        better = rows[row[last]]
-        counts[better], worst[better], found[better] = candidate[last], reached[last], True
-        rows = rows if turn == 0 else better
-        rows = rows[worst[rows] > target[rows]]
+    rows = np.flatnonzero(worst > target)
+    rows = rows[np.argsort(target[rows] / worst[rows], kind="stable")][: _WORK // (len(_POWERS) * num_slots)]
+    if rows.size:
+        candidates = np.stack([greedy_counts(weight[rows], num_slots, num_ranks, power) for power in _POWERS])
+        each = np.tile(rows, len(_POWERS))
+        place = build(weight[each], candidates.reshape(each.size, -1), num_ranks, target[each], 4)
+        reached = place.by_row.max(axis=1).reshape(len(_POWERS), -1)
+        best, number = reached.argmin(axis=0), np.arange(rows.size)
+        found[rows] = reached[best, number] < worst[rows] * np.float32(1 - 1e-4)
+        counts[rows] = np.where(found[rows, None], candidates[best, number], counts[rows])
     return counts, found
-
-
-def _neighbours(weight: Array, counts: Array, num_ranks: int) -> tuple[Array, Array]:
-    """Counts one hand-over away: the row of each, rising, and the counts `[A, E]`."""
-    each = np.arange(counts.shape[0])[:, None]
-    spare = np.where(counts > 1, weight / np.maximum(counts - 1, 1), np.inf)
-    donors = np.concatenate([np.argsort(spare, axis=1)[:, :2], np.argsort(-counts, axis=1)[:, :2]], axis=1)
-    donors[:, 2:][(donors[:, 2:, None] == donors[:, None, :2]).any(axis=2)] = -1
-    unit = np.where(counts < num_ranks, weight / counts, -1.0)
-    unit[np.repeat(each, donors.shape[1], axis=1)[donors >= 0], donors[donors >= 0]] = -1.0
-    takers = np.argsort(-unit, axis=1)[:, :_TAKERS]
-    row, donor, taker = np.broadcast_arrays(each[:, :, None], donors[:, :, None], takers[:, None, :])
-    row, donor, taker = row.ravel(), donor.ravel(), taker.ravel()
-    valid = donor >= 0
-    valid &= (counts[row, donor] > 1) & (unit[row, taker] > 0) & (donor != taker)
-    row, donor, taker = row[valid], donor[valid], taker[valid]
-    candidate = counts[row]
-    candidate[np.arange(row.size), donor] -= 1
-    candidate[np.arange(row.size), taker] += 1
-    return row, candidate

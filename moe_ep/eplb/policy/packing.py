@@ -132,34 +132,12 @@ def pack(loads: Array, num_ranks: int) -> Array:
     rank[:, num_ranks:] = (np.arange(num_slots - num_ranks) // (capacity - 1))[::-1]
     size = np.ones((num_rows, num_ranks), dtype=np.int64)
     chunk = max(num_ranks // 2, 1)
-    base = np.arange(num_rows)[:, None] * num_ranks
-    flat_load, flat_size = load.reshape(-1), size.reshape(-1)
-    at = num_ranks
-    while at + chunk <= end.min():
-        order = lightest_first(load)[:, :chunk]
-        if np.isinf(flat_load[base[:, 0] + order[:, -1]]).any():
-            break
-        rank[:, at : at + chunk] = order
-        order = order + base
-        filled = flat_size[order] + 1
-        flat_size[order] = filled
-        flat_load[order] = np.where(filled < capacity, flat_load[order] + loads[:, at : at + chunk], np.inf)
-        at += chunk
-    _pack_rest(loads, rank, load, size, at, end)
-    return rank
-
-
-def _pack_rest(loads: Array, rank: Array, load: Array, size: Array, at: int, end: Array) -> None:
-    """Goes on with `pack` where some row has fewer ranks with room than a chunk: each row at its own pace."""
-    num_ranks = load.shape[1]
-    capacity = loads.shape[1] // num_ranks
-    width = max(num_ranks // 2, 1)
-    rows = np.flatnonzero(at < end)
-    done = np.full(end.size, at)
+    done = np.full(num_rows, num_ranks)
+    rows = np.flatnonzero(done < end)
     while rows.size:
-        order = lightest_first(load[rows])[:, :width]
-        take = np.minimum(np.isfinite(load[rows]).sum(axis=1), width)
-        row, place = np.nonzero(np.arange(width) < take[:, None])
+        order = lightest_first(load[rows])[:, :chunk]
+        take = np.minimum(np.isfinite(load[rows]).sum(axis=1), chunk)
+        row, place = np.nonzero(np.arange(chunk) < take[:, None])
         target = order[row, place]
         row = rows[row]
         item = done[row] + place
@@ -168,6 +146,7 @@ def _pack_rest(loads: Array, rank: Array, load: Array, size: Array, at: int, end
         load[row, target] = np.where(size[row, target] < capacity, load[row, target] + loads[row, item], np.inf)
         done[rows] += take
         rows = rows[done[rows] < end[rows]]
+    return rank
 
 
 def packed_maximum(loads: Array, rank: Array, num_ranks: int) -> Array:
