@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,11 +27,48 @@ from moe_ep.eplb.placement_state import placement_on_host
 from moe_ep.eplb.policy.maps import Array, check_placement
 from moe_ep.errors import BackendUnavailableError, EplbError
 
+logger = logging.getLogger(__name__)
+
 _SLEEP_S = 5e-5
 _EXPERT_BITS = 20
 
 
-class MessageTransport:
+class Transport(ABC):
+    """Brings experts to this rank's staging buffer.
+
+    Attributes:
+        name: as `EplbConfig.transport` has it.
+    """
+
+    name: ClassVar[str]
+
+    def begin(self, number: int) -> None:
+        """Called by all ranks before the first layer of a rearrangement, when what was committed before is done."""
+        return
+
+    @abstractmethod
+    def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
+        """Brings every expert that is new on this rank into its staging row; False where one arrived broken.
+
+        Args:
+            rows: the staging buffer, as `experts.rows` gives it.
+            stamp: names the rearrangement and the layer; the same on every rank.
+
+        Raises:
+            TimeoutError: not all came before the deadline.
+            RuntimeError: the connection to a peer is gone.
+        """
+
+    def give_up(self) -> None:
+        """Ends a `fetch` that waits for a peer; called by another thread, and `close` comes next."""
+        return
+
+    def close(self) -> None:
+        """Gives back what the transport holds."""
+        return
+
+
+class MessageTransport(Transport):
     """Moves packed experts as point-to-point messages of torch.distributed: gloo on CPUs, NCCL on GPUs.
 
     On a GPU everything is queued on the current stream; only `fetch`'s end waits, for the event behind it.
@@ -63,35 +101,23 @@ class MessageTransport:
 
     def give_up(self) -> None:
         """Ends messages that wait for a peer; in the caller's group they end when the peer closes it."""
-        left, self._left = self._left, None
-        group = self._group()
-        if left is not None and group is not None:
-            group.abort()
+        self._part_with_group(abort=True)
 
     def close(self) -> None:
         """Leaves the group for another transport, unless messages are under way in it."""
-        if self._under_way:
-            self.give_up()
+        self._part_with_group(abort=self._under_way)
+
+    def _part_with_group(self, abort: bool) -> None:
         left, self._left = self._left, None
         group = self._group()
-        if left is not None and group is not None:
+        if left is None or group is None:
+            return
+        if abort:
+            group.abort()
+        else:
             left[self._timeout_s] = group
 
-    def begin(self, number: int) -> None:
-        """Nothing: messages come when they are sent."""
-        return
-
     def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
-        """Brings every expert that is new on this rank into its staging row; False where one arrived broken.
-
-        Args:
-            rows: the staging buffer, as `experts.rows` gives it.
-            stamp: names the rearrangement and the layer; the same on every rank.
-
-        Raises:
-            TimeoutError: a message did not come before the deadline.
-            RuntimeError: the connection to a peer is gone.
-        """
         deadline, on_gpu, self._under_way = time.monotonic() + self._timeout_s, experts.device.type == "cuda", True
         experts.pack([slot for _, slot, _ in moves.copies], [rows[row] for *_, row in moves.copies])
         stamps: dict[int, int] = {}
@@ -231,37 +257,11 @@ def wait_for_event(event: torch.cuda.Event, deadline: float, is_hopeless: Callab
         time.sleep(_SLEEP_S)
 
 
-# ==== Choice of a transport, and copies between peers ====
-#
-# How experts are moved between ranks: the choice between messages and peer copies, and the copies.
-
-logger = logging.getLogger(__name__)
+# ==== Choice of a transport ====
 
 # Groups that closed managers left for the next ones, by EP group and timeout: NCCL ends a group only when all of its
 # ranks do, and a rank closes its manager by itself.
 _left: WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-class Transport(Protocol):
-    """Brings experts to this rank's staging buffer.
-
-    Attributes:
-        name: as `EplbConfig.transport` has it.
-    """
-
-    name: ClassVar[str]
-
-    def begin(self, number: int) -> None:
-        """Called by all ranks before the first layer of a rearrangement, when what was committed before is done."""
-
-    def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
-        """Brings a layer's new experts into their rows and waits for them; False where one arrived broken."""
-
-    def give_up(self) -> None:
-        """Ends a `fetch` that waits for a peer; called by another thread, and `close` comes next."""
-
-    def close(self) -> None:
-        """Gives back what the transport holds."""
 
 
 def choose_transport(
@@ -269,9 +269,7 @@ def choose_transport(
 ) -> Transport:
     """Peer copies where every GPU can read every other's memory, messages elsewhere; a collective step.
 
-    Raises:
-        BackendUnavailableError: config.transport asks for peer copies and they cannot be had.
-        EplbError: a rank did not take part.
+    Raises BackendUnavailableError if config.transport asks for peer copies and they cannot be had.
     """
     device, timeout_s = layers[0].device, config.deadline_s()
     on_gpus = device.type == "cuda" and channel.size > 1
@@ -280,7 +278,7 @@ def choose_transport(
     if on_gpus and config.transport != "messages":
         pace = config.max_transfer_gb_s * 1e9 if config.asynchronous and config.max_transfer_gb_s else None
         try:
-            transport: Transport = PeerCopyTransport(channel, layers, timeout_s, pace)
+            transport = PeerCopyTransport(channel, layers, timeout_s, pace)
             logger.info("EPLB moves experts by peer copies: all ranks are GPUs of one host")
             return transport
         except EplbError:
@@ -311,7 +309,7 @@ def nccl_group(
     return subgroup(ep_group, range(channel.size), "moe_ep_eplb", backend="nccl", timeout=deadline)
 
 
-# ==== Copies ====
+# ==== Peer copies ====
 #
 # Experts between GPUs of one host by the copy engines: a rank reads its new experts out of its peers' weights.
 #
@@ -330,20 +328,12 @@ class _Part(NamedTuple):
         addresses: where slot 0 begins, by rank, as this process sees it.
     """
 
-    addresses: list[int]
+    addresses: Sequence[int]
     slot_bytes: int
     start: int
 
 
-class _Piece(NamedTuple):
-    """Bytes to be copied from one address to another."""
-
-    target: int
-    source: int
-    size: int
-
-
-class PeerCopyTransport:
+class PeerCopyTransport(Transport):
     """Copies over NVLink or PCIe between GPUs of one host; making it is a collective step.
 
     Args:
@@ -360,19 +350,15 @@ class PeerCopyTransport:
         self, channel: SideChannel, layers: Sequence[ExpertRows], timeout_s: float, bytes_per_s: float | None
     ) -> None:
         self._channel, self._timeout_s, self._bytes_per_s = channel, timeout_s, bytes_per_s
-        self._layers: dict[ExpertRows, list[_Part]] = {}
         parts = [part for experts in layers for part, _ in experts.parts]
         hosts = channel.gather("their hosts", [digest(machine())])
         refusal = "the ranks are on several hosts" if len({row[0] for row in hosts}) > 1 else ""
         self._peers = PeerMemory(channel.gather, channel.rank, parts, refusal)
-        addresses = self._peers.addresses
-        index = 0
-        for experts in layers:
-            self._layers[experts] = [
-                _Part([row[index + i] for row in addresses], part.size(1), start)
-                for i, (part, start) in enumerate(experts.parts)
-            ]
-            index += len(experts.parts)
+        addresses = zip(*self._peers.addresses, strict=True)
+        self._layers = {
+            experts: [_Part(next(addresses), part.size(1), start) for part, start in experts.parts]
+            for experts in layers
+        }
 
     def begin(self, number: int) -> None:
         """Has all ranks begin a rearrangement together: what was committed before is in every peer's weights.
@@ -382,54 +368,41 @@ class PeerCopyTransport:
         self._channel.gather("the begin of the transfers", [number])
 
     def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
-        """Brings every expert that is new on this rank into its staging row, on the current stream; always True.
-
-        Raises:
-            TimeoutError: the copies did not end before the deadline.
-        """
+        """As any transport does, on the current stream; always True."""
         deadline = time.monotonic() + self._timeout_s
         stream = torch.cuda.current_stream(experts.device)
-        copy, pieces = _copier(stream.cuda_stream), self._pieces(experts, moves, rows)
-        if self._bytes_per_s is None:
-            for piece in pieces:
-                copy(*piece)
-        else:
-            _copy_paced(copy, pieces, self._bytes_per_s)
+        self._copy(_copier(stream.cuda_stream), self._pieces(experts, moves, rows))
         event = torch.cuda.Event()
         event.record(stream)
         wait_for_event(event, deadline)
         return True
 
-    def give_up(self) -> None:
-        """Nothing: copies wait for no peer."""
-        return
-
     def close(self) -> None:
         """Lets go of the peers' weights."""
         self._peers.close()
 
-    def _pieces(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor) -> Iterator[_Piece]:
-        """Every tensor of every expert that is new here."""
+    def _pieces(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+        """Every tensor of every expert that is new here: (target, source, bytes)."""
         wanted = [(slot, row, self._channel.rank) for _, slot, row in moves.copies]
         wanted += [(slot, row, source) for part in moves.rounds for _, row, source, slot in part.receives]
         for slot, row, source in wanted:
             for part in self._layers[experts]:
                 address = part.addresses[source] + slot * part.slot_bytes
-                yield _Piece(rows[row].data_ptr() + part.start, address, part.slot_bytes)
+                yield rows[row].data_ptr() + part.start, address, part.slot_bytes
 
-
-def _copy_paced(copy: Callable[[int, int, int], None], pieces: Iterable[_Piece], bytes_per_s: float) -> None:
-    """Copies the pieces, at most so many bytes a second of the host's clock."""
-    started, copied = time.monotonic(), 0
-    chunk = max(1 << 16, int(bytes_per_s * _BEAT_S))
-    for target, source, whole in pieces:
-        for done in range(0, whole, chunk):
-            size = min(chunk, whole - done)
-            copy(target + done, source + done, size)
-            copied += size
-            ahead = copied / bytes_per_s - (time.monotonic() - started)
-            if ahead > 0:
-                time.sleep(ahead)
+    def _copy(self, copy: Callable[[int, int, int], None], pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Copies the pieces, paced by the host's clock where there is a limit."""
+        pace = self._bytes_per_s
+        started, copied = time.monotonic(), 0
+        for target, source, whole in pieces:
+            chunk = whole if pace is None else max(1 << 16, int(pace * _BEAT_S))
+            for done in range(0, whole, chunk):
+                size = min(chunk, whole - done)
+                copy(target + done, source + done, size)
+                copied += size
+                ahead = 0.0 if pace is None else copied / pace - (time.monotonic() - started)
+                if ahead > 0:
+                    time.sleep(ahead)
 
 
 def _copier(stream: int) -> Callable[[int, int, int], None]:
