@@ -110,7 +110,7 @@ def map_and_record(
     block = _Block.of(min(num_tokens, rows_per_tile(top_k)) * top_k, num_experts, num_physical, num_ranks)
     if not block.fits:
         maps = logical_to_physical_map, logical_replica_count
-        return map_reference(topk_ids, expert_load_view, *maps, num_counted, ep_rank, slots_per_rank).to(dtype)
+        return map_reference(topk_ids, expert_load_view, *maps, num_counted, ep_rank, slots_per_rank, dtype)
 
     ids, table = _integers(topk_ids).contiguous(), _integers(logical_to_physical_map)
     counts = logical_replica_count.to(table.dtype).contiguous()

@@ -1,37 +1,32 @@
-"""Logical expert ids to physical ones, and the record of where the load falls."""
+"""Logical expert ids to physical ones, and the record of where the load falls.
+
+Each rank levels what it sends. It knows its own choices, and with them how many of its tokens go to each rank; the
+replicas of an expert are places where it may choose, so tokens pass from the fuller rank to the other. No rank is
+asked: the total load is the sum of what the ranks send, and level parts make a level sum. Against a split by a hash
+this halves the unevenness that chance leaves in a batch, and it follows experts that peak together in a batch.
+
+The rule, for a tile of at most 1024 slots (rows of top_k), all in integers:
+
+1. Candidates of an expert are up to 4 of its replicas in table order. The first one goes round with rank and tile, so
+   that of the ranks that send it one token each replica gets its share; a replica on this rank changes places with it.
+2. An expert's tokens are divided evenly, the first candidates getting the remainder.
+3. In twelve turns, every third expert each time: half of what one candidate's rank has over another's passes between
+   the two, as far as the expert's tokens there go; an odd one to the candidate that comes first. Which two these are
+   goes round (`PAIRS`). All experts of a turn look at the same levels; that they take turns keeps two experts on the
+   same ranks from answering each other forever.
+4. The o-th token of an expert in the tile goes to the candidate into whose share o falls.
+
+Tiles are independent, so a batch of any size takes as long as one tile on a GPU that holds them all. This is the rule
+in plain torch; the kernel is `moe_ep.kernels.eplb_map`, equal bit for bit.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from moe_ep.arguments import check_id_range, check_integers, check_same_device, check_tensors
 from moe_ep.errors import check_at_least, one_of
 from moe_ep.registry import choose_form
-
-# ==== Levelling ====
-#
-# How a rank divides its tokens over the replicas of their experts: the rule, in plain torch.
-#
-# Each rank levels what it sends. It knows its own choices, and with them how many of its tokens go to each rank; the
-# replicas of an expert are places where it may choose, so tokens pass from the fuller rank to the other. No rank is
-# asked: the total load is the sum of what the ranks send, and level parts make a level sum. Against a split by a hash
-# this halves the unevenness that chance leaves in a batch, and it follows experts that peak together in a batch.
-#
-# The rule, for a tile of at most 1024 slots (rows of top_k), all in integers:
-#
-# 1. Candidates of an expert are up to 4 of its replicas in table order, from a start that goes round with rank and
-# tile,    so that of the ranks that send it one token each replica gets its share; a replica on this rank changes
-# places with    the first. 2. An expert's tokens are divided evenly, the first candidates getting the remainder. 3. In
-# twelve turns, every third expert each time: half of what one candidate's rank has over another's passes between    the
-# two, as far as the expert's tokens there go; an odd one to the candidate that comes first. Which two these are    goes
-# round (`PAIRS`). All experts of a turn look at the same levels; that they take turns keeps two experts on the    same
-# ranks from answering each other forever. 4. The o-th token of an expert in the tile goes to the candidate into whose
-# share o falls.
-#
-# Tiles are independent, so a batch of any size takes as long as one tile on a GPU that holds them all. The kernel is
-# `moe_ep.kernels.eplb_map`, equal bit for bit.
 
 TILE_SLOTS = 1024
 MAX_CANDIDATES = 4
@@ -44,10 +39,10 @@ PAIRS = {
 }
 EXPERT_STEP = 0x85EBCA6B
 _WORD = (1 << 32) - 1
+_INDICES_TYPES = (torch.int32, torch.int64)
 
 
 def rows_per_tile(top_k: int) -> int:
-    """Rows of a tile."""
     return max(TILE_SLOTS // max(top_k, 1), 1)
 
 
@@ -59,9 +54,12 @@ def map_reference(
     num_counted: int | torch.Tensor,
     ep_rank: int,
     slots_per_rank: int,
+    dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """Physical ids int64 `[T, top_k]`; arguments as in `eplb_map_to_physical_and_record`, rows from num_counted on are
+    """Physical ids `[T, top_k]`; arguments as in `eplb_map_to_physical_and_record`, rows from num_counted on are
     padding, slots_per_rank physical experts are on each rank. Ids of no expert are none (-1)."""
+    if not topk_ids.numel():
+        return topk_ids.to(dtype)
     num_tokens, top_k = topk_ids.shape
     ids = topk_ids.long()
     ids = torch.where(ids < len(logical_to_physical_map), ids, -1)
@@ -83,7 +81,7 @@ def map_reference(
         expert_load_view.numel(),
     )
     expert_load_view += load.to(expert_load_view.dtype)
-    return physical.view(-1, top_k)[:num_tokens]
+    return physical.view(-1, top_k)[:num_tokens].to(dtype)
 
 
 def map_tiles(
@@ -178,9 +176,6 @@ def _place_in_expert(experts: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
     return place - torch.take_along_dim(first, experts, dim=1)
 
 
-_INDICES_TYPES = (torch.int32, torch.int64)
-
-
 def eplb_map_to_physical_and_record(
     topk_ids: torch.Tensor,
     expert_load_view: torch.Tensor,
@@ -238,17 +233,13 @@ def eplb_map_to_physical_and_record(
     check_id_range(num_physical, dtype)
     slots_per_rank = 1 if ep_size is None else num_physical // ep_size
     num_counted = _num_counted(num_unpadded_tokens, topk_ids)
-    arguments = topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count, num_counted
-    form = choose_form(_map_plain, "eplb_map:map_and_record", topk_ids, needs="nvrtc")
-    return form(*arguments, ep_rank, slots_per_rank, dtype)
-
-
-def _map_plain(topk_ids: torch.Tensor, *more: Any) -> torch.Tensor:
-    return (map_reference(topk_ids, *more[:-1]) if topk_ids.numel() else topk_ids).to(more[-1])
+    maps = logical_to_physical_map, logical_replica_count
+    form = choose_form(map_reference, "eplb_map:map_and_record", topk_ids, needs="nvrtc")
+    physical: torch.Tensor = form(topk_ids, expert_load_view, *maps, num_counted, ep_rank, slots_per_rank, dtype)
+    return physical
 
 
 def _num_counted(num_unpadded_tokens: int | torch.Tensor | None, topk_ids: torch.Tensor) -> int | torch.Tensor:
-    """How many rows are real, checked."""
     if num_unpadded_tokens is None:
         return topk_ids.size(0)
     if isinstance(num_unpadded_tokens, torch.Tensor):
