@@ -22,6 +22,7 @@ Example: two ranks with one expert each, 90 rows and 10: expert 0 is copied to r
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,15 +122,15 @@ def plan_batch(
             f"physical_to_logical has no slot for expert {expert}, which has {int(total[expert])} rows; every expert "
             f"with rows needs one"
         )
-    start = _Split.at(total, resident)
+    start = _Split(total, resident)
     _level(start)
     mean = -(-int(total.sum()) // ep_size)
-    best, least = start, int(start.loads.max()) + 0.0
+    best, least = start, float(start.loads.max())
     for multiple in _TARGETS:
         target = max(mean, int(mean * (1 + multiple * tolerance)))
         if int(start.loads.max()) <= target:
             break
-        found = _with_copies(start, resident, target, spare_slots, copy_cost_rows)
+        found = _with_copies(start, target, spare_slots, copy_cost_rows)
         cost = int(found.loads.max()) + copy_cost_rows * len(found.copies)
         if cost < least:
             best, least = found, cost
@@ -163,7 +164,7 @@ def divide(total: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 `[E, R]`.
     """
-    split = _Split.at(total, held)
+    split = _Split(total, held)
     _level(split)
     return split.share
 
@@ -197,63 +198,49 @@ class _Split:
     """Rows of each expert on each rank, int64 `[E, R]`, where they may be, bool `[E, R]`, and what follows from both.
 
     Attributes:
+        copies: (expert, rank) of each copy.
         loads: int64 `[R]`.
+        several: the experts with several places, the only ones whose rows can pass.
         arcs: the most rows of one expert that can pass from rank to rank, int64 `[R, R]`.
     """
 
-    def __init__(
-        self, share: torch.Tensor, held: torch.Tensor, copies: list[tuple[int, int]], arcs: torch.Tensor | None = None
-    ) -> None:
-        self.share, self.held, self.copies = share, held, copies
-        self.loads = share.sum(dim=0)
-        ranks = torch.arange(self.loads.numel(), device=_HOST)
-        self._find_several()
-        self.arcs = self._arcs_from(ranks) if arcs is None else arcs
-
-    @classmethod
-    def at(cls, total: torch.Tensor, held: torch.Tensor) -> _Split:
-        """Every expert's rows divided evenly over its places, the first ones taking the remainder."""
+    def __init__(self, total: torch.Tensor, held: torch.Tensor) -> None:
+        # Every expert's rows are divided evenly over its places, the first ones taking the remainder.
         num, place = held.sum(dim=1, keepdim=True).clamp(min=1), held.cumsum(dim=1) - 1
         each = total[:, None] // num + (place < total[:, None] % num)
-        return cls(torch.where(held, each, 0), held.clone(), [])
+        self.share, self.held = torch.where(held, each, 0), held.clone()
+        self.copies: list[tuple[int, int]] = []
+        self.loads = self.share.sum(dim=0)
+        self._find_arcs()
 
     def copy(self) -> _Split:
-        return _Split(self.share.clone(), self.held.clone(), list(self.copies), self.arcs.clone())
+        twin, changing = copy.copy(self), (self.share, self.held, self.loads, self.arcs)
+        twin.share, twin.held, twin.loads, twin.arcs = (part.clone() for part in changing)
+        twin.copies = list(self.copies)
+        return twin
 
     def pass_rows(self, expert: int, source: int, target: int, rows: int) -> None:
         self.share[expert, source] -= rows
         self.share[expert, target] += rows
         self.loads[source] -= rows
         self.loads[target] += rows
-        self._pass_from(source, target)
+        changed = torch.tensor([source, target], device=_HOST)
+        self.arcs[changed] = self._arcs_from(changed)
 
     def add_copy(self, expert: int, rank: int) -> None:
         self.held[expert, rank] = True
         self.copies.append((expert, rank))
-        self._find_several()
-        self._pass_to(rank)
+        self._find_arcs()
 
     def drop_copy(self, expert: int, rank: int, home: int) -> None:
         self.pass_rows(expert, rank, home, int(self.share[expert, rank]))
         self.held[expert, rank] = False
         self.copies.remove((expert, rank))
-        self._find_several()
-        self._pass_to(rank)
+        self._find_arcs()
 
-    def _find_several(self) -> None:
-        """Experts with several places, the only ones whose rows can pass."""
+    def _find_arcs(self) -> None:
         self.several = (self.held.sum(dim=1) > 1).nonzero().flatten()
-
-    def _pass_from(self, *ranks: int) -> None:
-        changed = torch.tensor(ranks, device=_HOST)
-        self.arcs[changed] = self._arcs_from(changed)
-
-    def _pass_to(self, rank: int) -> None:
-        if self.several.numel():
-            self.arcs[:, rank] = (self.share[self.several] * self.held[self.several, rank, None]).amax(dim=0)
-            self.arcs[rank, rank] = 0
-        else:
-            self.arcs.zero_()
+        self.arcs = self._arcs_from(torch.arange(self.loads.numel(), device=_HOST))
 
     def _arcs_from(self, ranks: torch.Tensor) -> torch.Tensor:
         if not self.several.numel():
@@ -308,7 +295,7 @@ def _level(split: _Split) -> None:
         target = max(target + 1, -(-int(split.loads[component].sum()) // int(component.sum())))
 
 
-def _with_copies(start: _Split, resident: torch.Tensor, target: int, spare_slots: int, cost: float) -> _Split:
+def _with_copies(start: _Split, target: int, spare_slots: int, cost: float) -> _Split:
     """The best of the splits reached on the way to the target, one copy after the other."""
     split = start.copy()
     best, least = start, float(start.loads.max())
@@ -328,9 +315,8 @@ def _next_copy(split: _Split, component: torch.Tensor, target: int, spare_slots:
     surplus = int((loads - target).clamp(min=0)[component].sum())
     rows = split.share[:, component].sum(dim=1)
     room = (target - loads).clamp(min=0)
-    used = torch.tensor([rank for _, rank in split.copies], dtype=torch.int64, device=_HOST).bincount(
-        minlength=loads.numel()
-    )
+    ranks = torch.tensor([rank for _, rank in split.copies], dtype=torch.int64, device=_HOST)
+    used = ranks.bincount(minlength=loads.numel())
     room[(used >= spare_slots) | component] = 0
     carried = torch.minimum(rows[:, None], room).clamp(max=surplus).masked_fill(split.held, 0)
     most = carried.max()
@@ -343,7 +329,7 @@ def _next_copy(split: _Split, component: torch.Tensor, target: int, spare_slots:
 
 def _without_needless(split: _Split, resident: torch.Tensor, cost: float, enough: int) -> _Split:
     """Takes copies out whose absence raises the maximum by no more than they cost, or not above what is enough."""
-    for expert, rank in sorted(split.copies, key=lambda copy: int(split.share[copy])):
+    for expert, rank in sorted(split.copies, key=lambda made: int(split.share[made])):
         fewer = split.copy()
         fewer.drop_copy(expert, rank, int(resident[expert].int().argmax()))
         if _flow(fewer, max(int(split.loads.max()) + int(cost), enough)) is None:
@@ -357,7 +343,7 @@ def _addressed(copies: list[tuple[int, int]], resident: torch.Tensor) -> list[tu
     num_ranks = resident.size(1)
     sent, used = [0] * num_ranks, [0] * num_ranks
     addressed = []
-    for expert, rank in sorted(copies, key=lambda copy: (copy[1], copy[0])):
+    for rank, expert in sorted((rank, expert) for expert, rank in copies):
         source = min(resident[expert].nonzero().flatten().tolist(), key=lambda holder: (sent[holder], holder))
         addressed.append((expert, source, rank, used[rank]))
         sent[source] += 1
