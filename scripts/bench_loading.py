@@ -32,7 +32,6 @@ from harness import Bench
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
 from moe_ep.checkpoint import MoEModelSpec, model_spec
-from moe_ep.checkpoint.formats import LayerQuantization, quantization_config
 from moe_ep.checkpoint.loading import load_moe_layer
 from moe_ep.checkpoint.plan import layer_quantization, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader
@@ -42,10 +41,6 @@ from moe_ep.layer import FusedMoE
 Run = tuple[Path, int, int]
 PLAIN_READ_BYTES = 32 << 20
 TARGET_RATIO = 0.80
-
-
-def quantization_of(spec: MoEModelSpec, reader: CheckpointReader, index: int) -> LayerQuantization | None:
-    return layer_quantization(quantization_config(reader.config), spec, index)
 
 
 def make_layer(
@@ -60,7 +55,7 @@ def make_layer(
             spec.hidden_size,
             spec.moe_intermediate_size,
             params_dtype=spec.dtype,
-            quant_config=quantization_of(spec, reader, index),
+            quant_config=layer_quantization(reader.quantization, spec, index),
             parallel_config=parallel,
         )
     for param in layer.parameters() if touch else ():
@@ -74,7 +69,7 @@ def runs_of(spec: MoEModelSpec, reader: CheckpointReader, layers: dict[int, Fuse
     infos = [
         source.info
         for index, layer in layers.items()
-        for source in plan_layer(reader, spec, index, layer, quantization_of(spec, reader, index))
+        for source in plan_layer(reader, spec, index, layer)
         if source.info is not None
     ]
     infos.sort(key=lambda info: (info.file, info.offset))
@@ -134,7 +129,7 @@ def check_loaded(spec: MoEModelSpec, reader: CheckpointReader, layers: dict[int,
     """Every loaded tensor equals a plain read of it: a benchmark of something wrong is none."""
     for index, layer in layers.items():
         params = dict(layer.named_parameters())
-        for source in plan_layer(reader, spec, index, layer, quantization_of(spec, reader, index)):
+        for source in plan_layer(reader, spec, index, layer):
             if source.info is None:
                 continue
             ((_, raw),) = reader.read_many([source.info])

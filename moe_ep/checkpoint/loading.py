@@ -7,9 +7,8 @@ order and handed to the layer's `weight_loader`, and the layer is finished when 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Collection, Container, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection, Container, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,15 +16,14 @@ from moe_ep.activation import gate_limit
 from moe_ep.checkpoint.finite import MAY_BE_NONFINITE, CheckedCopy, check_finite
 from moe_ep.checkpoint.formats import QuantizationConfig
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
-from moe_ep.checkpoint.model_spec import model_spec
 from moe_ep.checkpoint.plan import (
     ExpertTensors,
     Slot,
     Source,
     StoredTensor,
     check_tensor,
+    expert_tensors,
     find_module,
-    layer_quantization,
     plan_layer,
     projection_size,
 )
@@ -33,8 +31,6 @@ from moe_ep.checkpoint.reader import CheckpointReader
 from moe_ep.checkpoint.spec import Gate, MoEModelSpec
 from moe_ep.errors import CheckpointError
 from moe_ep.quantization.canonical_weights import dequantize
-
-Layer = TypeVar("Layer")
 
 
 class RouterWeights(NamedTuple):
@@ -68,43 +64,6 @@ class LatentWeights(NamedTuple):
     norm: torch.Tensor | None
 
 
-def layer_from_checkpoint(
-    make: Callable[..., Layer],
-    source: str | os.PathLike[str] | CheckpointReader,
-    layer_index: int,
-    dtype: torch.dtype | None = None,
-    *,
-    allow_nonfinite: bool = False,
-    **options: Any,
-) -> Layer:
-    """Makes one layer of a checkpoint and loads this rank's experts into it.
-
-    Args:
-        make: `FusedMoE`, or what takes the same keyword arguments.
-        source: the checkpoint's folder, or a reader of it.
-        layer_index: counted over all layers of the model, dense ones included.
-        dtype: of activations and plain weights; None for the config's.
-        allow_nonfinite: whether weights may hold NaN or infinity; of a path, as a reader has a setting of its own.
-        options: arguments of `make` that take the place of the checkpoint's.
-
-    Returns:
-        The layer, finished for use. Shared experts and the router are not in it: see `load_shared_experts` and
-        `load_router`.
-
-    Raises:
-        CheckpointError: a checkpoint that does not hold what its config says.
-        ValueError: a layer without experts, or options that do not fit.
-    """
-    with contextlib.ExitStack() as stack:
-        reader = source
-        if not isinstance(reader, CheckpointReader):
-            reader = stack.enter_context(CheckpointReader(reader, allow_nonfinite))
-        spec = model_spec(reader.config, reader)
-        layer = make(**layer_options(reader, spec, layer_index, dtype) | options)
-        load_moe_layer(reader, spec, layer_index, layer)
-    return layer
-
-
 def layer_options(
     reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
@@ -118,10 +77,8 @@ def layer_options(
             files than in the config, or a correction bias that is missing.
         ValueError: a layer without experts.
     """
-    prefix = spec.moe_prefix(layer_index)
-    quantization = layer_quantization(reader.quantization, spec, layer_index, reader)
     # Before a layer of those sizes is allocated.
-    tensors = ExpertTensors(reader, spec, layer_index, quantization)
+    tensors = expert_tensors(reader, spec, layer_index)
     for role in tensors.roles:
         tensors.find(0, role)
     correction = _read_correction_bias(reader, spec, layer_index)
@@ -130,9 +87,9 @@ def layer_options(
         "hidden_size": spec.expert_hidden_size,
         "intermediate_size": spec.moe_intermediate_size,
         "params_dtype": dtype or spec.dtype,
-        "quant_config": quantization,
+        "quant_config": tensors.quantization,
         "has_bias": spec.has_bias,
-        "prefix": prefix,
+        "prefix": spec.moe_prefix(layer_index),
         "apply_router_weight_on_input": spec.routing.apply_router_weight_on_input,
         "e_score_correction_bias": None if correction is None else correction.float().to(torch.get_default_device()),
         **spec.gate(layer_index)._asdict(),
@@ -162,9 +119,7 @@ def load_moe_layer(
     """
     layer.check_open(spec.expert_prefix(layer_index))
     _check_gate(layer, spec, layer_index)
-    quantization = layer_quantization(reader.quantization, spec, layer_index, reader)
-    plan = plan_layer(reader, spec, layer_index, layer, quantization, experts)
-    load_plan(reader, plan, layer, spec.expert_prefix(layer_index))
+    load_plan(reader, plan_layer(reader, spec, layer_index, layer, experts), layer, spec.expert_prefix(layer_index))
 
 
 def load_plan(reader: CheckpointReader, plan: list[Source], layer: Any, what: str) -> None:
@@ -214,17 +169,10 @@ def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) 
         CheckpointError: a missing tensor, or one of another shape.
         ConfigError: a router that is of another form.
     """
-    bias, per_expert = spec.router_bias(layer_index), (spec.num_router_columns,)
-    return RouterWeights(
-        weight=_read_gate(
-            reader,
-            spec.router_weight(layer_index),
-            (*per_expert, spec.hidden_size),
-            beside=spec.correction_bias(layer_index),
-        ),
-        bias=None if bias is None else _read_plain(reader, bias, per_expert),
-        correction_bias=_read_correction_bias(reader, spec, layer_index),
-    )
+    E, correction_bias = spec.num_router_columns, spec.correction_bias(layer_index)
+    router = _read_gate(reader, spec.router_weight(layer_index), (E, spec.hidden_size), beside=correction_bias)
+    bias = _read_vector(reader, spec.router_bias(layer_index), E)
+    return RouterWeights(router, bias, _read_correction_bias(reader, spec, layer_index))
 
 
 def load_norm(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> torch.Tensor:
@@ -232,23 +180,20 @@ def load_norm(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) ->
 
     Weights that a family writes less one (`spec.norm_offset`) come whole, in f32; ones stand for a norm without any.
     """
-    name = spec.norm_weight(layer_index)
-    if name is None:
+    weight = _read_vector(reader, spec.norm_weight(layer_index), spec.hidden_size)
+    if weight is None:
         return torch.ones(spec.hidden_size, dtype=torch.float32, device="cpu")
-    weight = _read_plain(reader, name, (spec.hidden_size,))
     return weight.float() + spec.norm_offset if spec.norm_offset else weight
 
 
 def load_norm_bias(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> torch.Tensor | None:
     """The bias `[K]` of that norm; None where it has none."""
-    name = spec.norm_bias(layer_index)
-    return None if name is None else _read_plain(reader, name, (spec.hidden_size,))
+    return _read_vector(reader, spec.norm_bias(layer_index), spec.hidden_size)
 
 
 def load_output_norm(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> torch.Tensor | None:
     """The weight `[K]` of the norm behind the experts; None where the family has none."""
-    name = spec.output_norm_weight(layer_index)
-    return None if name is None else _read_plain(reader, name, (spec.hidden_size,))
+    return _read_vector(reader, spec.output_norm_weight(layer_index), spec.hidden_size)
 
 
 def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> SharedExpertsWeights | None:
@@ -275,11 +220,11 @@ def load_latent(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) 
     Raises:
         CheckpointError: a tensor that is missing or has another shape.
     """
-    linears, norm = _latent_linears(spec, layer_index), spec.latent_norm_weight(layer_index)
     if spec.latent is None:
         return None
-    down, up = (read_linear(reader, *linears[role]) for role in ("down", "up"))
-    return LatentWeights(down, up, None if norm is None else _read_plain(reader, norm, (spec.latent.size,)))
+    down, up = (read_linear(reader, *linear) for linear in _latent_linears(spec, layer_index).values())
+    norm = _read_vector(reader, spec.latent_norm_weight(layer_index), spec.latent.size)
+    return LatentWeights(down, up, norm)
 
 
 def _latent_linears(spec: MoEModelSpec, layer_index: int) -> dict[str, tuple[str, tuple[int, int]]]:
@@ -443,13 +388,15 @@ def _read_plain(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> 
     return reader.read(name).view(shape)
 
 
+def _read_vector(reader: CheckpointReader, name: str | None, size: int) -> torch.Tensor | None:
+    return None if name is None else _read_plain(reader, name, (size,))
+
+
 def _read_correction_bias(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> torch.Tensor | None:
     name = spec.correction_bias(layer_index)
-    if name is None:
-        return None
-    if spec.correction_bias_may_miss and name not in reader:
+    if name is not None and spec.correction_bias_may_miss and name not in reader:
         return torch.zeros(spec.num_router_columns, dtype=torch.float32, device="cpu")
-    return _read_plain(reader, name, (spec.num_router_columns,))
+    return _read_vector(reader, name, spec.num_router_columns)
 
 
 def _read_gate(reader: CheckpointReader, name: str, size: tuple[int, int], beside: str | None = None) -> torch.Tensor:

@@ -243,7 +243,7 @@ class ExpertTensors:
         self, reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, quantization: LayerQuantization | None
     ) -> None:
         self._reader, self._spec, self._layer_index = reader, spec, layer_index
-        self._quantization = quantization
+        self.quantization = quantization
         self._prefix = spec.expert_prefix(layer_index)
         self._layouts = {
             role: linear_layouts(
@@ -270,7 +270,7 @@ class ExpertTensors:
 
     def scheme(self, role: str) -> QuantizationConfig | None:
         """How a linear layer is quantized; None where it is plain."""
-        return None if self._quantization is None else self._quantization.of_gemm(GEMM_OF_ROLE[role])
+        return None if self.quantization is None else self.quantization.of_gemm(GEMM_OF_ROLE[role])
 
     def name(self, expert: int, role: str, suffix: str) -> str:
         """The name that a tensor has or would have."""
@@ -314,7 +314,7 @@ class ExpertTensors:
 
     def _fused_form(self) -> tuple[Mapping[str, str], bool]:
         """The endings of names, and whether plain matrices lie transposed, which both shapes together always tell."""
-        stem, quantization = self._fused_stem("gate"), self._quantization
+        stem, quantization = self._fused_stem("gate"), self.quantization
         endings = _PLAIN_ENDINGS if quantization is None else quantization.fused_endings
         if quantization is not None and endings is None:
             raise CheckpointError(
@@ -338,7 +338,7 @@ class ExpertTensors:
 
     def _check_blocks(self) -> None:
         """Gate and up have scales of their own only where no block holds rows of both."""
-        rows = 1 if self._quantization is None else self._quantization.of_gemm("w13").row_block
+        rows = 1 if self.quantization is None else self.quantization.of_gemm("w13").row_block
         if rows > 1 and not self._spec.fused.up and (self._spec.interleaved or self._spec.moe_intermediate_size % rows):
             raise CheckpointError(
                 f"{self._reader.index_file}: {self._fused_stem('gate')}: expected gate rows and then up rows, each a "
@@ -446,14 +446,12 @@ def plan_layer(
     spec: MoEModelSpec,
     layer_index: int,
     layer: Any,
-    quantization: LayerQuantization | None,
     experts: Collection[int] | None = None,
     param_names: Iterable[str] | None = None,
 ) -> list[Source]:
     """The sources of all experts that this rank holds, each once.
 
     Args:
-        quantization: of this layer's experts, as `layer_quantization` gives it.
         experts: only these of the routed experts, and no shared ones; None for all.
         param_names: the layer's parameters while it is loaded; None for those that it has now.
 
@@ -464,7 +462,7 @@ def plan_layer(
     """
     params = [name for name, _ in layer.named_parameters(recurse=False)] if param_names is None else list(param_names)
     sources: dict[str, Source] = {}
-    for linear in _linears(reader, spec, layer_index, layer, quantization, experts):
+    for linear in _linears(reader, spec, layer_index, layer, experts):
         wanted = {name.removeprefix(linear.param_prefix) for name in params if name.startswith(linear.param_prefix)}
         for suffix in sorted(wanted | linear.found.keys() | linear.layouts.keys()):
             stored, layout = linear.found.get(suffix), linear.layouts.get(suffix)
@@ -509,10 +507,9 @@ def _linears(
     spec: MoEModelSpec,
     layer_index: int,
     layer: Any,
-    quantization: LayerQuantization | None,
     only: Collection[int] | None,
 ) -> Iterator[_Linear]:
-    experts = ExpertTensors(reader, spec, layer_index, quantization)
+    experts = expert_tensors(reader, spec, layer_index)
     projections = spec.projections
     roles = {name: role for role, name in projections.by_role().items()}
     shards: dict[str, tuple[str, str]] = {}
@@ -535,7 +532,7 @@ def _linears(
                 expert_layouts=layouts,
             )
     if layer.num_fused_shared_experts and only is None:
-        yield from _fused_shared_linears(reader, spec, layer_index, layer, quantization, shards)
+        yield from _fused_shared_linears(reader, spec, layer_index, layer, experts.quantization, shards)
 
 
 def _fused_shared_linears(

@@ -282,6 +282,8 @@ class FusedMoE(MoELayer):
         path: str | os.PathLike[str] | CheckpointReader,
         layer: int,
         dtype: torch.dtype | None = None,
+        *,
+        allow_nonfinite: bool = False,
         **options: Any,
     ) -> Self:
         """Makes one MoE layer of a checkpoint and loads it, reading only the byte ranges of this rank's experts.
@@ -293,6 +295,7 @@ class FusedMoE(MoELayer):
             path: the checkpoint's folder, or a reader of it.
             layer: counted over all layers of the model, dense ones included.
             dtype: of the activations and of plain weights; None for the config's.
+            allow_nonfinite: whether weights may hold NaN or infinity; a reader has a setting of its own.
             options: arguments of `FusedMoE`, such as sizes of the parallel groups, in place of the checkpoint's.
 
         Raises:
@@ -303,10 +306,15 @@ class FusedMoE(MoELayer):
         Example:
             >>> layer = FusedMoE.from_checkpoint("path/to/checkpoint", layer=3, dtype=torch.bfloat16)
         """
-        from moe_ep.checkpoint.loading import layer_from_checkpoint
+        from moe_ep.checkpoint import CheckpointReader, layer_options, load_moe_layer, model_spec
 
         check_whole(layer=layer)
-        return layer_from_checkpoint(cls, path, layer, dtype, **options)
+        opened = nullcontext(path) if isinstance(path, CheckpointReader) else CheckpointReader(path, allow_nonfinite)
+        with opened as reader:
+            spec = model_spec(reader.config, reader)
+            made = cls(**layer_options(reader, spec, layer, dtype) | options)
+            load_moe_layer(reader, spec, layer, made)
+        return made
 
     @torch.inference_mode(False)  # passes count in its tensors, in whatever mode they run
     def _make_experts(

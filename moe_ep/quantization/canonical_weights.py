@@ -47,25 +47,14 @@ def dequantize(weights: CanonicalWeights) -> torch.Tensor:
         values = weights.codes.float() - per_column(weights.zero_points, weights).float()
     else:
         values = weights.codes.float() - scalar_type.bias
-    values = values * per_column(scale_values(weights.scales), weights)
-    if weights.global_scales is None:
+    scales = weights.scales.view(torch.float8_e8m0fnu) if weights.scales.dtype == torch.uint8 else weights.scales
+    values = values * per_column(scales.float(), weights)
+    if (factors := weights.global_scales) is None:
         return values
-    return values * global_scale_per_row(weights).unsqueeze(-1)
-
-
-def scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Scales as f32."""
-    return scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales.float()
-
-
-def global_scale_per_row(weights: CanonicalWeights) -> torch.Tensor:
-    """f32 `[..., N]`."""
-    factors, num_rows = weights.global_scales, weights.codes.shape[-2]
-    if factors is None:
-        return torch.ones(weights.codes.shape[:-1], dtype=torch.float32, device=weights.codes.device)
-    if factors.dim() < weights.codes.dim() - 1:
+    if factors.dim() < values.dim() - 1:
         factors = factors.unsqueeze(-1)
-    return factors.repeat_interleave(num_rows // factors.shape[-1], dim=-1)
+    per_row = factors.repeat_interleave(values.shape[-2] // factors.shape[-1], dim=-1)
+    return values * per_row.unsqueeze(-1)
 
 
 def per_column(groups: torch.Tensor, weights: CanonicalWeights) -> torch.Tensor:

@@ -31,7 +31,7 @@ from moe_ep.arguments import check_tensors
 from moe_ep.checkpoint.formats.layout import FLOATS, TensorLayout
 from moe_ep.checkpoint.loading import check_beside_experts, load_plan, read_linear
 from moe_ep.checkpoint.model_spec import model_spec
-from moe_ep.checkpoint.plan import Source, check_tensor, find_module, layer_quantization, plan_layer
+from moe_ep.checkpoint.plan import Source, check_tensor, find_module, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
 from moe_ep.distributed.exchange import gather_texts
 from moe_ep.errors import CheckpointError, ConfigError, MoeEpError, WeightsError
@@ -449,9 +449,7 @@ def _plan(target: _Target, reader: CheckpointReader, known: _Plan | None) -> _Pl
         return known
     experts = []
     for index, layer in target.layers:
-        quantization = layer_quantization(reader.quantization, target.spec, index, reader)
-        names = layer.loader.param_names
-        experts.append(plan_layer(reader, target.spec, index, layer, quantization, param_names=names))
+        experts.append(plan_layer(reader, target.spec, index, layer, param_names=layer.loader.param_names))
     return _Plan(experts, target.check_beside(reader), place, given, infos)
 
 

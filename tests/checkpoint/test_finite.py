@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_ep.checkpoint import CheckpointReader, layer_from_checkpoint, load_norm, load_router, model_spec
+from moe_ep.checkpoint import CheckpointReader, load_norm, load_router, model_spec
 from moe_ep.checkpoint.finite import CheckedCopy, check_finite, count_nonfinite, has_nonfinite, read_checked
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
@@ -115,9 +115,9 @@ def test_one_layer_with_one(tmp_path: Path) -> None:
     damaged[3, 3] = math.inf
     make_checkpoint(tmp_path, qwen3_config(), tensors={name: damaged})
     with pytest.raises(CheckpointError, match=name):
-        layer_from_checkpoint(FusedMoE, tmp_path, 1)
-    assert layer_from_checkpoint(FusedMoE, tmp_path, 0) is not None
-    assert layer_from_checkpoint(FusedMoE, tmp_path, 1, allow_nonfinite=True) is not None
+        FusedMoE.from_checkpoint(tmp_path, 1)
+    assert FusedMoE.from_checkpoint(tmp_path, 0) is not None
+    assert FusedMoE.from_checkpoint(tmp_path, 1, allow_nonfinite=True) is not None
 
 
 def test_of_tensors_that_are_read_in_parts(tmp_path: Path) -> None:
@@ -188,6 +188,6 @@ def test_large_experts_with_one(tmp_path: Path, row: int) -> None:
     damaged[row, 3] = math.nan
     make_checkpoint(tmp_path, config, tensors={name: damaged})
     with pytest.raises(CheckpointError, match=f"tensor {name}: .* 1 of"):
-        layer_from_checkpoint(FusedMoE, tmp_path, 0)
-    layer = layer_from_checkpoint(FusedMoE, tmp_path, 0, allow_nonfinite=True)
+        FusedMoE.from_checkpoint(tmp_path, 0)
+    layer = FusedMoE.from_checkpoint(tmp_path, 0, allow_nonfinite=True)
     assert torch.equal(layer.w2_weight[1].isfinite(), damaged.isfinite())

@@ -13,7 +13,6 @@ from moe_ep.checkpoint import (
     CheckpointReader,
     check_beside_experts,
     embed_rows,
-    layer_from_checkpoint,
     load_moe_layer,
     load_norm,
     load_router,
@@ -243,8 +242,13 @@ def test_sizes_are_compared_with_the_files_before_a_layer_is_made(tmp_path: Path
     make_checkpoint(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, key: 1 << 20}))
+
+    class Made(FusedMoE):
+        def __init__(self, **options: object) -> None:
+            pytest.fail("a layer was made")
+
     with pytest.raises(CheckpointError, match=str(1 << 20)):
-        layer_from_checkpoint(lambda **options: pytest.fail("a layer was made"), tmp_path, 1)
+        Made.from_checkpoint(tmp_path, 1)
 
 
 @pytest.mark.parametrize("desc_act", [False, True])
@@ -363,13 +367,13 @@ def test_router_of_another_size_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_one_call_makes_and_loads_a_layer(tmp_path: Path, dtype: torch.dtype | None) -> None:
     make_checkpoint(tmp_path, config_of("gptq" if dtype is None else None))
-    by_path = layer_from_checkpoint(FusedMoE, tmp_path, 1, dtype)
+    by_path = FusedMoE.from_checkpoint(tmp_path, 1, dtype)
     with CheckpointReader(tmp_path) as reader:
         spec = model_spec(reader.config, reader)
-        by_reader = layer_from_checkpoint(FusedMoE, reader, 1, dtype, prefix="another")
+        by_reader = FusedMoE.from_checkpoint(reader, 1, dtype, prefix="another")
         logits_of = load_router(reader, spec, 1).weight.float()
         with pytest.raises(ValueError, match="99"):
-            layer_from_checkpoint(FusedMoE, reader, 99)
+            FusedMoE.from_checkpoint(reader, 99)
     assert by_path.moe_config.in_dtype == (dtype or torch.bfloat16)
     x = torch.randn(5, spec.hidden_size).to(by_path.moe_config.in_dtype)
     logits = x.float() @ logits_of.T

@@ -14,7 +14,6 @@ from moe_ep.checkpoint import (
     CheckpointReader,
     check_experts,
     expert_tensors,
-    layer_from_checkpoint,
     load_router,
     model_spec,
     read_expert,
@@ -80,7 +79,7 @@ def check_values(folder: Path, values: dict[str, torch.Tensor]) -> None:
             for role in ("gate", "up", "down"):
                 assert torch.equal(getattr(found, role), values[f"{expert}.{role}"])
         load_router(reader, spec, 0)
-        layer_from_checkpoint(FusedMoE, reader, 0)
+        FusedMoE.from_checkpoint(reader, 0)
 
 
 @pytest.mark.parametrize("names", [OLD, NEW])
@@ -150,7 +149,7 @@ def test_files_decide_where_words_say_plain_or_other_bits(tmp_path: Path, change
     (tmp_path / "config.json").write_text(json.dumps(qwen3_config(quantization_config={**GPTQ, **changes})))
     with CheckpointReader(tmp_path) as reader:
         check_experts(reader, model_spec(reader.config, reader))
-        layer_from_checkpoint(FusedMoE, reader, 1)
+        FusedMoE.from_checkpoint(reader, 1)
 
 
 @pytest.mark.parametrize("settings", [GPTQ, PACKED, {"quant_method": "fp8", "weight_block_size": [128, 128]}])
@@ -243,7 +242,7 @@ def test_a_gptq_expert_that_calibration_never_reached(tmp_path: Path) -> None:
     with CheckpointReader(tmp_path) as reader:
         spec = model_spec(reader.config, reader)
         check_experts(reader, spec)
-        layer_from_checkpoint(FusedMoE, reader, 1)
+        FusedMoE.from_checkpoint(reader, 1)
         assert not read_expert(reader, expert_tensors(reader, spec, 1), 2).gate.any()
 
 

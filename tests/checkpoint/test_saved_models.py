@@ -64,7 +64,7 @@ def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> Non
     assert spec.family == family
     for index in spec.moe_layers:
         layer = LoadingLayer(plain_shapes(), list(range(EXPERTS)), num_experts=EXPERTS)
-        plan = plan_layer(reader, spec, index, layer, None)
+        plan = plan_layer(reader, spec, index, layer)
         # A fused tensor is read by rows, name[0], name[1], ...
         names = {source.name.split("[")[0] for source in plan}
         stems = (

@@ -247,9 +247,7 @@ def needed_g_idx(name: str, g_idx: torch.Tensor, group_size: int, num_groups: in
         return None
     low, high = int(g_idx.min()), int(g_idx.max())
     if low < 0 or high >= num_groups:
-        raise CheckpointError(
-            f"{name}: expected groups 0 to {num_groups - 1}, as scales has {num_groups}, found {low} to {high}"
-        )
+        raise CheckpointError(f"{name}: expected groups 0 to {num_groups - 1}, found {low} to {high}")
     return g_idx
 
 
