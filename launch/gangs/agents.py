@@ -18,8 +18,7 @@ from typing import Any
 
 from moe_ep import env
 from moe_ep.errors import ConfigError, GangError, MoeEpError
-from moe_ep.launch.gangs.gang import Outcome, Outcomes, WorkerFailure, gang_error
-from moe_ep.launch.gangs.local_gang import POLL_S
+from moe_ep.launch.gangs.gang import POLL_S, Outcome, Outcomes, WorkerFailure, gang_error
 from moe_ep.launch.gangs.rendezvous import addresses_of, listen_at
 from moe_ep.launch.gangs.waiting import Wait
 
@@ -58,24 +57,21 @@ class Peer:
 
     def receive(self) -> list[dict[str, Any]]:
         """Returns the lines that have arrived; EOFError at the end of the connection, ValueError for a foreign line."""
+        lines, self._lines = self._lines, []
         self.connection.settimeout(0.0)
         try:
             found = self.connection.recv(65536)
         except (BlockingIOError, InterruptedError):
-            found = None
+            return lines
         except OSError as error:
             self.is_out_of_reach |= isinstance(error, TimeoutError) or error.errno in _OUT_OF_REACH
             found = b""
-        if not found and (self._lines or found is None):
-            lines, self._lines = self._lines, []
-            return lines
-        if not found:
+        if not (found or lines):
             raise EOFError
         *complete, self._received = (self._received + found).split(b"\n")
         if len(self._received) > _MOST_BYTES:
             raise ValueError("a line without end")
-        lines, self._lines = self._lines + [_message(line) for line in complete], []
-        return lines
+        return lines + [_message(line) for line in complete]
 
     def answer(self, wait_for: Wait, why: Callable[[], str] | None = None) -> dict[str, Any]:
         """Waits for the next line."""
@@ -100,6 +96,34 @@ def _message(line: bytes) -> dict[str, Any]:
     return message
 
 
+def arrivals(
+    listener: socket.socket, arriving: list[Any], timeout_s: float, **greeting: Any
+) -> Iterator[tuple[Peer, dict[str, Any]]]:
+    """Waits for agents that connect; yields each with its first line, and drops what is no agent.
+
+    Args:
+        arriving: those that have sent no line yet; it is updated.
+        greeting: the line that each is sent, if any.
+    """
+    for ready in wait([listener, *arriving], timeout=timeout_s):
+        if not isinstance(ready, Peer):
+            with contextlib.suppress(OSError):
+                connection, address = listener.accept()
+                arriving.append(Peer(connection, str(address[0])))
+                if greeting:
+                    arriving[-1].send(**greeting)
+            continue
+        try:
+            lines = ready.receive()
+        except (EOFError, ValueError):
+            ready.close()
+            arriving.remove(ready)
+        else:
+            if lines:
+                arriving.remove(ready)
+                yield ready, lines[0]
+
+
 @dataclass
 class Node:
     """One agent's view of a job of several nodes. The leading node has the outcomes of all ranks; the others send
@@ -107,8 +131,8 @@ class Node:
 
     Attributes:
         leader: the leading node; node 0 unless it was lost.
-        is_over: all ranks have answered, or the job has failed with `failure` or `error`.
-        outlives_leader: whether the job goes on when the leader dies; `lost_leader` is then set, instead of `failure`,
+        is_over: all ranks have answered, or the job has failed with `error`.
+        outlives_leader: whether the job goes on when the leader dies; `lost_leader` is then set, instead of `error`,
             and `leader_may_live` if it merely cannot be reached.
         was_stopped: this node may have been taken for one that is out of reach, as all others of it then.
         check_reach: on a leader, called with the ranks of a node that cannot be reached; raises if they are too many.
@@ -127,7 +151,6 @@ class Node:
     lost_leader: bool = False
     leader_may_live: bool = False
     was_stopped: bool = False
-    failure: WorkerFailure | None = None
     error: MoeEpError | None = None
     left_s: float = POLL_S
 
@@ -187,14 +210,22 @@ class Node:
         try:
             while len(joined) < num_nodes - 1:
                 wait_for.look()
-                for ready in wait([listener, *arriving], timeout=min(0.2, max(wait_for.left_s, 0.0))):
-                    if ready is listener:
-                        with contextlib.suppress(OSError):
-                            connection, address = listener.accept()
-                            arriving.append(Peer(connection, str(address[0])))
-                            arriving[-1].send(node=socket.gethostname())
-                    elif isinstance(ready, Peer):
-                        cls._take_in(ready, description, joined, arriving)
+                timeout_s = min(0.2, max(wait_for.left_s, 0.0))
+                for peer, told in arrivals(listener, arriving, timeout_s, node=socket.gethostname()):
+                    peer.name = str(told.get("node"))[:256]
+                    wrong = next((name for name, value in description.items() if told.get(name) != value), None)
+                    if wrong is None:
+                        joined[len(joined) + 1] = peer
+                        continue
+                    refusal = (
+                        f"{wrong} is {told.get(wrong)!r} on {peer.name} and {description[wrong]!r} on "
+                        f"{socket.gethostname()}; all nodes run the same command"
+                    )
+                    with contextlib.suppress(OSError):
+                        peer.send(refused=refusal)
+                    peer.close()
+                    if wrong != "job":
+                        raise ConfigError(refusal)
             address = listener.getsockname()[0]
             for node_rank, peer in joined.items():
                 peer.send(node_rank=node_rank, address=address)
@@ -208,33 +239,6 @@ class Node:
             peer.close()
         num_local = description["--ep-size"] // num_nodes
         return cls(0, address, joined, num_local, Outcomes(range(description["--ep-size"])))
-
-    @staticmethod
-    def _take_in(peer: Peer, description: dict[str, Any], joined: dict[int, Peer], arriving: list[Peer]) -> None:
-        """Reads an arriving node's introduction, and accepts or refuses it."""
-        try:
-            messages = peer.receive()
-            if not messages:
-                return
-            told = messages[0]
-            peer.name = str(told.get("node"))[:256]
-            wrong = next((name for name, value in description.items() if told.get(name) != value), None)
-            if wrong is not None:
-                refusal = (
-                    f"{wrong} is {told.get(wrong)!r} on {peer.name} and {description[wrong]!r} on "
-                    f"{socket.gethostname()}; all nodes run the same command"
-                )
-                peer.send(refused=refusal)
-                if wrong != "job":
-                    raise ConfigError(refusal)
-                peer.close()
-            else:
-                joined[len(joined) + 1] = peer
-        except ConfigError:
-            raise
-        except (EOFError, OSError, ValueError):
-            peer.close()
-        arriving.remove(peer)
 
     @classmethod
     def _join(cls, description: dict[str, Any], host: str, port: int, limit_s: float) -> Node:
@@ -277,16 +281,13 @@ class Node:
                 raise GangError(f"the node that listens at {where} gave up: {answer['ended']}")
             num_local = description["--ep-size"] // description["--nnodes"]
             node_rank, address = int(answer["node_rank"]), str(answer["address"])
-        except (ValueError, KeyError, TypeError) as error:
+        except BaseException as error:
             peer.close()
-            if isinstance(error, ConfigError):
-                raise
-            raise GangError(
-                f"what listens at {where} is no node of such a job: it said {error}; choose another port for "
-                f"--rdzv-endpoint"
-            ) from None
-        except BaseException:
-            peer.close()
+            if isinstance(error, (ValueError, KeyError, TypeError)) and not isinstance(error, ConfigError):
+                raise GangError(
+                    f"what listens at {where} is no node of such a job: it said {error}; choose another port for "
+                    f"--rdzv-endpoint"
+                ) from None
             raise
         first = node_rank * num_local
         return cls(node_rank, address, {0: peer}, num_local, Outcomes(range(first, first + num_local)))
@@ -321,10 +322,8 @@ class Node:
                     if "port" in message:
                         yield int(message["port"])
                     elif "over" in message:
-                        self.failure = _failure_from(message["over"])
-                        self.is_over = True
-                    elif "ended" in message:
-                        self.error = (ConfigError if message["is_refusal"] else GangError)(str(message["ended"]))
+                        if (why := message["over"]) is not None:
+                            self.error = (ConfigError if message["is_refusal"] else GangError)(str(why))
                         self.is_over = True
                     elif "start" in message:
                         self.to_start.append(int(message["start"]))
@@ -335,8 +334,8 @@ class Node:
         if self.leads and not self.is_over:
             self.left_s = min(POLL_S, self.outcomes.left_s)
             if self.outcomes.are_final:
-                self.failure, self.is_over = self.outcomes.cause, True
-                self._send_all(over=None if self.failure is None else asdict(self.failure))
+                cause = self.outcomes.cause
+                self._tell_end(None if cause is None else gang_error(cause))
 
     def place_new(self, rank: int, present: Sequence[int]) -> int:
         """Leader: asks the node with the fewest present ranks to start a new one; returns that node."""
@@ -374,21 +373,19 @@ class Node:
         """Raises the error that has ended the job, if any."""
         if self.error is not None:
             raise self.error
-        if self.failure is not None:
-            raise gang_error(self.failure)
 
     def end(self, error: MoeEpError | None = None) -> None:
         """Leader: tells the others that the job is done or why it failed, and waits until they have left the store."""
-        self.is_over = True
-        if error is None:
-            self._send_all(over=None)
-        else:
-            self._send_all(ended=str(error), is_refusal=isinstance(error, ConfigError))
+        self._tell_end(error)
         until = time.monotonic() + _CONNECT_LIMIT_S
         while self.peers and time.monotonic() < until:
             wait(self.sockets, timeout=RETRY_S)
             for _ in self.receive():
                 pass
+
+    def _tell_end(self, error: MoeEpError | None) -> None:
+        self.error, self.is_over = error, True
+        self._send_all(over=None if error is None else str(error), is_refusal=isinstance(error, ConfigError))
 
     def close(self) -> None:
         """Leaves the job. If it is not over, the other nodes are told that this one gave up."""
@@ -396,7 +393,7 @@ class Node:
             first = self.node_rank * self.num_local
             left = WorkerFailure(rank=first, node=socket.gethostname(), cause="the command on its node was ended")
             if self.leads:
-                self._send_all(over=asdict(left))
+                self._tell_end(gang_error(left))
             else:
                 self._send_all(rank=first, failure=asdict(left))
         for peer in self.peers.values():
@@ -419,7 +416,7 @@ class Node:
             if self.outlives_leader:
                 self.lost_leader = True
             else:
-                self.failure, self.is_over = failure, True
+                self.error, self.is_over = gang_error(failure), True
             return
         ranks = [*range(first, last + 1), *(rank for rank, place in self.places.items() if place == node_rank)]
         if peer.is_out_of_reach or self.was_stopped:

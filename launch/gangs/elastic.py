@@ -50,7 +50,10 @@ class ElasticOutcomes:
     Args:
         store: the gang's store, which this process serves.
         ranks: the initial ranks; None if this launcher takes over from a lost one.
+        end_process: ends the process of a rank, if there is one.
+        start_rank: starts a worker with a new rank.
         on_item: gets the items of all ranks, including lost ones.
+        replaces: whether a new rank is started for each lost one.
         before: the recoveries of the lost launcher.
 
     Attributes:
@@ -63,13 +66,17 @@ class ElasticOutcomes:
         ranks: Iterable[int] | None,
         config: ElasticConfig,
         end_process: Callable[[int], None],
+        start_rank: Callable[[int], None],
         on_item: OnItem,
+        *,
+        replaces: bool = True,
         before: Iterable[dict[str, Any]] = (),
     ) -> None:
         from moe_ep.distributed.membership import MembershipLog
 
         self._store, self._log = store, MembershipLog(store, None if ranks is None else list(ranks))
-        self._config, self._end_process, self._on_item = config, end_process, on_item
+        self._config, self._on_item = config, on_item
+        self._end_process, self._start_rank = end_process, start_rank
         self._items = mailbox.ItemReader(store)
         self._epoch = self._log.latest()
         # The last epochs in which the ranks began their first step, and held all experts.
@@ -83,26 +90,37 @@ class ElasticOutcomes:
             (loss, time.time() - loss["detected_s"]) for loss in self.recoveries if "serving_s" not in loss
         ]
         self._uncovered: list[tuple[dict[str, Any], float]] = []
-        self._start_rank: Callable[[int], None] | None = None
-        self._replacements, self._next_rank = 0, 0
-        self._control: ControlServer | None = None
+        self._replacements = _REPLACEMENTS_PER_RANK * len(self._log.first.ranks) if replaces else 0
+        self._next_rank = 0
         # Requests by the rank that joins (None if it replaces a lost one) or leaves, and the leaving rank that the
         # others prepare for, with a time limit.
         self._joining: dict[int, Request | None] = {}
         self._leave_requests: dict[int, Request] = {}
         self._leaving: tuple[int, float] | None = None
 
-    def take_requests(
-        self, control: ControlServer, start_rank: Callable[[int], None], *, replaces: bool = False
-    ) -> None:
-        """Accepts requests to join and leave.
+    def run(self, poll: Callable[[float], Iterable[tuple[int, Outcome]]]) -> tuple[list[Any], list[dict[str, Any]]]:
+        """Takes outcomes, and requests to join and leave, until every remaining rank has answered.
 
         Args:
-            replaces: whether a new rank is started for each lost one.
+            poll: waits for at most this many seconds, and returns the outcomes that have arrived, by rank.
+
+        Returns:
+            The values of the remaining ranks, in rank order, and the recoveries.
         """
-        self._control, self._start_rank = control, start_rank
-        self._replacements = _REPLACEMENTS_PER_RANK * len(self._log.first.ranks) if replaces else 0
-        progress.say_plain(f"control: {control.address}")
+        with ControlServer() as control:
+            progress.say_plain(f"control: {control.address}")
+            while not set(self._log.latest().ranks) <= self._values.keys():
+                for rank, outcome in poll(POLL_S):
+                    self.add(rank, outcome)
+                self._look()
+                for request in control.requests():
+                    self._handle(request)
+            self._look()
+        for loss, seen in self._unserved:
+            loss["serving_s"] = max(time.time() - seen, 0.0)
+        for loss, _ in self._unserved + self._uncovered:  # the work ended before
+            loss |= {"covered_s": None, "experts_read": 0, "bytes_read": 0}
+        return [self._values[rank] for rank in self._epoch.ranks], self.recoveries
 
     def add(self, rank: int, outcome: Outcome) -> None:
         """Records a rank's outcome, and removes the rank if it failed.
@@ -125,19 +143,14 @@ class ElasticOutcomes:
             raise gang_error(outcome.failure)
         self._log.propose(remove={rank: outcome.failure.cause})
 
-    def look(self) -> None:
-        """Reads changes from the store, reports them, and passes items on; to be called every `POLL_S`.
-
-        Raises:
-            GangError: too few ranks remain.
-        """
+    def _look(self) -> None:
+        """Reads changes from the store, reports them, and passes items on; GangError if too few ranks remain."""
         for item in self._items.read(sorted(self._log.all_ranks())):
             self._on_item(item)
         while (epoch := self._log.next_of(self._epoch)) is not None:
             self._epoch = epoch
             self._note(epoch)
             self._share()
-        self._take_in()
         self._let_leave()
         if self._covered < self._epoch.number and (reports := self._log.reports(self._epoch)) is not None:
             if self._served < self._epoch.number:
@@ -162,34 +175,18 @@ class ElasticOutcomes:
         """The present ranks."""
         return self._epoch.ranks
 
-    @property
-    def are_final(self) -> bool:
-        return set(self._log.latest().ranks) <= self._values.keys()
-
-    def results(self) -> list[Any]:
-        """The values of the remaining ranks, in rank order."""
-        self.look()
-        for loss, seen in self._unserved:
-            loss["serving_s"] = max(time.time() - seen, 0.0)
-        for loss, _ in self._unserved + self._uncovered:  # the work ended before
-            loss |= {"covered_s": None, "experts_read": 0, "bytes_read": 0}
-        return [self._values[rank] for rank in self._epoch.ranks]
-
-    def _take_in(self) -> None:
-        """Handles new requests."""
-        for request in self._control.requests() if self._control is not None else ():
-            if request.kind == "leave":
-                if request.rank not in self._epoch.ranks:
-                    request.answer(error=f"the gang has no rank {request.rank}; it has {rank_list(self._epoch.ranks)}")
-                    continue
-                self._leave_requests[request.rank] = request
-                self._log.ask_to_leave(request.rank)
-                continue
-            if not self._join(request):
-                request.answer(
-                    error=f"the gang has {len(self._epoch.ranks)} ranks and --max-ranks is {self._most}; start it with "
-                    f"more"
-                )
+    def _handle(self, request: Request) -> None:
+        """Begins what a request asks for."""
+        if request.kind == "leave":
+            if request.rank not in self._epoch.ranks:
+                request.answer(error=f"the gang has no rank {request.rank}; it has {rank_list(self._epoch.ranks)}")
+                return
+            self._leave_requests[request.rank] = request
+            self._log.ask_to_leave(request.rank)
+        elif not self._join(request):
+            request.answer(
+                error=f"the gang has {len(self._epoch.ranks)} ranks and --max-ranks is {self._most}; start it with more"
+            )
 
     @property
     def _most(self) -> int:
@@ -197,7 +194,7 @@ class ElasticOutcomes:
 
     def _join(self, request: Request | None) -> bool:
         """Starts a new rank, unless the gang has its maximum."""
-        if self._start_rank is None or len(self._epoch.ranks) + len(self._joining) >= self._most:
+        if len(self._epoch.ranks) + len(self._joining) >= self._most:
             return False
         rank = self._next_rank = max(self._next_rank, *self._log.all_ranks()) + 1
         self._joining[rank] = request

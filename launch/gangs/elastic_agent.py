@@ -8,16 +8,14 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from multiprocessing.connection import wait
+from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
 from moe_ep import env
 from moe_ep.errors import GangError, MinorityError, MoeEpError
 from moe_ep.launch.gangs import elastic, mailbox, progress
-from moe_ep.launch.gangs.agents import RETRY_S, Node, Peer
-from moe_ep.launch.gangs.control import ControlServer
+from moe_ep.launch.gangs.agents import RETRY_S, Node, Peer, arrivals
 from moe_ep.launch.gangs.gang import OnItem, Outcome, WorkerFailure
 from moe_ep.launch.gangs.local_gang import LocalWorkers, joining_rank_env
 from moe_ep.launch.gangs.rank_env import RankEnv
@@ -90,7 +88,7 @@ class ElasticAgent:
             self._leaders_port = port
             stack.callback(self._is_over.set)
             threading.Thread(target=self._guard, name="moe_ep-guard", daemon=True).start()
-            workers = stack.enter_context(LocalWorkers(context, ranks, fn, args, port))
+            workers = stack.enter_context(LocalWorkers(context, ranks, fn, args, port=port))
             takes_over = not node.leads
             while not node.leads:
                 self._follow(workers, log)
@@ -107,8 +105,13 @@ class ElasticAgent:
     def _lead(self, workers: LocalWorkers, *, takes_over: bool) -> tuple[list[Any], list[dict[str, Any]]]:
         """Leads the gang to its end."""
         node, store = self._node, self._store
+
+        def start_rank(rank: int) -> None:
+            if node.place_new(rank, outcomes.ranks) == node.node_rank:
+                workers.start(self._joining(rank))
+
         outcomes = elastic.ElasticOutcomes(
-            store, None, self._config, workers.kill, self._on_item, before=self._recoveries
+            store, None, self._config, workers.kill, start_rank, self._on_item, before=self._recoveries
         )
         node.record = lambda rank, failure: outcomes.add(
             rank, Outcome(None if failure else mailbox.take(store, mailbox.result_key(rank)), failure)
@@ -121,29 +124,22 @@ class ElasticAgent:
             before, turned = turned, time.monotonic()
             node.was_stopped |= turned - before > self._limit_s
 
-        def start_rank(rank: int) -> None:
-            if node.place_new(rank, outcomes.ranks) == node.node_rank:
-                workers.start(self._joining(rank))
+        def poll(timeout_s: float) -> Iterator[tuple[int, Outcome]]:
+            look_at_clock()
+            yield from workers.outcomes(timeout_s, also=node.sockets)
+            look_at_clock()
+            for _ in node.receive():
+                pass
 
         try:
             if takes_over:
                 self._take_over(outcomes)
-            with ControlServer() as control:
-                outcomes.take_requests(control, start_rank, replaces=True)
-                while not outcomes.are_final:
-                    look_at_clock()
-                    for event in workers.events(elastic.POLL_S, also=node.sockets):
-                        outcomes.add(event.rank, event.content)
-                    look_at_clock()
-                    for _ in node.receive():
-                        pass
-                    outcomes.look()
-                results = outcomes.results()
+            results, recoveries = outcomes.run(poll)
         except MoeEpError as error:
             node.end(error)
             raise
         node.end()
-        return results, outcomes.recoveries
+        return results, recoveries
 
     def _follow(self, workers: LocalWorkers, log: MembershipLog) -> None:
         """Follows the leading agent until the gang has ended or that agent is lost."""
@@ -156,12 +152,12 @@ class ElasticAgent:
         while not node.is_over and not node.lost_leader:
             try:
                 self._asked_at = math.inf
-                events = list(workers.events(elastic.POLL_S, also=node.sockets))
+                found = dict(workers.outcomes(elastic.POLL_S, also=node.sockets))
                 self._asked_at = time.monotonic()
-                for event in events:
-                    self._ranks.discard(event.rank)
-                    self._outcomes[event.rank] = event.content
-                    self._report(log.store, event.rank, event.content)
+                self._ranks -= found.keys()
+                self._outcomes |= found
+                for rank, outcome in found.items():
+                    self._report(log.store, rank, outcome)
                 while (after := log.next_of(epoch)) is not None:
                     epoch = after
                     log.copy(epoch, self._store)
@@ -253,20 +249,14 @@ class ElasticAgent:
         nodes: dict[int, int] = {}
         arriving: list[Any] = []
         while expected - node.peers.keys() and time.monotonic() < until:
-            for ready in wait([self._listener, *arriving], timeout=RETRY_S):
-                if ready is self._listener:
-                    connection, address = self._listener.accept()
-                    arriving.append(Peer(connection, str(address[0])))
-                elif isinstance(ready, Peer):
-                    try:
-                        for told in ready.receive()[:1]:
-                            other = int(told["node_rank"])
-                            nodes |= {int(rank): other for rank in told["ranks"]}
-                            node.peers[other] = ready
-                            arriving.remove(ready)
-                    except (EOFError, ValueError, KeyError, TypeError):
-                        arriving.remove(ready)
-                        ready.close()
+            for peer, told in arrivals(self._listener, arriving, RETRY_S):
+                try:
+                    other = int(told["node_rank"])
+                    nodes |= {int(rank): other for rank in told["ranks"]}
+                except (ValueError, KeyError, TypeError):
+                    peer.close()
+                else:
+                    node.peers[other] = peer
         return nodes
 
     def _joining(self, rank: int) -> RankEnv:

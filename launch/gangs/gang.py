@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from moe_ep.distributed.membership import Membership
     from moe_ep.layer.elastic import ElasticConfig
 
+POLL_S = 0.5
 # A failure that looks like the consequence (echo) of another waits this long for the other to be reported.
 ECHO_GRACE_S = 3.0
 # Limit for leaving the process groups and freeing symmetric memory, which takes a second.
@@ -110,6 +111,16 @@ class Outcomes:
         self.failures.append(outcome.failure)
         grace_s = ECHO_GRACE_S if outcome.failure.echo else 0.0
         self._deadline = min(self._deadline, time.monotonic() + grace_s)
+
+    def gather(self, poll: Callable[[float], Iterable[tuple[int, Outcome]]]) -> None:
+        """Takes outcomes until they are final.
+
+        Args:
+            poll: waits for at most this many seconds, and returns the outcomes that have arrived, by rank.
+        """
+        while not self.are_final:
+            for rank, outcome in poll(min(self.left_s, POLL_S)):
+                self.add(rank, outcome)
 
     @property
     def are_final(self) -> bool:
@@ -196,25 +207,21 @@ def run_rank(
     *,
     exports: bool = True,
 ) -> Outcome:
-    """The worker's side: joins the process group, calls the function, and turns an exception into a failure.
+    """The worker's side: joins the process group and calls the function.
 
     Args:
         store: the rendezvous store, if this process serves it.
+        exports: whether to write rank_env to the environment.
     """
-    try:
-        import torch
 
-        set_up_logging(rank_env.rank)
-        if exports:
-            rank_env.export()
-        torch.set_num_threads(_num_threads(rank_env))
+    def work() -> Any:
         init_process_group(rank_env, store=store)
         value = fn(rank_env, *args)
         with interrupts.ending_after(_LEAVING_S, "leaving the process group"):
             destroy_process_group()
-        return Outcome(value)
-    except Exception as error:
-        return Outcome(failure=failure_of(error, rank_env.rank))
+        return value
+
+    return _outcome_of(work, rank_env, exports=exports)
 
 
 def _leave_on_signal(membership: Membership) -> None:
@@ -236,19 +243,29 @@ def run_member(
         store: the gang's store, which the launcher serves.
         on_membership: called with this rank's membership before `fn`; by default it lets SIGUSR1 ask to leave.
     """
-    try:
-        import torch
 
+    def work() -> Any:
         from moe_ep.distributed.membership import Membership
 
-        set_up_logging(rank_env.rank)
-        rank_env.export()
-        torch.set_num_threads(_num_threads(rank_env))
         use_interface_of(rank_env)
         membership = Membership(store, rank_env.rank, device=rank_env.device)
         progress.set_receiver(mailbox.ItemSender(membership))
         on_membership(membership)
-        return Outcome(fn(rank_env, *args, membership=membership))
+        return fn(rank_env, *args, membership=membership)
+
+    return _outcome_of(work, rank_env)
+
+
+def _outcome_of(work: Callable[[], Any], rank_env: RankEnv, *, exports: bool = True) -> Outcome:
+    """Prepares a worker's process and does its work; an exception becomes a failure."""
+    try:
+        import torch
+
+        set_up_logging(rank_env.rank)
+        if exports:
+            rank_env.export()
+        torch.set_num_threads(_num_threads(rank_env))
+        return Outcome(work())
     except Exception as error:
         return Outcome(failure=failure_of(error, rank_env.rank))
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from moe_ep import env
 from moe_ep.errors import ConfigError, GangError, rank_list
 from moe_ep.launch.gangs import elastic, interrupts, progress, waiting
-from moe_ep.launch.gangs.control import ControlServer
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -44,7 +43,6 @@ from moe_ep.launch.gangs.waiting import Wait
 if TYPE_CHECKING:
     from moe_ep.layer.elastic import ElasticConfig
 
-POLL_S = 0.5
 # Workers import torch and the program before they answer, which takes seconds on a busy machine.
 _START_QUIET_S, _LEAST_START_LIMIT_S = 15.0, 120.0
 # Exit code of a worker whose program starts a gang when the worker imports it.
@@ -76,15 +74,8 @@ class LocalGang(Gang):
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
         ranks = local_rank_envs(self.world_size, self.device, source=self._source)
         outcomes = Outcomes(range(self.world_size))
-        with LocalWorkers(self._context, ranks, fn, args) as workers:
-            while not outcomes.are_final:
-                for event in workers.events(min(outcomes.left_s, POLL_S)):
-                    if event.kind == "port":
-                        workers.tell(event.content)
-                    elif event.kind == "item":
-                        on_item(event.content)
-                    else:
-                        outcomes.add(event.rank, event.content)
+        with LocalWorkers(self._context, ranks, fn, args, on_item=on_item) as workers:
+            outcomes.gather(workers.outcomes)
         return outcomes.results()
 
     def run_elastic(
@@ -92,19 +83,18 @@ class LocalGang(Gang):
     ) -> tuple[list[Any], list[dict[str, Any]]]:
         ranks = local_rank_envs(self.world_size, self.device, source=self._source)
         store = listen_store(LOOPBACK)
-        workers = LocalWorkers(self._context, ranks, fn, args, store.port)
-        outcomes = elastic.ElasticOutcomes(store, range(self.world_size), config, workers.kill, on_item)
-        with workers, ControlServer() as control:
-            outcomes.take_requests(
-                control,
-                lambda rank: workers.start(joining_rank_env(rank, self.device, source=self._source)),
-                replaces=self._source == "torchrun",  # as torchrun's own agent does
-            )
-            while not outcomes.are_final:
-                for event in workers.events(elastic.POLL_S):
-                    outcomes.add(event.rank, event.content)
-                outcomes.look()
-            return outcomes.results(), outcomes.recoveries
+        workers = LocalWorkers(self._context, ranks, fn, args, port=store.port)
+        outcomes = elastic.ElasticOutcomes(
+            store,
+            range(self.world_size),
+            config,
+            workers.kill,
+            lambda rank: workers.start(joining_rank_env(rank, self.device, source=self._source)),
+            on_item,
+            replaces=self._source == "torchrun",  # as torchrun's own agent does
+        )
+        with workers:
+            return outcomes.run(workers.outcomes)
 
 
 def local_rank_envs(
@@ -136,21 +126,14 @@ def joining_rank_env(
     return places[rank]
 
 
-@dataclass(frozen=True)
-class Event:
-    """A message of a worker to its driver: kind "port" (of the store that rank 0 serves), "item", or "outcome"."""
-
-    rank: int
-    kind: str
-    content: Any
-
-
 class LocalWorkers:
     """Worker processes of this machine, which wait for rank 0's port, run a function and answer. A context manager that
     ends all of them.
 
     Args:
         port: of the elastic gang's store; None if rank 0 serves the store.
+        on_item: called with each item of rank 0.
+        on_port: called with the port of the store that rank 0 serves, after the other ranks here are told.
 
     Attributes:
         port: as given. It may be replaced, for workers that are started later.
@@ -165,10 +148,14 @@ class LocalWorkers:
         ranks: Sequence[RankEnv],
         fn: Callable[..., Any],
         args: Sequence[Any],
+        *,
         port: int | None = None,
+        on_item: OnItem = ignore,
+        on_port: Callable[[int], None] = ignore,
     ) -> None:
         _check_importable(fn)
         self.port = port
+        self._on_item, self._on_port = on_item, on_port
         self._context, self._ranks = context, ranks
         self._fn, self._args = fn, args
         self._processes: dict[Connection, tuple[int, ForkServerProcess]] = {}
@@ -218,8 +205,8 @@ class LocalWorkers:
             if number == rank:
                 worker.kill()
 
-    def events(self, timeout_s: float, also: Sequence[Any] = ()) -> Iterator[Event]:
-        """Waits for messages and yields them; the outcome of a worker that died is a failure. Shows progress.
+    def outcomes(self, timeout_s: float, also: Sequence[Any] = ()) -> Iterator[tuple[int, Outcome]]:
+        """Waits for messages of workers and handles them; yields the outcomes. That of a worker that died is a failure.
 
         Args:
             timeout_s: how long to wait for the first message.
@@ -233,9 +220,7 @@ class LocalWorkers:
             self._start.look()
         for ready in wait([*self._open, *also], timeout=timeout_s):
             if isinstance(ready, Connection) and ready in self._open:
-                event = self._receive(ready)
-                if event is not None:
-                    yield event
+                yield from self._receive(ready)
 
     def tell(self, port: int) -> None:
         """Tells all ranks but rank 0 the port of the store."""
@@ -244,7 +229,7 @@ class LocalWorkers:
                 with contextlib.suppress(OSError):  # a dead worker is found by the end of its pipe
                     connection.send(port)
 
-    def _receive(self, connection: Connection) -> Event | None:
+    def _receive(self, connection: Connection) -> Iterator[tuple[int, Outcome]]:
         rank, worker = self._processes[connection]
         try:
             kind, content = connection.recv()
@@ -257,12 +242,14 @@ class LocalWorkers:
         self._silent.discard(rank)
         if kind == "outcome":
             self._open.discard(connection)
+            yield rank, content
         elif kind == "progress":
             self._display(content)
-            return None
-        elif kind == "started":
-            return None
-        return Event(rank, kind, content)
+        elif kind == "item":
+            self._on_item(content)
+        elif kind == "port":
+            self.tell(content)
+            self._on_port(content)
 
 
 def _check_importable(fn: Callable[..., Any]) -> None:

@@ -28,9 +28,9 @@ import moe_ep
 from moe_ep import env
 from moe_ep.errors import GangError, one_of
 from moe_ep.launch.gangs import elastic, interrupts, progress, waiting
-from moe_ep.launch.gangs.control import ControlServer
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
+    POLL_S,
     Gang,
     OnItem,
     Outcome,
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from moe_ep.distributed.membership import Membership
     from moe_ep.layer.elastic import ElasticConfig
 
-_POLL_S = 0.5
 # Reports that a worker keeps until the driver asks for them; the oldest are dropped.
 _MOST_REPORTS = 64
 # Starting a cluster, or workers that import torch, takes seconds on a busy machine.
@@ -122,7 +121,7 @@ class RayGang(Gang):
             self._resource = "GPU" if device == "cuda" else "CPU"
             self.world_size = world_size or (num_gpus if device == "cuda" and num_gpus else default_world_size)
             if get_current_placement_group() is None:
-                plan(self._resource, self.world_size)
+                check_free(self._resource, self.world_size)
         except BaseException:
             self.close()
             raise
@@ -135,11 +134,17 @@ class RayGang(Gang):
             self.cluster = None
 
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
-        with self._started() as workers:
-            first = workers[0]
-            wait = self._start_wait("rank 0 to listen")
-            port = _get(first.actor.listen.remote(first.rank_env.master_addr), 0, first.place.node_ip, wait)
-            return self._watch([worker.at_port(port) for worker in workers], fn, args, on_item)
+        with self._started() as actors:
+            outcomes = Outcomes(range(self.world_size))
+            first = actors.workers[0]
+            port = _get(
+                first.actor.listen.remote(first.rank_env.master_addr), 0, first.place.node_ip, self._start_wait()
+            )
+            actors.work("run", (first.rank_env.master_addr, port), (fn, args))
+            news = _News(first.actor, self._display, on_item)
+            outcomes.gather(lambda timeout_s: self._poll(actors, news, timeout_s))
+            news.look(wait_s=ECHO_GRACE_S)
+            return outcomes.results()
 
     def run_elastic(
         self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
@@ -147,78 +152,41 @@ class RayGang(Gang):
         import ray
 
         self._is_elastic = True
-        with self._started() as workers, ControlServer() as control:
+        with self._started() as actors:
             here = ray.util.get_node_ip_address()
-            address = LOOPBACK if {worker.place.node_ip for worker in workers} == {here} else here
+            address = LOOPBACK if {worker.place.node_ip for worker in actors.workers.values()} == {here} else here
             store = listen_store(address)
-            with _ElasticActors(self, here, (address, store.port), (fn, args)) as actors:
-                ranks = [worker.rank_env.rank for worker in workers]
-                outcomes = elastic.ElasticOutcomes(store, ranks, config, actors.end, on_item)
-                outcomes.take_requests(control, actors.start_rank, replaces=True)
-                for worker in workers:
-                    actors.start(worker)
-                news = _News(workers[0].actor, self._display)
-                while not outcomes.are_final:
-                    self._check()
-                    for rank, outcome in actors.outcomes(elastic.POLL_S):
-                        outcomes.add(rank, outcome)
-                    outcomes.look()
-                    news.look()
-                return outcomes.results(), outcomes.recoveries
+            outcomes = elastic.ElasticOutcomes(
+                store, range(self.world_size), config, actors.end, actors.start_rank, on_item
+            )
+            news = _News(actors.workers[0].actor, self._display)
+            actors.work("run_member", (address, store.port), (fn, args))
+            return outcomes.run(lambda timeout_s: self._poll(actors, news, timeout_s))
 
     @contextlib.contextmanager
-    def _started(self) -> Iterator[list[_RankActor]]:
-        """Yields the workers in rank order; everything of the gang is freed after the block."""
-        actors: list[Any] = []
+    def _started(self) -> Iterator[_Actors]:
+        """Yields the workers' actors; everything of the gang is freed after the block."""
         self._display.say(f"starting {progress.workers(self.world_size)}")
         try:
-            with slots(self._resource, self.world_size) as found:
-                try:
-                    yield self._start(found, actors)
-                finally:
-                    _end(actors)
+            with slots(self._resource, self.world_size) as found, _Actors(self._create, self._is_elastic) as actors:
+                actors.start(found, self._start_wait())
+                yield actors
         finally:
             self.close()
 
-    def _start_wait(self, what: str) -> Wait:
+    def _start_wait(self) -> Wait:
+        what = f"{progress.workers(self.world_size)} to start"
         return Wait(what, env.DISPATCH_TIMEOUT_S.get(), _START_QUIET_S)
 
-    def _check(self) -> None:
+    def _poll(self, actors: _Actors, news: _News, timeout_s: float) -> Iterator[tuple[int, Outcome]]:
         interrupts.check()
         if self.cluster is not None:
             self.cluster.check()
+        news.look()
+        return actors.outcomes(timeout_s)
 
-    def _start(self, slots: list[Slot], actors: list[Any]) -> list[_RankActor]:
-        """Starts an actor in each slot and appends it to `actors`; returns the workers in rank order."""
-        actors.extend(map(self.start_actor, slots))
-        ips = [slot.node_ip for slot in slots]
-        wait = self._start_wait(f"{progress.workers(len(actors))} to start")
-        asked = [actor.place.remote() for actor in actors]
-        places = [_get(ref, rank, ips[rank], wait) for rank, ref in enumerate(asked)]
-        order = sorted(range(len(actors)), key=lambda i: (ip_key(ips[i]), places[i].gpu, i))
-        ordered = [ips[i] for i in order]
-        nodes = list(dict.fromkeys(ordered))
-        return [
-            _RankActor(
-                actor=actors[i],
-                slot=slots[i],
-                place=places[i],
-                rank_env=RankEnv(
-                    rank=rank,
-                    world_size=len(order),
-                    local_rank=rank - ordered.index(ips[i]),
-                    local_world_size=ordered.count(ips[i]),
-                    node_rank=nodes.index(ips[i]),
-                    master_addr=LOOPBACK if len(nodes) == 1 else nodes[0],
-                    source="ray",
-                    device=places[i].device,
-                ),
-            )
-            for rank, i in enumerate(order)
-        ]
-
-    def start_actor(self, slot: Slot | None) -> Any:
-        """Starts an actor in the slot; without one, Ray chooses the place."""
+    def _create(self, slot: Slot | None) -> Any:
+        """Creates an actor in the slot; without one, Ray chooses the place."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -234,25 +202,6 @@ class RayGang(Gang):
                 slot.placement_group, placement_group_bundle_index=slot.bundle
             )
         return remote.options(**options).remote(self._is_elastic)
-
-    def _watch(
-        self, workers: list[_RankActor], fn: Callable[..., Any], args: tuple[Any, ...], on_item: OnItem
-    ) -> list[Any]:
-        """Waits until every rank has answered, or one has failed."""
-        import ray
-
-        running = {worker.start("run", fn, args): worker for worker in workers}
-        outcomes = Outcomes(worker.rank_env.rank for worker in workers)
-        pending = list(running)
-        news = _News(workers[0].actor, self._display, on_item)
-        while not outcomes.are_final:
-            self._check()
-            ready, pending = ray.wait(pending, num_returns=1, timeout=min(_POLL_S, outcomes.left_s))
-            for ref in ready:
-                outcomes.add(running[ref].rank_env.rank, running[ref].outcome(ref))
-            news.look()
-        news.look(wait_s=ECHO_GRACE_S)
-        return outcomes.results()
 
 
 @dataclass(frozen=True)
@@ -280,15 +229,6 @@ class _RankActor:
     place: Place
     rank_env: RankEnv
 
-    def at_port(self, port: int, address: str | None = None) -> _RankActor:
-        """A copy with the address of the rendezvous store."""
-        address = address or self.rank_env.master_addr
-        return replace(self, rank_env=replace(self.rank_env, master_addr=address, master_port=port))
-
-    def start(self, method: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Starts its work; returns the reference of the outcome."""
-        return getattr(self.actor, method).remote(self.rank_env, fn, args)
-
     def outcome(self, ref: Any) -> Outcome:
         """The outcome of its work."""
         import ray
@@ -301,42 +241,80 @@ class _RankActor:
         return Outcome(outcome.value, outcome.failure and replace(outcome.failure, node=node))
 
 
-class _ElasticActors:
-    """The actors of an elastic gang; a context manager that ends them.
+class _Actors:
+    """The actors of a gang; a context manager that ends them.
 
     Args:
-        here: the IP of this process's node.
-        store: address and port of the rendezvous store.
-        work: the arguments of `_Worker.run_member` after the rank: function and its arguments.
+        create: creates an actor in a slot, or where Ray chooses.
+
+    Attributes:
+        workers: those that have a rank, by rank.
     """
 
-    def __init__(self, gang: RayGang, here: str, store: tuple[str, int], work: tuple[Any, ...]) -> None:
-        self._gang, self._here, self._store, self._work = gang, here, store, work
-        self._workers: dict[int, _RankActor] = {}
+    def __init__(self, create: Callable[[Slot | None], Any], is_elastic: bool) -> None:
+        self._create, self._is_elastic = create, is_elastic
+        self.workers: dict[int, _RankActor] = {}
+        self._all: list[Any] = []
         self._running: dict[Any, _RankActor] = {}
         # Joining actors with their ranks and slots, by the reference of their place.
         self._joining: dict[Any, tuple[int, Slot | None, Any]] = {}
         self._free: list[Slot] = []
 
-    def __enter__(self) -> _ElasticActors:
+    def __enter__(self) -> _Actors:
         return self
 
     def __exit__(self, *error: object) -> None:
-        _end([worker.actor for worker in self._workers.values()])
-        _end([actor for _, _, actor in self._joining.values()])
+        _end(self._all)
 
-    def start(self, worker: _RankActor) -> None:
-        """Starts a rank's work."""
+    def start(self, slots: list[Slot], wait: Wait) -> None:
+        """Starts an actor in each slot, and numbers them: ranks of a node are consecutive, nodes sorted by IP."""
+        actors = self._all
+        for slot in slots:
+            actors.append(self._create(slot))
+        ips = [slot.node_ip for slot in slots]
+        asked = [actor.place.remote() for actor in actors]
+        places = [_get(ref, number, ips[number], wait) for number, ref in enumerate(asked)]
+        order = sorted(range(len(actors)), key=lambda i: (ip_key(ips[i]), places[i].gpu, i))
+        ordered = [ips[i] for i in order]
+        nodes = list(dict.fromkeys(ordered))
+        for rank, i in enumerate(order):
+            rank_env = RankEnv(
+                rank=rank,
+                world_size=len(order),
+                local_rank=rank - ordered.index(ips[i]),
+                local_world_size=ordered.count(ips[i]),
+                node_rank=nodes.index(ips[i]),
+                master_addr=LOOPBACK if len(nodes) == 1 else nodes[0],
+                source="ray",
+                device=places[i].device,
+            )
+            self.workers[rank] = _RankActor(actors[i], slots[i], places[i], rank_env)
+
+    def work(self, method: str, store: tuple[str, int], work: tuple[Any, ...]) -> None:
+        """Starts the work of all workers, and of those that join later.
+
+        Args:
+            method: of `_Worker`.
+            store: address and port of the rendezvous store.
+            work: the arguments of `method` after the rank: function and its arguments.
+        """
+        self._method, self._store, self._work = method, store, work
+        for worker in list(self.workers.values()):
+            self._begin(worker)
+
+    def _begin(self, worker: _RankActor) -> None:
         address, port = self._store
-        worker = worker.at_port(port, address)
-        self._workers[worker.rank_env.rank] = worker
-        elastic.say_started(worker.rank_env.rank, worker.place.process[0], worker.place.host)
-        self._running[worker.start("run_member", *self._work)] = worker
+        rank_env = replace(worker.rank_env, master_addr=address, master_port=port)
+        self.workers[rank_env.rank] = worker
+        if self._is_elastic:
+            elastic.say_started(rank_env.rank, worker.place.process[0], worker.place.host)
+        self._running[getattr(worker.actor, self._method).remote(rank_env, *self._work)] = worker
 
     def start_rank(self, rank: int) -> None:
         """Starts an actor for a new rank, in the slot of a lost one if there is one."""
         slot = self._free.pop() if self._free else None
-        actor = self._gang.start_actor(slot)
+        actor = self._create(slot)
+        self._all.append(actor)
         self._joining[actor.place.remote()] = rank, slot, actor
 
     def outcomes(self, timeout_s: float) -> Iterator[tuple[int, Outcome]]:
@@ -350,7 +328,7 @@ class _ElasticActors:
             if ref in self._running:
                 worker = self._running.pop(ref)
                 outcome = worker.outcome(ref)
-                if outcome.failure is not None:
+                if self._is_elastic and outcome.failure is not None:
                     self._leave(worker.rank_env.rank)
                 yield worker.rank_env.rank, outcome
                 continue
@@ -369,11 +347,11 @@ class _ElasticActors:
                 source="ray",
                 device=place.device,
             )
-            self.start(_RankActor(actor, slot, place, rank_env))
+            self._begin(_RankActor(actor, slot, place, rank_env))
 
     def _leave(self, rank: int) -> _RankActor | None:
         """Ends a rank's actor and frees its slot."""
-        worker = self._workers.pop(rank, None)
+        worker = self.workers.pop(rank, None)
         if worker is not None:
             _end([worker.actor])
             if worker.slot is not None:
@@ -388,7 +366,7 @@ class _ElasticActors:
         worker = self._leave(rank)
         if worker is None:
             return
-        if worker.place.node_ip == self._here:
+        if worker.place.node_ip == ray.util.get_node_ip_address():
             end_process(worker.place.process)
             return
         # ray.kill needs the process to respond, and a stopped one does not.
@@ -488,7 +466,7 @@ def _get(ref: Any, rank: int, node: str, wait: Wait) -> Any:
     import ray
 
     try:
-        while not ray.wait([ref], timeout=_POLL_S)[0]:
+        while not ray.wait([ref], timeout=POLL_S)[0]:
             wait.look(lambda: f"rank {rank} on node {node} failed: the worker did not start within {wait.limit_s:g} s")
         return ray.get(ref)
     except ray.exceptions.RayError as error:
@@ -534,15 +512,6 @@ class Slot:
     bundle: int
 
 
-@dataclass(frozen=True)
-class Room:
-    """Free GPUs or CPUs of one node."""
-
-    node_ip: str
-    node_id: str
-    count: int
-
-
 def total_of(resource: str) -> int:
     """Number of GPUs or CPUs of the cluster, free or not."""
     import ray
@@ -550,95 +519,52 @@ def total_of(resource: str) -> int:
     return int(ray.cluster_resources().get(resource, 0))
 
 
-def plan(resource: str, world_size: int) -> list[Room]:
-    """Decides how many workers go to which node; nodes are sorted by IP.
-
-    Raises:
-        GangError: there are not enough free resources.
-    """
-    total = total_of(resource)
-    deadline = time.monotonic() + (FREE_LIMIT_S if total >= world_size else 0)
-    while True:
-        nodes = _room(resource)
-        num_free = sum(node.count for node in nodes)
-        if num_free >= world_size:
-            break
-        if time.monotonic() > deadline:
-            where = ", ".join(f"{node.node_ip}: {node.count}" for node in nodes)
-            raise not_enough(f"{resource}s", world_size, f"{num_free} free of {total} in the Ray cluster ({where})")
-        time.sleep(0.1)
-    chosen, left = [], world_size
-    for node in nodes:
-        if take := min(node.count, left):
-            chosen.append(Room(node.node_ip, node.node_id, take))
-            left -= take
-    return chosen
-
-
-def _room(resource: str) -> list[Room]:
+def check_free(resource: str, count: int) -> None:
+    """Raises NoRoomError if the cluster has too few free GPUs or CPUs, also in a moment, when an earlier gang's are."""
     import ray
-    from ray._private.state import available_resources_per_node
 
-    free = available_resources_per_node()
-    nodes = [
-        Room(node["NodeManagerAddress"], node["NodeID"], int(free.get(node["NodeID"], {}).get(resource, 0)))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    return sorted(nodes, key=lambda node: (ip_key(node.node_ip), node.node_id))
+    total = total_of(resource)
+    deadline = time.monotonic() + (FREE_LIMIT_S if total >= count else 0)
+    while (num_free := int(ray.available_resources().get(resource, 0))) < count:
+        if time.monotonic() > deadline:
+            there = f"{num_free} free of {total} in the Ray cluster (ray status lists them)"
+            raise not_enough(f"{resource}s", count, there)
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
-def slots(resource: str, world_size: int) -> Iterator[list[Slot]]:
-    """Yields a slot for every worker: in the placement group of this process, or else in a new one on each node.
-
-    New groups are removed after the block.
-    """
+def slots(resource: str, count: int) -> Iterator[list[Slot]]:
+    """Yields as many slots: of the placement group of this process, or else of a new one on as few nodes as possible,
+    which is removed after the block."""
     import ray
-    from ray.util import get_current_placement_group
+    from ray.util import get_current_placement_group, placement_group_table
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    inside = get_current_placement_group()
-    if inside is not None:
-        yield _slots_inside(inside, resource, world_size)
-        return
-    groups: list[Any] = []
-    try:
-        made = []
-        for node in plan(resource, world_size):
-            bundle = {resource: 1, f"node:{node.node_ip}": 0.001}
-            groups.append(placement_group([bundle] * node.count, strategy="STRICT_PACK"))
-            made += [Slot(node.node_ip, groups[-1], index) for index in range(node.count)]
-        wait = Wait(f"Ray to place {len(groups)} placement group(s)", env.DISPATCH_TIMEOUT_S.get())
-        ready = [group.ready() for group in groups]
-        while len(ray.wait(ready, num_returns=len(ready), timeout=_POLL_S)[0]) < len(ready):
-            wait.look(
-                lambda: (
-                    f"Ray did not place {len(groups)} placement group(s) within {wait.limit_s:g} s; others took the "
-                    f"resources: try again or lower --ep-size"
+    with contextlib.ExitStack() as stack:
+        group = get_current_placement_group()
+        if group is None:
+            check_free(resource, count)
+            group = placement_group([{resource: 1}] * count, strategy="PACK")
+            # Without a cluster there is nothing to remove.
+            stack.callback(lambda: remove_placement_group(group) if ray.is_initialized() else None)
+            wait, ready = Wait("Ray to place the workers", env.DISPATCH_TIMEOUT_S.get()), group.ready()
+            while not ray.wait([ready], timeout=POLL_S)[0]:
+                wait.look(
+                    lambda: (
+                        f"Ray did not place {count} workers within {wait.limit_s:g} s; others took the resources: try "
+                        f"again or lower --ep-size"
+                    )
                 )
-            )
-        yield made
-    finally:
-        if ray.is_initialized():  # not if the cluster is gone
-            for group in groups:
-                remove_placement_group(group)
-
-
-def _slots_inside(group: Any, resource: str, world_size: int) -> list[Slot]:
-    import ray
-    from ray.util import placement_group_table
-
-    table = placement_group_table(group)
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    found = [
-        Slot(addresses[table["bundles_to_node_id"][index]], group, index)
-        for index, bundle in table["bundles"].items()
-        for _ in range(int(bundle.get(resource, 0)))
-    ]
-    if len(found) < world_size:
-        raise not_enough(f"{resource}s", world_size, f"{len(found)} in the placement group this process runs in")
-    return sorted(found, key=lambda slot: (ip_key(slot.node_ip), slot.bundle))[:world_size]
+        table = placement_group_table(group)
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        found = [
+            Slot(addresses[table["bundles_to_node_id"][index]], group, index)
+            for index, bundle in table["bundles"].items()
+            for _ in range(int(bundle.get(resource, 0)))
+        ]
+        if len(found) < count:
+            raise not_enough(f"{resource}s", count, f"{len(found)} in the placement group this process runs in")
+        yield sorted(found, key=lambda slot: (ip_key(slot.node_ip), slot.bundle))[:count]
 
 
 def ip_key(ip: str) -> tuple[int, tuple[int, ...], str]:

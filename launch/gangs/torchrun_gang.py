@@ -31,7 +31,6 @@ from moe_ep.launch.gangs.gang import (
     run_rank,
 )
 from moe_ep.launch.gangs.local_gang import (
-    POLL_S,
     LocalGang,
     LocalWorkers,
     ending_fork_server,
@@ -147,19 +146,13 @@ class TorchrunGang(Gang):
         results: list[Any] = []
         with (
             self._met() as (context, node, ranks),
-            LocalWorkers(context, ranks, _gathered, ([], fn, args)) as workers,
+            LocalWorkers(context, ranks, _gathered, ([], fn, args), on_item=on_item, on_port=node.announce) as workers,
         ):
             while not node.is_over:
-                for event in workers.events(min(node.left_s, POLL_S), also=node.sockets):
-                    if event.kind == "item":
-                        on_item(event.content)
-                    elif event.kind == "port":
-                        workers.tell(event.content)
-                        node.announce(event.content)
-                    else:
-                        if event.rank == 0:
-                            results = event.content.value or []
-                        node.add(event.rank, event.content.failure)
+                for rank, outcome in workers.outcomes(node.left_s, also=node.sockets):
+                    if rank == 0:
+                        results = outcome.value or []
+                    node.add(rank, outcome.failure)
                 for port in node.receive():
                     workers.tell(port)
         node.check()
