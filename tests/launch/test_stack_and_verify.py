@@ -13,7 +13,7 @@ from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
 from moe_ep.launch.workers import verify
-from moe_ep.launch.workers.steps import why_not_captured
+from moe_ep.launch.workers.worker import why_not_captured
 from moe_ep.layer.stack import MoEStack
 from tests.checkpoint.checkpoints import DEEPSEEK, GPTQ, make_checkpoint, qwen3_config
 
