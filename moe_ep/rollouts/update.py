@@ -417,16 +417,15 @@ class _Plan:
     """What is read: for the experts of each layer, and, by name, for the rest of the model.
 
     Attributes:
-        place: where the experts are that it was made for.
-        names, infos: of the tensors that it was made of.
+        names: of the tensors that it was made of; None for a folder's.
+        key: what it follows from besides: the infos of those tensors, and where the experts are.
         copies: for each layer that has nothing to do but to copy tensors, what is copied; made by the first update.
     """
 
     experts: list[list[Source]]
     beside: list[str]
-    place: list[Any] = field(default_factory=list)
     names: _Names | None = None
-    infos: dict[str, TensorInfo] | None = None
+    key: Any = None
     copies: dict[int, list[_Copy]] = field(default_factory=dict)
 
     def absent(self, reader: CheckpointReader) -> list[str]:
@@ -443,14 +442,14 @@ _PLANS: WeakKeyDictionary[Any, _Plan] = WeakKeyDictionary()
 
 def _plan(target: _Target, reader: CheckpointReader, known: _Plan | None) -> _Plan:
     """CheckpointError, which names a tensor, where one is missing or does not fit."""
-    place = [(layer.slots.local_experts, *layer.tensor_addresses()) for _, layer in target.layers]
-    given, infos = (reader.given_names, reader.infos) if isinstance(reader, GivenTensors) else (None, None)
-    if known is not None and known.names is given and known.infos == infos and known.place == place:
+    names, infos = (reader.given_names, reader.infos) if isinstance(reader, GivenTensors) else (None, None)
+    key = infos, [(layer.slots.local_experts, *layer.tensor_addresses()) for _, layer in target.layers]
+    if known is not None and known.names is names and known.key == key:
         return known
     experts = []
     for index, layer in target.layers:
         experts.append(plan_layer(reader, target.spec, index, layer, param_names=layer.loader.param_names))
-    return _Plan(experts, target.check_beside(reader), place, given, infos)
+    return _Plan(experts, target.check_beside(reader), names, key)
 
 
 def _copies(reader: CheckpointReader, sources: list[Source], layer: FusedMoE) -> list[_Copy] | None:
