@@ -53,9 +53,17 @@ class TemplateProcess:
             TemplateError: the template raised.
             TemplateLimitError: it went beyond a bound; where that ended the program, `is_running` is False.
         """
-        if self._process is None:
-            self._process = self._started()
         try:
+            if self._process is None:
+                # -P: this file's folder has modules that may be called as others of Python are.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", __file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=os.environ | {"USE_TORCH": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+                )
+                self._exchange(self._process, "{}", _START_S)
             answer = self._exchange(self._process, json.dumps(request), _DEADLINE_S)
         except TemplateError:
             self.close()
@@ -67,32 +75,9 @@ class TemplateProcess:
     def close(self) -> None:
         """Ends the program; a second time does no harm."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        process.wait()
-
-    @staticmethod
-    def _started() -> subprocess.Popen[bytes]:
-        # -P: this file's folder has modules that may be called as others of Python are.
-        process = subprocess.Popen(
-            [sys.executable, "-P", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"USE_TORCH": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        try:
-            TemplateProcess._exchange(process, "{}", _START_S)
-        except TemplateError:
-            process.kill()
-            process.wait()
-            raise
-        return process
+        if process is not None:
+            with contextlib.suppress(OSError), process:  # closes the pipes, and waits
+                process.kill()
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: str, deadline_s: float) -> dict[str, Any]:
