@@ -31,6 +31,7 @@ from moe_ep.bench.results import table
 from moe_ep.distributed.exchange import gather_texts, gather_values
 from moe_ep.env import at_least, one_of
 from moe_ep.generation.decoder import WARM_UP_PASSES, SlotDecoder
+from moe_ep.hf.steps import Step
 from moe_ep.launch.cli.options import checkpoint_folder, option, whole_numbers
 from moe_ep.launch.cli.report import StepReport
 from moe_ep.launch.cli.run_config import RunConfig
@@ -103,7 +104,7 @@ def _decode(rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_sl
     recorders = _record_layers(layers, device)
     generator = torch.Generator().manual_seed(rank_env.rank)
     prompts = torch.randint(1, model.config.vocab_size, (num_slots, PROMPT), generator=generator)
-    with decoder.steps.step(prompts.numel()):
+    with decoder.steps.planned(decoder.steps.begin(prompts.numel())):
         decoder.append(slice(None), decoder.prefill(range(num_slots), list(prompts)).argmax(-1))
     given = _Given(layers)
     # Those of a graph are recorded into when it is captured, and have no times before its first replay.
@@ -129,7 +130,8 @@ def _decode(rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_sl
 
 def _decode_step(decoder: Any, device: Any) -> float:
     """One step of all ranks, every slot one token on: milliseconds of this rank's pass."""
-    with decoder.steps.step(decoder.num_slots, can_replay=decoder.can_replay_decode):
+    tokens = (decoder.num_slots,) * decoder.steps.scheduler.size
+    with decoder.steps.planned(Step(tokens, decoder.can_replay_decode)):
         started = time.perf_counter()
         decoder.append(slice(None), decoder.decode().argmax(-1))
         if device.type == "cuda":

@@ -24,6 +24,7 @@ from harness import Bench, this_gpu
 import moe_ep
 from moe_ep.bench.results import table
 from moe_ep.generation.decoder import WARM_UP_PASSES, SlotDecoder
+from moe_ep.hf.steps import Step
 
 SMALL = {"moe_intermediate_size": 128, "vocab_size": 1024, "num_experts_per_tok": 4}
 MODELS: dict[str, dict[str, Any]] = {
@@ -74,11 +75,11 @@ def measure(model: Any, lengths: Sequence[int], room: int, num_steps: int) -> di
     torch.cuda.reset_peak_memory_stats()
 
     def read() -> None:
-        with steps.step(decoder.num_rows(lengths)):
+        with steps.planned(Step((decoder.num_rows(lengths),))):
             decoder.append(slice(None), decoder.prefill(slots, prompts).argmax(-1))
 
     def decode() -> None:
-        with steps.step(len(lengths), can_replay=decoder.can_replay_decode):
+        with steps.planned(Step((len(lengths),), decoder.can_replay_decode)):
             decoder.append(slice(None), decoder.decode().argmax(-1))
 
     read_ms = [_ms(read) for _ in range(3)][-1]

@@ -81,8 +81,7 @@ def _experts_one_by_one(model: Any) -> Iterator[None]:
 class SlotDecoder:
     """Sequences in slots of a fixed-size batch.
 
-    Every method that runs the model is this rank's part of a step that the caller has agreed on with
-    `StepCoordinator.step`.
+    Every method that runs the model is this rank's part of a step that all ranks know (`StepCoordinator.planned`).
 
     Args:
         model: as `parallelize` returns it.

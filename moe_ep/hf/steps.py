@@ -45,7 +45,7 @@ class Step:
     """
 
     num_tokens: tuple[int, ...]
-    can_replay: bool
+    can_replay: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -112,19 +112,18 @@ class StepCoordinator:
         """Tokens of this rank in the current step; 0 outside of steps."""
         return 0 if self.current is None else self.current.num_tokens[self.scheduler.rank]
 
-    def begin(self, num_tokens: int | None, *, can_replay: bool = False) -> Step | None:
+    def begin(self, num_tokens: int | None) -> Step | None:
         """Agrees on the next step, which `end` ends; None where no rank has tokens. Until it is this model's turn, this
         rank serves in the steps of others.
 
         Args:
             num_tokens: that this rank brings; None where it only serves.
-            can_replay: whether this rank has a CUDA graph of its pass.
 
         Raises:
             DispatchTimeoutError: a rank did not come to the step before the deadline, or as `check` says.
             ConfigError: it is the turn of a model that this rank has dropped.
         """
-        while (agreed := self.agree(num_tokens, can_replay)) is not None:
+        while (agreed := self.agree(num_tokens)) is not None:
             model, step = agreed
             if model is self:
                 self.current = step
@@ -132,15 +131,14 @@ class StepCoordinator:
             model.serve_in(step)
         return None
 
-    def agree(self, num_tokens: int | None, can_replay: bool) -> tuple[StepCoordinator, Step] | None:
+    def agree(self, num_tokens: int | None) -> tuple[StepCoordinator, Step] | None:
         """The next step of the ranks and the model that it is of; None where no rank has tokens."""
         self.check()
-        table = self.scheduler.exchange(0 if num_tokens is None else self._number, num_tokens or 0, int(can_replay))
+        table = self.scheduler.exchange(0 if num_tokens is None else self._number, num_tokens or 0, 0)
         number = self.scheduler.next_of(row[0] for row in table)
         if number == 0:
             return None
-        brought = tuple(row[1] * (row[0] == number) for row in table)
-        return self.scheduler.model(number), Step(num_tokens=brought, can_replay=all(row[2] for row in table))
+        return self.scheduler.model(number), Step(tuple(row[1] * (row[0] == number) for row in table))
 
     def check(self) -> None:
         """DispatchTimeoutError where a step that has ended on this rank's GPU waited for another rank in vain."""
@@ -220,17 +218,11 @@ class StepCoordinator:
             eplb.close()
 
     @contextlib.contextmanager
-    def step(self, num_tokens: int | None, *, can_replay: bool = False) -> Iterator[Step | None]:
-        """`begin` and `end` around a block that is this rank's pass."""
-        with self.planned(self.begin(num_tokens, can_replay=can_replay)) as step:
-            yield step
-
-    @contextlib.contextmanager
-    def planned(self, step: Step | None) -> Iterator[Step | None]:
+    def planned(self, step: Step | None) -> Iterator[None]:
         """A block that is this rank's pass of a step that all ranks know; None for a block without a step."""
         self.current = step
         try:
-            yield step
+            yield
         except BaseException:
             self.current = None
             raise
@@ -241,7 +233,7 @@ class StepCoordinator:
     def pretending(self, num_tokens: int) -> Iterator[None]:
         """A block in which layers take it that a step of `num_tokens` on every rank is under way."""
         before = self.current
-        self.current = Step(num_tokens=(num_tokens,) * self.scheduler.size, can_replay=False)
+        self.current = Step((num_tokens,) * self.scheduler.size)
         try:
             yield
         finally:
@@ -276,7 +268,7 @@ class StepCoordinator:
     def _serve_once(self) -> bool:
         """Takes part in the ranks' next step; False where every rank serves."""
         with self.scheduler.lock:
-            agreed = self.agree(None, False)
+            agreed = self.agree(None)
             if agreed is not None:
                 model, step = agreed
                 model.serve_in(step)

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import moe_ep
 from moe_ep.generation import slot_cache
 from moe_ep.generation.decoder import SlotDecoder
+from moe_ep.hf.steps import Step
 from moe_ep.layer.methods import relative_error, tolerance
 from tests.hf.hf_models import FAMILIES, SIZES, make_model
 from tests.hf.test_families import OTHERS, OWN_PAST
@@ -76,15 +77,15 @@ def decoded(model: Any, **options: Any) -> tuple[list[torch.Tensor], SlotDecoder
     tokens = torch.randint(1, SIZES["vocab_size"], (10, SLOTS), generator=generator)
     logits = []
     with torch.inference_mode():
-        with decoder.steps.step(decoder.num_rows([4, 13])):
+        with decoder.steps.planned(Step((decoder.num_rows([4, 13]),))):
             logits.append(decoder.prefill([2, 0], prompts[:2]))
         for number, row in enumerate(tokens):
             if number == 5:
                 decoder.free(2)
-                with decoder.steps.step(decoder.num_rows([6])):
+                with decoder.steps.planned(Step((decoder.num_rows([6]),))):
                     logits.append(decoder.prefill([1], prompts[2:]))
             decoder.append(slice(None), row.to(model.device))
-            with decoder.steps.step(SLOTS):
+            with decoder.steps.planned(Step((SLOTS,))):
                 logits.append(decoder.decode()[[0, 2] if number < 5 else [0, 1]])
     return logits, decoder
 

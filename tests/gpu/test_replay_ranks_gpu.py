@@ -50,7 +50,7 @@ def one_pass(model: Any, tokens: torch.Tensor | None) -> torch.Tensor | None:
         logits: torch.Tensor = model(tokens, use_cache=False).logits
         return logits
     steps = steps_of(model)
-    with steps.step(None):
+    with steps.planned(steps.begin(None)):
         steps.pass_without_tokens()
     return None
 

@@ -15,6 +15,7 @@ from moe_ep.generation.decoder import SlotDecoder
 from moe_ep.generation.engine import Completion, Generation, Request
 from moe_ep.hf.experts import find_experts
 from moe_ep.hf.parallelized import steps_of
+from moe_ep.hf.steps import Step
 from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.quantization.canonical_weights import dequantize, quantize_int
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
@@ -195,12 +196,13 @@ def replayed_and_eager(rank: int, world_size: int) -> None:
     steps = decoder.steps
     with torch.inference_mode():
         slots = list(range(SLOTS - 1))
-        with steps.step((3 + rank) * len(slots)):
+        with steps.planned(steps.begin((3 + rank) * len(slots))):
             first = decoder.prefill(slots, [torch.arange(1, 4 + rank)] * len(slots)).argmax(-1)
             decoder.append(slots, first)
         for number in range(8):
-            with steps.step(SLOTS, can_replay=decoder.can_replay_decode) as step:
-                assert step is not None and step.can_replay == (number >= 2)
+            step = Step((SLOTS,) * world_size, decoder.can_replay_decode)
+            assert step.can_replay == (number >= 2)
+            with steps.planned(step):
                 # Once everything is made, nothing on the way through the layers may wait for the GPU: it would raise.
                 torch.cuda.set_sync_debug_mode("error" if step.can_replay else "default")
                 expected = decoder.decode_pass().clone()

@@ -54,7 +54,7 @@ def around_replay(self: BatchedAllToAllPrepareFinalize) -> AbstractContextManage
 def one_pass(model: Any, num_tokens: int, seed: int) -> torch.Tensor | None:
     steps = steps_of(model)
     if num_tokens == 0:
-        with steps.step(None):
+        with steps.planned(steps.begin(None)):
             steps.pass_without_tokens()
         return None
     tokens = torch.randint(1, SIZES["vocab_size"], (1, num_tokens), generator=torch.Generator().manual_seed(seed))

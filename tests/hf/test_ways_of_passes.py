@@ -138,7 +138,7 @@ def with_a_parallelized_assistant(rank: int, world_size: int) -> None:
         with pytest.raises(ConfigError, match=r"as number \d+ .* has dropped"):
             moe_ep.serve(parallel)
     else:
-        assert steps_of(assistant).agree(1, False) is not None
+        assert steps_of(assistant).agree(1) is not None
 
 
 def test_ranks_make_passes_of_several_models() -> None:
