@@ -19,7 +19,6 @@ each is recorded as if it had been run by itself, and the first's --device, --co
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import shlex
 import sys
@@ -44,6 +43,7 @@ from dispatch_steps import (
     compile_kernels,
     settings,
     usable_backends,
+    workloads,
 )
 from dispatch_tables import markdown, text
 from dispatch_times import peer_bandwidth, raw_pair, time_halves, time_kernels, time_pairs
@@ -171,7 +171,9 @@ def run_rank(
             print(text(rows[-1]), flush=True)
     dist.barrier()
     if device.type == "cuda":
-        close_arena()
+        from moe_ep.dispatch.nvshmem.arena import SymmetricArena
+
+        SymmetricArena.close()  # symmetric memory, where a backend took some
     dist.destroy_process_group()
     wrong = ["error" in row for of_command in rows for row in of_command]
     if any(wrong):
@@ -183,9 +185,7 @@ def run_shapes(
 ) -> list[dict[str, Any]]:
     """The rows of every hidden size with every top-k and routing."""
     rows = []
-    for hidden, topk, routing in itertools.product(args.hidden, args.topk, args.routing):
-        shape = {"hidden": hidden, "topk": topk, "routing": routing}
-        workload = Workload(argparse.Namespace(**{**vars(args), **shape}), rank, size, device)
+    for shape, workload in workloads(args, rank, size, device):
         around = {
             "ranks": size, **shape, "experts": args.experts, "peer_bandwidth_gb_s": round(bandwidth / 1e9, 1),
             **facts(seed=args.seed, commit=args.commit, command=args.command),
@@ -230,13 +230,6 @@ def choose_backends(args: argparse.Namespace) -> list[str]:
     if refused:
         sys.exit(f"--backends {'; '.join(refused)}; choose of {', '.join(usable)}")
     return args.backends
-
-
-def close_arena() -> None:
-    """Gives symmetric memory back where a backend took some."""
-    from moe_ep.dispatch.nvshmem.arena import SymmetricArena
-
-    SymmetricArena.close()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

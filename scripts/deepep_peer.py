@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dispatch_steps import DTYPE, Workload
+from dispatch_steps import DTYPE, Workload, workloads
 from dispatch_times import time_pairs
 from harness import join_ranks
 from peer_package import PeerPackage, PeerUnavailableError, first_line
@@ -103,9 +103,7 @@ def run_rank(
     """One process of the benchmark; the first prints a row for each setting, or why there is none."""
     device = join_ranks(rank, size, init_method, "cuda", local_rank)
     for args in commands:
-        for hidden, topk, routing in itertools.product(args.hidden, args.topk, args.routing):
-            shape = {"hidden": hidden, "topk": topk, "routing": routing}
-            workload = Workload(argparse.Namespace(**{**vars(args), **shape}), rank, size, device)
+        for shape, workload in workloads(args, rank, size, device):
             try:
                 _run_shape(workload, {"ranks": size, **shape, "experts": args.experts})
             except PeerUnavailableError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -107,6 +107,15 @@ def usable_backends(device: torch.device) -> dict[str, str | None]:
         if name == _ROOMY:
             found[name + BY_REFERENCE] = found[name]
     return found
+
+
+def workloads(
+    args: argparse.Namespace, rank: int, size: int, device: torch.device
+) -> Iterator[tuple[dict[str, Any], Workload]]:
+    """Every hidden size with every top-k and routing, and what this rank's steps work on there."""
+    for hidden, topk, routing in itertools.product(args.hidden, args.topk, args.routing):
+        shape = {"hidden": hidden, "topk": topk, "routing": routing}
+        yield shape, Workload(argparse.Namespace(**{**vars(args), **shape}), rank, size, device)
 
 
 class Step(NamedTuple):

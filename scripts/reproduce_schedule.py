@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+
+from reproduce_parts import Part
 
 from moe_ep.launch.gangs.processes import children, end_trees
 
@@ -24,32 +25,15 @@ SEATS = 3
 GRACE_S = 5.0
 
 
-class Sized(Protocol):
-    """What the schedule knows of a part: its name, the GPUs it takes, about how many seconds, and whether it may share
-    its GPUs with another part that may, as one that times nothing."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def gpus(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def shares(self) -> bool: ...
-
-
-P = TypeVar("P", bound=Sized)
-
-
 # The longest first, after or before those that share GPUs, or wherever they are.
-_ORDERS: tuple[Callable[[Sized], tuple[bool, float]], ...] = (
+_ORDERS: tuple[Callable[[Part], tuple[bool, float]], ...] = (
     lambda part: (not part.shares, -part.seconds),
     lambda part: (False, -part.seconds),
     lambda part: (part.shares, -part.seconds),
 )
 
 
-def in_turn(parts: Sequence[P], num_gpus: int) -> list[P]:
+def in_turn(parts: Sequence[Part], num_gpus: int) -> list[Part]:
     """The order in which parts begin: those of few GPUs first, and of as many in the order that ends first."""
     widths = sorted({part.gpus for part in parts})
     orders = (
@@ -63,7 +47,7 @@ def in_turn(parts: Sequence[P], num_gpus: int) -> list[P]:
     return min(orders, key=lambda order: _end(_begins(order, num_gpus)))
 
 
-def begins(parts: Sequence[P], num_gpus: int) -> list[tuple[P, float]]:
+def begins(parts: Sequence[Part], num_gpus: int) -> list[tuple[Part, float]]:
     """Each part, in its turn, and the second it begins at if all take the time that they are said to take.
 
     A part begins when as many GPUs are free as it takes, and never before the part whose turn came before.
@@ -73,7 +57,7 @@ def begins(parts: Sequence[P], num_gpus: int) -> list[tuple[P, float]]:
     return _begins(in_turn(parts, num_gpus), num_gpus)
 
 
-def _begins(order: Sequence[P], num_gpus: int) -> list[tuple[P, float]]:
+def _begins(order: Sequence[Part], num_gpus: int) -> list[tuple[Part, float]]:
     free_at, begin, found = [[0.0] * SEATS for _ in range(num_gpus)], 0.0, []
     for part in order:
         seats = _seats(part)
@@ -87,18 +71,18 @@ def _begins(order: Sequence[P], num_gpus: int) -> list[tuple[P, float]]:
     return found
 
 
-def _end(found: Sequence[tuple[Sized, float]]) -> float:
+def _end(found: Sequence[tuple[Part, float]]) -> float:
     return max((begin + part.seconds for part, begin in found), default=0.0)
 
 
-def _seats(part: Sized) -> int:
+def _seats(part: Part) -> int:
     """Of a GPU's, what the part takes of each of its GPUs."""
     return 1 if part.shares else SEATS
 
 
-def fitting(parts: Sequence[P], num_gpus: int, seconds: float) -> list[P]:
+def fitting(parts: Sequence[Part], num_gpus: int, seconds: float) -> list[Part]:
     """The parts that end within `seconds`: each, in order of worth, that fits beside those before it."""
-    chosen: list[P] = []
+    chosen: list[Part] = []
     for part in parts:
         if _end(begins([*chosen, part], num_gpus)) <= seconds:
             chosen.append(part)
@@ -121,7 +105,7 @@ class Running:
 
     def __init__(
         self,
-        part: Sized,
+        part: Part,
         gpus: Sequence[str],
         commands: Sequence[str],
         env: Mapping[str, str],
@@ -179,11 +163,11 @@ class Running:
 
 
 def run(
-    parts: Sequence[P],
+    parts: Sequence[Part],
     gpus: Sequence[str],
     seconds: float,
     folder: Path,
-    commands: Callable[[P, float], Sequence[str]],
+    commands: Callable[[Part, float], Sequence[str]],
     env: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Iterator[Ended]:
@@ -227,7 +211,7 @@ def run(
             work.end()
 
 
-def _free_for(part: Sized, free: Mapping[str, int]) -> list[str]:
+def _free_for(part: Part, free: Mapping[str, int]) -> list[str]:
     """GPUs that the part can begin on, the emptiest first taken; none where there are too few."""
     able = sorted((gpu for gpu, seats in free.items() if seats >= _seats(part)), key=lambda gpu: -free[gpu])
     return sorted(able[: part.gpus], key=list(free).index) if len(able) >= part.gpus else []
