@@ -35,7 +35,6 @@ from moe_ep.dispatch.nvshmem.batch_exchange import MOST_EXPERTS, DeviceExchange
 from moe_ep.dispatch.nvshmem.kernels import BufferLayout, align, structure
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import CombineCall
-from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Arrival, ArrivalParams, Limits
 from moe_ep.kernels.quantize import GROUP_SIZE
@@ -101,22 +100,14 @@ class Layout(BufferLayout):
     @property
     def takes_rows(self) -> bool:
         """Whether received rows are copied out of symmetric memory."""
-        return (self.is_quantized and not self.overlaps) or self.device_api
-
-    @property
-    def num_groups(self) -> int:
-        """Scales of a row in 8 bits."""
-        return -(-self.hidden_size // GROUP_SIZE)
+        return self.is_quantized or self.device_api
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on the wire; cuda/high_throughput_dispatch.cu draws those that are converted. Beside experts
-        codes are followed by f32 scales."""
+        """Bytes of a row on the wire; cuda/high_throughput_dispatch.cu draws those that are converted."""
         columns = 2 * self.hidden_size
-        if self.is_quantized and self.overlaps:
-            return align(self.hidden_size + 4 * self.num_groups, _LINK_LINE_BYTES)
         if self.is_quantized:
-            columns = self.hidden_size + align(2 * self.num_groups, 4)
+            columns = self.hidden_size + align(2 * -(-self.hidden_size // GROUP_SIZE), 4)
         return align(columns + 8 * self.topk, _LINK_LINE_BYTES) if self.takes_rows else columns
 
     @cached_property
@@ -226,7 +217,6 @@ class BatchParts:
         epoch: int64 `[1]`, a view: the number of the last batch.
         slots: int32 `[C, R]`, of this rank's tokens.
         rows, ids, weights: `[R * C, …]`, what arrives, as the experts read it.
-        row_scales: f32 `[R * C, ceil(K / 128)]` of rows that they read in 8 bits, or None.
         arriving: int64 `[1]` in host memory, where the first kernel writes number << 32 | rows that arrive.
         expert_flags: int64, the batch's number once all results of that expert are stored, then the same for `order`;
             None without overlap.
@@ -244,16 +234,10 @@ class BatchParts:
         self._params: dict[str, Any] = {}
         self.arriving = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arriving = self.arriving.numpy()
-        self.row_scales: torch.Tensor | None = None
-        arriving = block.part(index, "rows")
         if layout.takes_rows:
             self.rows = torch.empty((layout.max_rows, layout.hidden_size), dtype=in_dtype, device=device)
-        elif layout.code_dtype is not None:
-            packed, end = arriving.view(layout.max_rows, layout.row_bytes), layout.hidden_size + 4 * layout.num_groups
-            self.rows = packed[:, : layout.hidden_size].view(layout.code_dtype)
-            self.row_scales = packed[:, layout.hidden_size : end].view(torch.float32)
         else:
-            self.rows = arriving.view(in_dtype).view(layout.max_rows, layout.hidden_size)
+            self.rows = block.part(index, "rows").view(in_dtype).view(layout.max_rows, layout.hidden_size)
         self.ids = block.part(index, "ids").view(torch.int32).view(layout.max_rows, layout.topk)
         self.weights = block.part(index, "weights").view(torch.float32).view(layout.max_rows, layout.topk)
         self.expert_flags: torch.Tensor | None = None
@@ -413,6 +397,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         layout, config = self.layout, self.moe_config
         reasons = (
             (config.in_dtype is not torch.bfloat16, f"rows are {config.in_dtype}; they must be torch.bfloat16"),
+            (layout.is_quantized, f"rows are sent as {layout.code_dtype}; leave dispatch_dtype out"),
             (layout.device_api, "a rank's memory is out of reach; all ranks must be on one host"),
             (
                 config.num_local_experts > _EXPERT_FLAGS,
@@ -500,11 +485,6 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.check()
         self._check_batch(batch)
         layout, num_tokens, num_ids = self.layout, batch.topk_ids.size(0), batch.owners.numel()
-        if layout.overlaps and layout.is_quantized and not batch.keeps_codes:
-            raise ConfigError(
-                f"overlap is True and rows are sent as {layout.code_dtype}, which these experts do not read; choose "
-                f"experts with that input_dtype, or leave dispatch_dtype out"
-            )
         known_rows = self.rows_without_wait(num_tokens, batch.most_tokens)
         parts = self.block.take()
         number, check = parts.number, self._begin_batch()
@@ -527,7 +507,6 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             is_full = rows == layout.max_rows
             return Dispatched(
                 rows=parts.rows if is_full else parts.rows[:rows],
-                row_scales=None if parts.row_scales is None else parts.row_scales[:rows],
                 topk_ids=parts.ids[:rows],  # another object for every batch, which `prepare` tells batches apart by
                 topk_weights=parts.weights if is_full else parts.weights[:rows],
                 arrival=arrival,

@@ -269,12 +269,8 @@ def compute_arriving(
     intermediate_cache13: torch.Tensor | None,
     intermediate_cache2: torch.Tensor | None,
     arrival: Arrival,
-    row_scales: torch.Tensor | None = None,
 ) -> None:
     """`compute_slots` of rows that are still to be sent: each work unit waits for those that it reads, on the device.
-
-    Args:
-        row_scales: of rows that come in 8 bits, as the experts multiply them, however few there are.
 
     Raises:
         ConfigError: weights that only other kernels can compute.
@@ -287,11 +283,6 @@ def compute_arriving(
         )
     pair.once(_check_starts)
     rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
-    if row_scales is not None:
-        numbers = -(-eight_bit.scratch_bytes(pair, rows.max_rows) // 4)
-        scratch = _partials(intermediate_cache13, num_tokens * topk, output, numbers=numbers)
-        eight_bit.run_arriving(output, hidden_states, pair, rows, scratch, row_scales, arrival)
-        return
     hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, hidden_states)
     partials = _partials(intermediate_cache13, num_tokens * topk, hidden_states)
     params = experts_params(hidden_states, hidden, output, pair, rows)

@@ -10,20 +10,15 @@ kernel that multiplies. Rows that were sent in 8 bits are not quantized again. O
 from __future__ import annotations
 
 import ctypes
-import functools
-import itertools
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
-from moe_ep.kernels.arrival import Arrival
 from moe_ep.kernels.marlin.hopper import (
     MOST_EXPERTS,
     TENSOR_MAP_BYTES,
-    ArrivingExperts,
     codes_map,
     groups_per_step,
     have_one_spacing,
@@ -44,16 +39,11 @@ from moe_ep.kernels.quantize import GROUP_SIZE
 from moe_ep.quantization.input_rows import INPUT_DTYPES, dtype_name
 from moe_ep.scalar_type import scalar_types
 
-Params = TypeVar("Params", bound=ctypes.Structure)
-
 # Constants of cuda/eight_bit_layout.cuh, _rows.cu, _tile.cuh, _sm90.cu and _sm80.cu.
 _TILE_ROWS, _TILE_TOKENS, _OLDER_TILE_TOKENS = 256, 128, 64
 _START_MULTIPLE = 16
 _MULTIPLY_THREADS, _OLDER_THREADS, _OLDER_WARPS = 384, 256, 8
 _COLUMNS_OF_THREAD, _MAX_ROW_THREADS = 32, 1024
-_ARRIVING_THREADS = 1024
-# One of so many blocks copies rows as they arrive; not tuned.
-_COPYING_SHARE = 8
 _THREADS_OF_MULTIPROCESSOR = 2048
 _TABLES = 3
 _ALIGNMENT = 128  # bytes
@@ -89,23 +79,6 @@ class EightBitParams(ctypes.Structure):
         ("hidden_scales", ctypes.c_void_p),
         ("capacity", ctypes.c_int),
         ("unused", ctypes.c_uint8 * (-(ctypes.sizeof(ExpertsParams) + 28) % 64)),
-    )
-
-
-class ArrivingRowsParams(ctypes.Structure):
-    """RowsParams with ARRIVALS."""
-
-    _fields_ = (("experts", ArrivingExperts), *RowsParams._fields_[1:])
-
-
-class ArrivingEightBitParams(ctypes.Structure):
-    """EightBitParams with ARRIVALS."""
-
-    _fields_ = (
-        *EightBitParams._fields_[:2],
-        ("experts", ArrivingExperts),
-        *EightBitParams._fields_[3:-1],
-        ("unused", ctypes.c_uint8 * (-(ctypes.sizeof(ArrivingExperts) + 28) % 64)),
     )
 
 
@@ -233,37 +206,6 @@ def run(
     kernel.launch(multiplying, (launches.num_blocks, 1, 1), _MULTIPLY_THREADS, launches.shared_bytes)
 
 
-def run_arriving(
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    pair: WeightPair,
-    rows: Rows,
-    scratch: torch.Tensor,
-    row_scales: torch.Tensor,
-    arrival: Arrival,
-) -> None:
-    """Has rows sent that are in 8 bits, copies them to their experts as they arrive, and computes them meanwhile.
-
-    Args:
-        output, hidden_states, rows, scratch, row_scales: as in `run`, on Hopper.
-    """
-    launches = _launches(pair, sent=True, ampere_only=False, arrives=True)
-    copying, multiplying, where = make_params(output, hidden_states, pair, rows, scratch, row_scales)
-    kernel = launches.kernels["experts"]
-    sync = stream_flags(pair.device, f"{kernel.entry}_arriving", 2 + 3 * pair.num_experts).data_ptr()
-    copying.experts.sync = multiplying.experts.sync = sync
-    _set_maps(multiplying, pair, where)
-    blocks = min(launches.num_blocks, arrival.most_blocks or launches.num_blocks)
-    copying_blocks = max(blocks // _COPYING_SHARE, 1)
-    if arrival.most_blocks is not None:
-        blocks = max(blocks - copying_blocks, 1)
-    arrival.start()
-    first = with_arrival(ArrivingRowsParams, copying, arrival)
-    launches.kernels["rows"].launch(first, (copying_blocks, 1, 1), _ARRIVING_THREADS, launches.table_bytes, early=True)
-    second = with_arrival(ArrivingEightBitParams, multiplying, arrival)
-    kernel.launch(second, (blocks, 1, 1), _MULTIPLY_THREADS, launches.shared_bytes, early=True)
-
-
 def _set_maps(params: EightBitParams, pair: WeightPair, where: ScratchLayout) -> None:
     for phase, weights in enumerate((pair.w13, pair.w2)):
         encoded = tensor_map(params.experts.gemm[phase].input, where.capacity, weights.num_columns, torch.uint8)
@@ -271,15 +213,6 @@ def _set_maps(params: EightBitParams, pair: WeightPair, where: ScratchLayout) ->
         if reads_from_shared(pair):
             encoded = codes_map(weights.qweight.data_ptr(), pair.num_experts * weights.num_rows, weights.num_columns)
             ctypes.memmove(params.weights[phase], encoded, TENSOR_MAP_BYTES)
-
-
-def with_arrival(cls: type[Params], params: RowsParams | EightBitParams, arrival: Arrival) -> Params:
-    """The same parameters of a kernel that waits for its rows."""
-    joined = cls(experts=ArrivingExperts.of(params.experts, arrival=arrival.params))
-    for name, *_ in params._fields_:
-        if name not in ("experts", "unused"):
-            setattr(joined, name, getattr(params, name))
-    return joined
 
 
 def reads_from_shared(pair: WeightPair) -> bool:
@@ -346,10 +279,9 @@ class _Launches:
     Args:
         sent: rows come in 8 bits.
         older: with the kernels of GPUs before Hopper.
-        arrives: rows arrive while the kernels run.
     """
 
-    def __init__(self, pair: WeightPair, sent: bool, older: bool, arrives: bool) -> None:
+    def __init__(self, pair: WeightPair, sent: bool, older: bool) -> None:
         properties = torch.cuda.get_device_properties(pair.device)
         self.num_blocks: int = properties.multi_processor_count
         self.is_older = older
@@ -363,7 +295,7 @@ class _Launches:
         self._rows_blocks = self.num_blocks * (_THREADS_OF_MULTIPROCESSOR // self._rows_threads)
         self.table_bytes = table_bytes(pair.num_experts)
         sources = kernel_sources(
-            pair.kind, pair.input_dtype, pair.act_dtype, groups, pair.activation, pair.clamp_limit, sent, older, arrives
+            pair.kind, pair.input_dtype, pair.act_dtype, groups, pair.activation, pair.clamp_limit, sent, older
         )
         self.kernels = jit.load_all(sources, pair.device)
         for name, kernel in self.kernels.items():
@@ -394,15 +326,9 @@ def older_shared_bytes(kind: WeightType, groups: int, num_experts: int) -> int:
     return stages * stage + 4 * (_OLDER_WARPS + 1) * _OLDER_TILE_TOKENS + table_bytes(num_experts)
 
 
-def _launches(pair: WeightPair, sent: bool, ampere_only: bool, arrives: bool = False) -> _Launches:
+def _launches(pair: WeightPair, sent: bool, ampere_only: bool) -> _Launches:
     older = ampere_only or jit.capability(pair.device.index or 0) != _HOPPER
-    return pair.once(_MAKE[sent, older, arrives])
-
-
-_MAKE: dict[tuple[bool, bool, bool], Callable[[WeightPair], _Launches]] = {
-    (sent, older, arrives): functools.partial(_Launches, sent=sent, older=older, arrives=arrives)
-    for sent, older, arrives in itertools.product((False, True), repeat=3)
-}
+    return pair.once(_Launches, sent, older)
 
 
 def kernel_sources(
@@ -414,7 +340,6 @@ def kernel_sources(
     clamp_limit: float | None = None,
     sent: bool = False,
     older: bool = False,
-    arrivals: bool = False,
 ) -> dict[str, jit.KernelSource]:
     """The kernel that quantizes "rows", and that which computes the "experts", or "gemm0" and "gemm1" one product each.
 
@@ -422,7 +347,6 @@ def kernel_sources(
         groups: of scales in 128 columns; 0 for one scale a row.
         sent: rows come in 8 bits.
         older: for GPUs before Hopper.
-        arrivals: kernels that run while rows arrive that come in 8 bits, on Hopper.
     """
     numbers = {
         "WEIGHT_TYPE": str(type_number(kind, act_dtype)),
@@ -431,8 +355,6 @@ def kernel_sources(
     }
     if sent:
         numbers["SENT_ROWS"] = "1"
-    if arrivals:
-        numbers["ARRIVALS"] = "1"
     experts = numbers | {"GROUPS_PER_STEP": str(groups), **activation_defines(activation, clamp_limit)}
     sources = {"rows": jit.KernelSource(CUDA / "eight_bit_rows.cu", "eight_bit_rows", tuple(numbers.items()))}
     if not older:

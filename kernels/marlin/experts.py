@@ -359,9 +359,8 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         reasons = (
             (config.in_dtype is not torch.bfloat16, f"rows are {config.in_dtype} and must be torch.bfloat16"),
             (
-                quant.dispatch_dtype != quant.input_dtype,
-                f"rows are multiplied as {dtype_name(quant.input_dtype or config.in_dtype)} and sent as "
-                f"{dtype_name(quant.dispatch_dtype or config.in_dtype)}; make dispatch_dtype and input_dtype the same",
+                quant.input_dtype is not None,
+                f"rows are rounded to {quant.input_dtype} and must stay as they are; leave input_dtype out",
             ),
             (any(part[5] is not None for part in self._companions), "act-order reorders all rows before"),
             (config.batch_invariant, "a batch-invariant layer has a kernel of its own"),
@@ -390,8 +389,7 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
                 return
             step.pending.settle()
         if step.arrival is not None:
-            arriving = (pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival, step.row_scales)
-            compute_arriving(*arriving)
+            compute_arriving(pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival)
             return
         if self.moe_config.batch_invariant:
             compute_slots(pair, step.output, rows, ids, step.expert_map, *step.scratch)

@@ -11,9 +11,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, WeightType
 from moe_ep.scalar_type import scalar_types
 
-_E8M0 = tuple(
-    dtype for dtype in (getattr(torch, "float8_e8m0fnu", None), torch.uint8) if dtype is not None
-)  # powers of two, or their bits
+_E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # powers of two, or their bits
 
 
 class Weights(NamedTuple):
@@ -187,13 +185,14 @@ class WeightPair:
         self.groups = (w13.scales.size(1), w2.scales.size(1))
         self.num_experts = w13.qweight.size(0)
         self.device = w13.qweight.device
-        self._known: dict[Callable[[WeightPair], Any], Any] = {}
+        self._known: dict[Any, Any] = {}
 
-    def once(self, of: Callable[[WeightPair], T]) -> T:
-        """`of(self)`, computed by the first call and cached."""
-        if of not in self._known:
-            self._known[of] = of(self)
-        return self._known[of]
+    def once(self, of: Callable[..., T], *args: Any) -> T:
+        """`of(self, *args)`, computed by the first call and cached."""
+        key = (of, *args)
+        if key not in self._known:
+            self._known[key] = of(self, *args)
+        return self._known[key]
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has tensors of its own, so cached values are not copied."""

@@ -192,8 +192,7 @@ class Prefill(Session):
         for parts in block.batches:
             parts.common.timeout_ns = self.timeout_ns
             parts.slots.fill_(1)  # not where anything lies, but in bounds
-            rows = parts.rows if parts.row_scales is None else block.part(block.batches.index(parts), "rows")
-            rows.view(torch.uint8).fill_(_POISON)
+            parts.rows.view(torch.uint8).fill_(_POISON)
         backend.moe_config, backend.quant_config, backend.ranks = config, None, ranks
         backend.placement = Placement(owners_of(config), rank)
         backend.block = backend.memory = block

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from moe_ep.kernels.arrival import Arrival, ArrivalParams, Limits
 from moe_ep.kernels.marlin import eight_bit
 from moe_ep.kernels.marlin.hopper import groups_per_step
 from moe_ep.kernels.marlin.params import CUDA, Rows
@@ -44,8 +43,6 @@ BODIES = {
         "u32 flip_and_mask(u32 word, u32 flips, u32 mask)": "return (word ^ flips) & mask;",
     },
 }
-HEADERS = CUDA.parents[1] / "cuda"
-_FROM_ALL = ("arrival.cuh", "deadline.cuh")
 _STANDS_FOR = ("ptx.cuh", "number.cuh", "mma.cuh", "wgmma.cuh")
 _WGMMA = """template <int kTokens, bool kAdd>
 DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b) {
@@ -83,8 +80,6 @@ def write_sources(folder: Path) -> None:
     for path in CUDA.glob("*.cu*"):
         if path.name.startswith("eight_bit") or path.name in {*BODIES, "tile_queue.cuh"}:
             (folder / path.name).write_text(for_cpu(path.name, path.read_text()))
-    for name in _FROM_ALL:
-        (folder / name).write_text((HEADERS / name).read_text())
     for name in _STANDS_FOR:
         (folder / name).write_text('#pragma once\n#include "experts.h"\n')
 
@@ -97,22 +92,15 @@ class Emulated:
     """The kernels for some weights and rows, compiled for a CPU.
 
     Args:
-        sent, older, arrives: as in eight_bit.kernel_sources.
+        sent, older: as in eight_bit.kernel_sources.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        pair: WeightPair,
-        sent: bool = False,
-        older: bool = False,
-        arrives: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, pair: WeightPair, sent: bool = False, older: bool = False) -> None:
         write_sources(folder)
         spacings = [groups_per_step(w.num_columns, w.scales.size(1)) for w in (pair.w13, pair.w2)]
         groups = 0 if all(w.scales.size(1) == 1 for w in (pair.w13, pair.w2)) else max(spacings)
         sources = eight_bit.kernel_sources(
-            pair.kind, pair.input_dtype, pair.act_dtype, groups, pair.activation, pair.clamp_limit, sent, older, arrives
+            pair.kind, pair.input_dtype, pair.act_dtype, groups, pair.activation, pair.clamp_limit, sent, older
         )
         runs, objects = [], list(scheduler())
         for name, source in sources.items():
@@ -129,7 +117,6 @@ class Emulated:
         for run in runs:
             subprocess.run(run, cwd=folder, check=True)
         self.library, self.pair, self.sent, self.older = ctypes.CDLL(str(folder / "emulated.so")), pair, sent, older
-        self.arrives = arrives
         self.library.run.restype = ctypes.c_bool
 
     def run(
@@ -148,11 +135,7 @@ class Emulated:
         quantizing, multiplying, where = eight_bit.make_params(output, hidden_states, pair, rows, scratch, row_scales)
         session = Session(self.library, 1, seed, blocks=blocks)
         groups = eight_bit.rows_threads(pair.w13.num_columns) // 32
-        flags = torch.zeros(2 + (3 if self.arrives else 1) * pair.num_experts, dtype=torch.int32)
-        if self.arrives:
-            arrival = HereAlready(len(hidden_states), pair.num_experts)
-            quantizing.experts.sync, groups = flags.data_ptr(), 3
-            quantizing = eight_bit.with_arrival(eight_bit.ArrivingRowsParams, quantizing, arrival.given)
+        flags = torch.zeros(2 + pair.num_experts, dtype=torch.int32)
         session.queue_kernel(0, "rows", quantizing, blocks, groups=groups)
         if self.older:
             for phase in (0, 1):
@@ -164,36 +147,10 @@ class Emulated:
                 ctypes.memmove(multiplying.tokens[phase], (ctypes.c_int64 * 3)(*given), 24)
                 codes = weights.qweight.data_ptr(), pair.num_experts * weights.num_rows, weights.num_columns
                 ctypes.memmove(multiplying.weights[phase], (ctypes.c_int64 * 3)(*codes), 24)
-            if self.arrives:
-                multiplying = eight_bit.with_arrival(eight_bit.ArrivingEightBitParams, multiplying, arrival.given)
-            session.queue_kernel(0, "experts", multiplying, blocks, early=self.arrives)
+            session.queue_kernel(0, "experts", multiplying, blocks)
         assert session.run(), "the kernels hang"
         assert not flags.any()
-        if self.arrives:
-            assert torch.equal(arrival.finished == arrival.NUMBER, rows.num_tokens > 0)
         return scratch
-
-
-class HereAlready:
-    """Rows of a batch of which each has come, but not all of their rank's."""
-
-    NUMBER = 5
-
-    def __init__(self, num_rows: int, num_experts: int) -> None:
-        self.row_flags = torch.full((num_rows,), self.NUMBER)
-        self.finished, self.epoch = torch.zeros(num_experts, dtype=torch.int64), torch.tensor([self.NUMBER])
-        self.none, self.status = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
-        params = ArrivalParams(
-            row_flags=self.row_flags.data_ptr(),
-            source_flags=self.none.data_ptr(),
-            first_rows=self.none.data_ptr(),
-            epoch=self.epoch.data_ptr(),
-            finished=self.finished.data_ptr(),
-            limits=Limits(status=self.status.data_ptr()),
-            num_sources=1,
-            leaving=1,
-        )
-        self.given = Arrival(params=params, start=lambda: None)
 
 
 def compile_widening(folder: Path, builds: list[tuple[int, int]]) -> ctypes.CDLL:

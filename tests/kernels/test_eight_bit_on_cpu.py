@@ -25,14 +25,14 @@ from tests.kernels.marlin_cases import E2M1, E, arguments, make
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-# Rows, weights, group size, (K, N), rows came in 8 bits ("beside": while the kernels run), the kernel for older GPUs.
-Case = tuple[torch.dtype, str, int, tuple[int, int], bool | str, bool]
+# Rows, weights, group size, (K, N), rows came in 8 bits, the kernel for older GPUs.
+Case = tuple[torch.dtype, str, int, tuple[int, int], bool, bool]
 CASES: list[Case] = [
     (FP8, "float4_e2m1f", 32, (192, 64), False, False),
     (FP8, "uint4", 64, (320, 192), True, False),
     (FP8, "uint4b8", -1, (256, 128), False, False),
     (FP8, "float8_e4m3fn", -1, (192, 64), False, False),
-    (INT8, "uint4b8", 64, (320, 192), "beside", False),
+    (INT8, "uint4b8", 64, (320, 192), True, False),
     (INT8, "uint4", 32, (192, 64), False, True),
     (INT8, "uint8b128", -1, (320, 192), True, True),
 ]
@@ -62,7 +62,7 @@ def test_a_launch_computes_what_plain_torch_does(case: Case, tmp_path: Path) -> 
     tokens = (torch.randn(len(ids), K, generator=rng) * torch.rand(len(ids), 1, generator=rng)).bfloat16()
     given, scales = (tokens, None) if not sent else split_rows(quantize_rows(tokens, rows_dtype), K, rows_dtype)
     output = torch.full((len(ids), K), float("nan"), dtype=torch.bfloat16)
-    emulated = Emulated(tmp_path, pair, bool(sent), older, arrives=sent == "beside")
+    emulated = Emulated(tmp_path, pair, sent, older)
     emulated.run(output, given, sort_by_expert(ids, E), scales)
     assert output[ids[:, 0] < 0].isnan().all()
     for expert, count in enumerate(counts):

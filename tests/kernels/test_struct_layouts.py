@@ -88,9 +88,6 @@ def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
     sources = eight_bit.kernel_sources(UINT4B8, torch.int8, BF16, 1, SILU)
     yield "RowsParams", sources["rows"], eight_bit.RowsParams, "RowsParams"
     yield "EightBitParams", sources["experts"], eight_bit.EightBitParams, "EightBitParams"
-    sources = eight_bit.kernel_sources(UINT4B8, torch.int8, BF16, 1, SILU, sent=True, arrivals=True)
-    yield "ArrivingRowsParams", sources["rows"], eight_bit.ArrivingRowsParams, "RowsParams"
-    yield "ArrivingEightBitParams", sources["experts"], eight_bit.ArrivingEightBitParams, "EightBitParams"
     gemm = ampere.kernel_source(UINT4B8, BF16, BF16, 128, 0, SILU, 32)
     yield "AmpereParams", gemm, ampere.AmpereParams, "AmpereParams"
     yield "GatherParams", ampere.gather_source(0), ampere.GatherParams, "GatherParams"

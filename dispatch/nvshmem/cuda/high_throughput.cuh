@@ -41,14 +41,13 @@
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kLinesOfCounts = 4;
-constexpr int kPlainBytes = 2 * HIDDEN;                                // of a row of 16 bits
-constexpr bool kConvertsRows = !OVERLAP && (EIGHT_BIT || DEVICE_API);  // they do not stay where they arrive
+constexpr int kPlainBytes = 2 * HIDDEN;                  // of a row of 16 bits
+constexpr bool kConvertsRows = EIGHT_BIT || DEVICE_API;  // they do not stay where they arrive
 constexpr int kColumnBytes = EIGHT_BIT ? HIDDEN : kPlainBytes;
 constexpr int kScaleWords = EIGHT_BIT ? (kGroups + 1) / 2 : 0;
-// Bytes of a row on the wire; high_throughput_dispatch.cu describes what follows the columns. OVERLAP: codes are followed
-// by an f32 scale of every 128 columns.
-constexpr int kTailBytes = OVERLAP ? 4 * kGroups : 4 * (kScaleWords + 2 * TOPK);
-constexpr int kRowBytes = kConvertsRows || EIGHT_BIT ? (kColumnBytes + kTailBytes + 127) / 128 * 128 : kPlainBytes;
+// Bytes of a row on the wire; high_throughput_dispatch.cu describes what follows the columns.
+constexpr int kTailBytes = 4 * (kScaleWords + 2 * TOPK);
+constexpr int kRowBytes = kConvertsRows ? (kColumnBytes + kTailBytes + 127) / 128 * 128 : kPlainBytes;
 constexpr int kAtOnce = 4;  // vectors that a lane loads before it stores the first
 // Vectors that a lane loads at once, at most `most`, for the fewest rounds per row.
 __device__ constexpr int at_once(int most) {

@@ -2,8 +2,7 @@
 //
 // Layout in:   rows [T, HIDDEN] of 16 bits, topk_ids [T, TOPK]; slots and placement of high_throughput_plan.cu.
 // Layout out:  at each rank the rows of its tokens, by (source, token), this rank's own too; a flag per row, and one per
-//              source once all of its rows are there (kernels/cuda/arrival.cuh). EIGHT_BIT: rows as codes, and an f32
-//              scale of every 128 columns behind them, as quantize_rows makes them. Here the order in which the combine
+//              source once all of its rows are there (kernels/cuda/arrival.cuh). Here the order in which the combine
 //              sends results.
 // Order:       a warp sends its rows in the order in which experts are computed, that of their ids, by each row's first
 //              expert at its destination; destinations alternate.
@@ -47,34 +46,6 @@ DEVICE void first_experts(const Params& p, int token, u32 (&first)[RANKS]) {
   }
 }
 
-#if EIGHT_BIT
-// By a warp: a row's codes and scales, made anew for every destination.
-DEVICE void store_row(const u8* row, u8* target) {
-  const Vec* from = reinterpret_cast<const Vec*>(row);
-  float* scales = reinterpret_cast<float*>(target + HIDDEN);
-  const int is_odd = threadIdx.x % 2;
-  for (int start = threadIdx.x % 32; start < (kVectors + 31) / 32 * 32; start += 64) {
-    Codes codes[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int vector = start + 32 * i;
-      float scale;
-      codes[i] = quantize(vector < kVectors ? from[vector] : Vec{}, scale);
-      if (vector < kVectors && vector % kScaleVectors == 0) {
-        scales[vector / kScaleVectors] = scale;
-      }
-    }
-    const Vec pair = merge_codes(codes[0], codes[1]);
-    const int vector = start + 32 * is_odd - is_odd;
-    if (vector < kVectors) {
-      *reinterpret_cast<Vec*>(target + 8 * vector) = pair;
-    }
-  }
-}
-#else
-DEVICE void store_row(const u8* row, u8* target) { copy_row(row, target); }
-#endif
-
 // Tokens first, first + warps, ...: 32 at a time, one of each lane.
 DEVICE void send_rows(const Params& p, FlagQueue<kSenders>& due, int first, int warps) {
   const Common& c = p.common;
@@ -102,7 +73,7 @@ DEVICE void send_rows(const Params& p, FlagQueue<kSenders>& due, int first, int 
       const int source = static_cast<int>(next % 32);
       const u64 token = begin + source * warps;
       const u64 row = p.slots[token * RANKS + to] + c.placement->send[to];
-      store_row(p.rows + token * kPlainBytes, c.at(to, c.rows + kRowBytes * row));
+      copy_row(p.rows + token * kPlainBytes, c.at(to, c.rows + kRowBytes * row));
       enqueue_flags(due, lane == sent++ % kQueuedFlags ? c.flag_of(to, c.row_flags, row) : nullptr);
 #pragma unroll
       for (int rank = 0; rank < RANKS; ++rank) {

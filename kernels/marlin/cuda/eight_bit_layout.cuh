@@ -56,13 +56,8 @@ struct Tables {
   }
 };
 
-// sync: tickets, CTAs that are done, stored tiles of every expert's w13. ARRIVALS: of every expert, the rows in the 8-bit
-// buffers, then stored tiles of its w2.
+// sync: tickets, CTAs that are done, stored tiles of every expert's w13.
 DEVICE int* ready_flag(const ExpertsParams& p, int expert) { return p.sync + 2 + expert; }
-#if ARRIVALS
-DEVICE int* copied_rows(const ExpertsParams& p, int expert) { return p.sync + 2 + p.num_experts + expert; }
-DEVICE int* stored_tiles(const ExpertsParams& p, int expert) { return p.sync + 2 + 2 * p.num_experts + expert; }
-#endif
 
 // The scales of a lane's tokens lie together for every 16 of a tile: token 8 j + 2 t + i at 4 t + 2 j + i (j, i < 2).
 DEVICE int scale_place(int token) { return token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2; }

@@ -4,8 +4,6 @@
 //
 // In: rows of 16-bit numbers, gathered by sorted ids. Out: codes and scales, laid out as eight_bit_layout.cuh says.
 // With SENT_ROWS rows come as codes with a scale for every 128 columns; both are copied, bit for bit, to their places.
-// ARRIVALS: such rows are copied as they arrive (arrival.cuh), by a warp each, in the order of experts, beside the kernel
-// that multiplies them, which waits for the number of rows that are there.
 // A block quantizes a row at a time and reads it once: every thread keeps 32 columns in registers while the block finds
 // the largest magnitude. The host launches columns / 32 threads, rounded up to whole warps.
 //
@@ -16,7 +14,6 @@
 constexpr int kChunk = 16;  // columns that are read together
 constexpr int kChunks = 2;  // of a thread
 constexpr int kMaxWarps = 32;
-constexpr int kArrivingThreads = 1024;  // with ARRIVALS
 
 struct RowsParams {
   ExpertsParams experts;
@@ -61,24 +58,19 @@ DEVICE uint4 in_packed_order(const u32* words) {
                     permute_bytes(words[1], words[3], 0x5140), permute_bytes(words[1], words[3], 0x7362));
 }
 
-// Threads first, first + threads, ... copy row `row_id`, number `row` of its expert, whose rows begin at `start`. Rows that
-// arrive meanwhile must not come from the cache of what is only read.
-template <typename T>
-DEVICE T load_sent(const T* at) {
-  return ARRIVALS ? *at : __ldg(at);
-}
-DEVICE void copy_sent_row(const RowsParams& params, i64 row_id, int start, int row, int thread, int threads) {
-  int columns = params.experts.gemm[0].columns;
+// A block copies row `row_id`, number `row` of its expert, whose rows begin at `start`.
+DEVICE void copy_sent_row(const RowsParams& params, i64 row_id, int start, int row) {
+  int columns = params.experts.gemm[0].columns, thread = threadIdx.x, threads = blockDim.x;
   const u8* from = reinterpret_cast<const u8*>(params.experts.gemm[0].input) + row_id * params.sent_stride;
   u8* to = params.codes + (start + row) * (i64)columns;
   bool aligned = reinterpret_cast<u64>(from) % 16 == 0;
   for (int first = thread * kChunk; first < columns; first += threads * kChunk) {
     u32 words[4];
     if (aligned) {
-      *reinterpret_cast<uint4*>(words) = load_sent(reinterpret_cast<const uint4*>(from + first));
+      *reinterpret_cast<uint4*>(words) = __ldg(reinterpret_cast<const uint4*>(from + first));
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; i++) words[i] = load_sent(reinterpret_cast<const u32*>(from + first) + i);
+      for (int i = 0; i < 4; i++) words[i] = __ldg(reinterpret_cast<const u32*>(from + first) + i);
     }
     *reinterpret_cast<uint4*>(to + first) = in_packed_order(words);
   }
@@ -124,31 +116,6 @@ DEVICE void quantize_row(const RowsParams& params, i64 row_id, i64 row, float* l
   }
 }
 
-#if ARRIVALS
-static_assert(SENT_ROWS, "rows that arrive beside experts come in 8 bits");
-
-extern "C" __global__ void __launch_bounds__(kArrivingThreads, 1)
-    eight_bit_rows(const __grid_constant__ RowsParams params) {
-  const ExpertsParams& p = params.experts;
-  extern __shared__ int memory[];
-  grid_dependency_launch();
-  Tables tables(memory, p.num_experts);
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  if (warp == 0) tables.make(p, lane);
-  __syncthreads();
-  ArrivingRows arriving(p.arrival);
-  for (int place = warp * gridDim.x + blockIdx.x; place < tables.firsts[p.num_experts]; place += gridDim.x * warps) {
-    int expert = find_expert(tables.firsts, p.num_experts, 1, place);
-    int row_id = p.row_ids[place] / p.ids_divisor;
-    arriving.await(1, [&](int) { return row_id; });
-    copy_sent_row(params, row_id, tables.starts[expert], place - tables.firsts[expert], lane, 32);
-    fence_proxy_async_global();
-    __syncwarp();
-    if (lane == 0) add_release_gpu(copied_rows(p, expert), 1);
-  }
-  if (threadIdx.x == 0) grid_dependency_wait();  // keeps the order of kernels
-}
-#else
 extern "C" __global__ void eight_bit_rows(const __grid_constant__ RowsParams params) {
   const ExpertsParams& p = params.experts;
   extern __shared__ int memory[];
@@ -162,10 +129,9 @@ extern "C" __global__ void eight_bit_rows(const __grid_constant__ RowsParams par
     int start = tables.starts[expert], row = place - tables.firsts[expert];
     i64 row_id = p.row_ids[place] / p.ids_divisor;
     if constexpr (SENT_ROWS) {
-      copy_sent_row(params, row_id, start, row, threadIdx.x, blockDim.x);
+      copy_sent_row(params, row_id, start, row);
     } else {
       quantize_row(params, row_id, start + row, largest_of[parity]);
     }
   }
 }
-#endif

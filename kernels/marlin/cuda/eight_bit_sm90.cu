@@ -20,8 +20,6 @@
 // Schedule: data-parallel tiles claimed by an atomic ticket: expert by expert, weight rows, then tokens; w13 before w2.
 //           A tile of w2 waits for all tiles of w13 of its expert, whose tickets are earlier, so their CTAs are running.
 // Epilogue of w13: gate and up rows alternate, so 256 rows make 128 columns of hidden, one scale group of every token.
-// ARRIVALS: a tile of w13 waits for all rows of its expert, which eight_bit_rows.cu copies as they arrive; whoever stores
-//           the last tile of an expert's w2 sets the expert's flag (arrival.cuh). Some CTAs end before the others.
 // Sums are made in a fixed order: same input, same bits.
 //
 // Example: one expert, 200 rows, K 256, N 128: w13 has 1 x 2 tiles of 256 rows x 104 and 96 tokens, 2 steps each; w2
@@ -106,30 +104,12 @@ DEVICE void copy_codes(const EightBitParams& params, const TileSlice& g, int row
   }
 }
 
-#if ARRIVALS
-// Results leave from SMs of their own (prefill_sm90.cu, "Leaving"): of as many CTAs as the combine uses, each claims no
-// more tiles from the ticket on from which the others need as long for the rest of w2 as these SMs need to read all slots.
-constexpr int kSlotBytesPerCycle = 48;  // that an SM adds up, twice over: half of the rows leave behind the last tile
-constexpr int kCyclesPerStep = 1500;    // of a tile; at the tensor cores' rate it takes 1024
-
-DEVICE int leaving_ticket(const ExpertsParams& p, const Tables& tables, int total) {
-  int leaving = p.arrival.leaving, staying = gridDim.x - leaving;
-  if ((int)blockIdx.x >= leaving || staying <= 0) return total;
-  float tile_cycles = (float)kCyclesPerStep * steps_of(p, 1), slot_cycles = 2.0f * p.gemm[1].rows / kSlotBytesPerCycle;
-  float returning = slot_cycles * tables.firsts[p.num_experts] / leaving;
-  return max(total - (int)(returning / tile_cycles * staying), tiles_of(p, tables, 0));
-}
-#endif
-
 // Claims tiles and streams the codes, scales and zero points of their weights. The last step may have fewer columns.
 DEVICE void run_weight_thread(const EightBitParams& params, const Tables& tables, Shared& shared, Ring ring) {
   const ExpertsParams& p = params.experts;
   int total = tiles_of(p, tables, 0) + tiles_of(p, tables, 1);
   u64 policy = policy_evict_normal();
   int index = 0, parity = 1;
-#if ARRIVALS
-  const int last = leaving_ticket(p, tables, total);
-#endif
   for (int ticket = atomicAdd(p.sync, 1); ticket < total; ticket = atomicAdd(p.sync, 1)) {
     TileSlice g = slice_of(p, tables, ticket);
     push_slice(shared, g, index, parity);
@@ -153,9 +133,6 @@ DEVICE void run_weight_thread(const EightBitParams& params, const Tables& tables
       }
       ring.advance();
     }
-#if ARRIVALS
-    if (ticket >= last) break;
-#endif
   }
   TileSlice none;
   none.phase = -1;
@@ -170,12 +147,6 @@ DEVICE void run_token_thread(const EightBitParams& params, const Tables& tables,
     wait_at_least(ready_flag(p, g.expert), TokenTiles(rows_of(p, g.expert)).count * row_tiles_of(p, 0));
     fence_proxy_async_global();
   }
-#if ARRIVALS
-  if (g.phase == 0) {
-    wait_at_least(copied_rows(p, g.expert), rows_of(p, g.expert));
-    fence_proxy_async_global();
-  }
-#endif
   int row = tables.starts[g.expert] + g.first_token;
   int boxes = (g.tokens + kBoxTokens - 1) / kBoxTokens;
   const float* all_scales = SENT_ROWS && g.phase == 0 ? params.row_scales : params.hidden_scales;
@@ -414,13 +385,6 @@ DEVICE void run_tile(const EightBitParams& params, const Tables& tables, Shared&
     if (threadIdx.x == 0) add_release_gpu(ready_flag(p, g.expert), 1);
   } else {
     store_output<kTokens>(p, g, of_token, sums);
-#if ARRIVALS
-    named_barrier<1, kConsumerThreads>();
-    if (threadIdx.x == 0) {
-      int tiles = TokenTiles(rows_of(p, g.expert)).count * row_tiles_of(p, 1);
-      count_results(p.arrival, g.expert, stored_tiles(p, g.expert), 1, tiles);
-    }
-#endif
   }
 }
 
@@ -463,21 +427,15 @@ DEVICE void init_barriers(Shared& shared) {
 // The last CTA to finish leaves all flags zero for the next launch.
 DEVICE void leave(const ExpertsParams& p) {
   __syncthreads();
-#if ARRIVALS
-  if (threadIdx.x == 0) grid_dependency_wait();  // keeps the order of kernels
-#endif
   bool is_last = threadIdx.x == 0 && add_acquire_release_gpu(p.sync + 1, 1) == (int)gridDim.x - 1;
   if (!__syncthreads_or(is_last)) return;
-  for (int i = threadIdx.x; i < 2 + (1 + 2 * ARRIVALS) * p.num_experts; i += blockDim.x) p.sync[i] = 0;
+  for (int i = threadIdx.x; i < 2 + p.num_experts; i += blockDim.x) p.sync[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     eight_bit_experts(const __grid_constant__ EightBitParams params) {
   const ExpertsParams& p = params.experts;
   extern __shared__ __align__(1024) u8 memory[];
-#if ARRIVALS
-  grid_dependency_launch();
-#endif
   Shared& shared = shared_of(memory);
   Tables tables = tables_of(memory, p.num_experts);
   int warp = threadIdx.x / 32;

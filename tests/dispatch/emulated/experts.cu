@@ -4,18 +4,16 @@
 // Work items are claimed by tickets: for every expert its tiles of rows, which are copied to `hidden`; then for every
 // expert its tiles in two halves of the columns, which wait for `hidden`. Blocks below `leaving` claim no item behind the
 // first of the second half.
-// EIGHT_BIT: rows come as codes, with scales behind them.
 #include "arrival.cuh"
 #include "numbers.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kTile = 3;  // rows
 constexpr int kHalves = 2;
-constexpr int kRowBytes = EIGHT_BIT ? (HIDDEN + 4 * kGroups + 127) / 128 * 128 : 2 * HIDDEN;
 
 struct Params {
   Arrival arrival;
-  const u8* rows;         // [rows, kRowBytes], as they arrive
+  const u16* rows;        // [rows, HIDDEN], as they arrive
   const int* sorted;      // slots, expert by expert
   const int* num_tokens;  // [num_experts]
   const int* numbers;     // [num_experts]: the id of each
@@ -28,13 +26,6 @@ struct Params {
 struct Item {
   int expert, first, tokens, before;  // before: rows of all experts before
 };
-
-DEVICE u16 number_of(const u8* row, int column) {
-  if (!EIGHT_BIT) return reinterpret_cast<const u16*>(row)[column];
-  float value, other;
-  from_codes(row[column], value, other);
-  return emulated::half(value * reinterpret_cast<const float*>(row + HIDDEN)[column / 128]);
-}
 
 DEVICE int tiles_of(const Params& p, int expert) { return (p.num_tokens[expert] + kTile - 1) / kTile; }
 
@@ -80,7 +71,7 @@ extern "C" __global__ void experts(const __grid_constant__ Params p) {
       u16* hidden = p.hidden + static_cast<u64>(item.before + item.first + token) * HIDDEN;
       for (int column = threadIdx.x; column < HIDDEN / (is_first ? 1 : kHalves); column += kThreads) {
         if (is_first) {
-          hidden[column] = number_of(p.rows + static_cast<u64>(slots[token] / TOPK) * kRowBytes, column);
+          hidden[column] = p.rows[static_cast<u64>(slots[token] / TOPK) * HIDDEN + column];
         } else {
           const int at = half * (HIDDEN / kHalves) + column;
           const float number = p.numbers[item.expert], x = emulated::of_half(hidden[at]);
