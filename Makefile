@@ -7,13 +7,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 TESTS  ?= tests
-# Files of tests that run at a time: more than two cores, since many tests wait. Those that start gangs run after the
-# others, also with `make --jobs=2 test`: their clusters have deadlines, which busy cores miss.
-# (5 is pytest's word for no tests of that kind.)
+# Files of tests that run at a time: more than two cores, since many tests wait. With `make --jobs=2 test lint docs` the
+# others take what the tests leave.
 JOBS   ?= 4
-GANG_JOBS ?= 2
-POLITELY = nice -n 5
-AT_A_TIME = --dist loadfile --no-loadscope-reorder
+POLITELY = nice -n 10
 ARGS   ?=
 # Extras to install: on a machine with NVIDIA GPUs also what the kernels and NVSHMEM need (EXTRAS=test leaves it out).
 comma  := ,
@@ -22,7 +19,7 @@ EXTRAS ?= test$(if $(wildcard /dev/nvidia[0-9]*),$(comma)cuda)
 # Modules stay compiled: every worker that a test starts imports torch, which takes twice as long from source.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-gangs test-others lint docs docs-packages bench clean
+.PHONY: run test lint docs docs-packages bench clean
 .DEFAULT_GOAL := run
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -41,17 +38,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 run: $(VENV)/.installed
 	$(BIN)/moe-ep run $(ARGS)
 
-test: test-others
-	$(MAKE) test-gangs
-
 # One thread a process: more spin while they wait for each other, on cores that other tests need.
-test-others test-gangs: export OMP_NUM_THREADS = 1
-
-test-gangs: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(GANG_JOBS) $(AT_A_TIME) -m gang $(TESTS) || [ $$? -eq 5 ]
-
-test-others: $(VENV)/.installed
-	$(POLITELY) $(BIN)/python -m pytest -n $(JOBS) $(AT_A_TIME) -m "not gang" $(TESTS) || [ $$? -eq 5 ]
+test: export OMP_NUM_THREADS = 1
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

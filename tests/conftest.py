@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 from pathlib import Path
 
@@ -20,22 +22,23 @@ hypothesis.settings.register_profile("searching", _UNTIMED)
 hypothesis.settings.register_profile("repeatable", _UNTIMED, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
-# Files whose tests start gangs or clusters, and others that take long: these begin, so that no worker ends with one.
+# Files whose tests start gangs or clusters, which mostly wait, and others that take long: these begin, in turns, so
+# that no worker ends with one.
 _GANGS = (
-    "test_run",
-    "test_ray_job",
-    "test_ray_gang",
-    "test_elastic_gang",
-    "test_elastic_deaths",
     "test_two_hosts",
+    "test_ray_gang",
+    "test_run",
+    "test_elastic_gang",
+    "test_ray_job",
     "test_torchrun_gang",
     "test_run_eplb",
+    "test_elastic_deaths",
     "test_local_gang",
 )
 _LONG = (
     "test_jit",
-    "test_families_in_formats",
     "test_waits",
+    "test_families_in_formats",
     "test_low_latency_on_cpu",
     "test_examples_run",
     "test_transformers",
@@ -66,7 +69,12 @@ _LONG = (
     "test_scaling",
     "test_package",
 )
+_FIRST = [name for pair in itertools.zip_longest(_GANGS, _LONG) for name in pair if name]
 _GPUS_NEEDED = {"gpu": 1, "gpu2": 2, "gpu8": 8}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run the tests marked thorough too")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -92,13 +100,40 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         pytest.fail(f"{item.nodeid} left its default process group behind; call destroy_process_group at its end")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(_GANGS + _LONG)}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Orders and marks the tests. Of a file's tests that this machine lacks GPUs for, one is left to be skipped."""
+    places = {name: place for place, name in enumerate(_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-    num_gpus = num_gpu_ranks()
+    num_gpus, is_thorough = num_gpu_ranks(), config.getoption("thorough")
+    left_out: list[pytest.Item] = []
+    skipped: set[tuple[Path, int]] = set()
     for item in items:
         if item.path.stem in _GANGS:
             item.add_marker(pytest.mark.gang)
-        for marker, needed in _GPUS_NEEDED.items():
-            if item.get_closest_marker(marker) and num_gpus < needed:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {num_gpus}"))
+        if item.get_closest_marker("thorough") and not is_thorough:
+            left_out.append(item)
+            continue
+        most = max((needed for marker, needed in _GPUS_NEEDED.items() if item.get_closest_marker(marker)), default=0)
+        if num_gpus < most:
+            reason = f"needs {most} GPU(s), as other tests of the file do, and this machine has {num_gpus}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+            if (item.path, most) in skipped:
+                left_out.append(item)
+            skipped.add((item.path, most))
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection() -> None:
+    """Imports make millions of objects that stay: the garbage collector need not look at them, then or later."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()

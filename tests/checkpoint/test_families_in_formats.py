@@ -39,7 +39,7 @@ def part(start: int, step: int) -> list[tuple[str, str]]:
     ]
 
 
-PAIRS_BY_RANKS = {1: part(0, 3), 2: part(1, 12), 4: part(2, 12)}
+PAIRS_BY_RANKS = {1: part(0, 6), 2: part(1, 24), 4: part(2, 24)}
 Errors = dict[tuple[str, str], float]
 
 

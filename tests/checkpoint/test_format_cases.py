@@ -124,7 +124,7 @@ def test_runs_alone_as_the_values_say(written: Written) -> None:
     check(written, [run(0, 1, {name: directory for name, (directory, _) in written.items()})])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_runs_over_ranks_as_the_values_say(written: Written, world_size: int) -> None:
     directories = {name: directory for name, (directory, _) in written.items()}
     check(written, ranks(world_size).run(run, directories))

@@ -61,7 +61,7 @@ def test_results_of_slots_are_added_in_their_order(tmp_path: Path) -> None:
         assert not session.record.any()
 
 
-@pytest.mark.parametrize("slot_results", [False, True], ids=["sums", "slots"])
+@pytest.mark.parametrize("slot_results", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["sums", "slots"])
 def test_f16_results_beyond_the_range(tmp_path: Path, slot_results: bool) -> None:
     library = compile_decode(tmp_path, 2, slot_results=slot_results, dtype=torch.float16)
     for seed in range(4):

@@ -20,7 +20,7 @@ from moe_ep.kernels import jit
     [
         (7168, 8, 8, None, torch.bfloat16),
         (2880, 32, 1, torch.float8_e4m3fn, torch.float16),
-        (2880, 32, 1, torch.int8, torch.bfloat16),
+        pytest.param(2880, 32, 1, torch.int8, torch.bfloat16, marks=pytest.mark.thorough),
     ],
 )
 def test_kernels_compile_without_spills(

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def torchrun(script: str, *arguments: str, num_ranks: int = 2) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     done = subprocess.run(
-        [*command, str(ROOT / "examples" / script), *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT
+        [*command, str(ROOT / "examples" / script), *arguments], capture_output=True, text=True, timeout=600, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

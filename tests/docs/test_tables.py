@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
+import io
+import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 from moe_ep.bench.results import read_lines
 from moe_ep.bench.scaling_tables import as_markdown, read_scaling
@@ -16,9 +19,15 @@ SCALING = BENCHMARKS / "scaling"
 
 def made(script: str, *options: str) -> list[str]:
     """The table rows that a script prints."""
-    command = [sys.executable, str(ROOT / "scripts" / script), *options]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
-    return rows_of(printed)
+    folder = ROOT / "scripts"
+    with (
+        mock.patch.object(sys, "argv", [script, *options]),
+        mock.patch.object(sys, "path", [str(folder), *sys.path]),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.suppress(SystemExit),
+    ):
+        runpy.run_path(str(folder / script), run_name="__main__")
+    return rows_of(printed.getvalue())
 
 
 def rows_of(text: str) -> list[str]:

@@ -195,7 +195,9 @@ def test_settings_of_a_line_reach_the_template(demo: Path, tmp_path: Path) -> No
     assert len({len(ids) for ids in expected}) == 3
 
 
-@pytest.mark.parametrize("named_by", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "named_by", ["tokenizer_config.json", pytest.param("special_tokens_map.json", marks=pytest.mark.thorough)]
+)
 def test_a_conversation_ends_at_the_tokenizer_s_end_too(demo: Path, tmp_path: Path, named_by: str) -> None:
     folder = with_template(demo, tmp_path / "model")
     prompts = tmp_path / "prompts.jsonl"

@@ -21,6 +21,6 @@ def test_texts_that_are_none(tmp_path: Path, texts: str | None, named: str) -> N
     if texts is not None:
         file.write_text(texts)
     command = [sys.executable, str(SCRIPT), "--model", str(tmp_path), "--texts", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2 and not done.stdout
     assert named in done.stderr and "--texts" in done.stderr and done.stderr.count("\n") == 1

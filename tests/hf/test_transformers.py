@@ -32,6 +32,7 @@ from tests.generation.alone import load_alone
 from tests.hf.hf_models import FAMILIES, SIZES, make_model
 from tests.ranks import RankPool, ranks
 
+SOME = ["Qwen3Moe", "DeepseekV3", "GptOss"]
 # Names that configurations have for it.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # (prompts, prompt length, steps of decoding) of each request, by rank: the last rank has none.
@@ -72,9 +73,9 @@ def from_model(rank: int, world_size: int, family: str, options: dict[str, Any])
     return [layer.moe_config.num_local_experts for layer in steps_of(parallel).layers]
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "GptOss"])
+@pytest.mark.parametrize("family", SOME)
 def test_ranks_with_requests_of_their_own(family: str) -> None:
-    """From a model; every family is in test_from_a_checkpoint in f32, and in test_bf16_and_int4 from a model."""
+    """From a model; every family is in test_from_a_checkpoint in f32."""
     held = ranks(3).run(from_model, family, {})
     num_experts = [module.num_experts for _, module in find_experts(make_model(family))]
     assert [sum(layer) for layer in zip(*held, strict=True)] == num_experts
@@ -105,7 +106,9 @@ def in_bf16(rank: int, world_size: int, family: str) -> None:
         check_requests(rank, parallel, in_int4(alone) if quantize == "int4" else alone)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if family in SOME else pytest.mark.thorough) for family in FAMILIES]
+)
 def test_bf16_and_int4(family: str) -> None:
     ranks(3).run(in_bf16, family)
 

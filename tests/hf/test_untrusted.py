@@ -103,7 +103,7 @@ def loaded(tmp_path: Path, *folders: Path) -> list[Any]:
         env=os.environ | {"TRACE": str(trace), "PYTHONPATH": path, "HF_HOME": str(tmp_path / "hub")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert not trace.exists(), trace.read_text()

@@ -27,13 +27,13 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compil
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 # Rows, weights, group size, (K, N), rows came in 8 bits, the kernel for older GPUs.
 Case = tuple[torch.dtype, str, int, tuple[int, int], bool, bool]
-CASES: list[Case] = [
+CASES = [
     (FP8, "float4_e2m1f", 32, (192, 64), False, False),
     (FP8, "uint4", 64, (320, 192), True, False),
-    (FP8, "uint4b8", -1, (256, 128), False, False),
+    pytest.param((FP8, "uint4b8", -1, (256, 128), False, False), marks=pytest.mark.thorough),
     (FP8, "float8_e4m3fn", -1, (192, 64), False, False),
     (INT8, "uint4b8", 64, (320, 192), True, False),
-    (INT8, "uint4", 32, (192, 64), False, True),
+    pytest.param((INT8, "uint4", 32, (192, 64), False, True), marks=pytest.mark.thorough),
     (INT8, "uint8b128", -1, (320, 192), True, True),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,14 +69,19 @@ def _entries() -> set[Path]:
     return {path for path in Path(os.environ["MOE_EP_CACHE_DIR"]).rglob("*") if path.is_file()}
 
 
-# The large-M kernel takes 5 to 14 s to compile: each number type once, each dtype, and the tall tile once.
+# The large-M kernel takes 5 to 20 s to compile: each number type, each dtype, and the tall tile. Without --thorough
+# the usual ones are, float4 and the tall tile in the test of a limit.
 LARGE_M = [case for case in EXPERTS if case[-1] is not RELU2 and case[:2] not in TWICE]
+IN_OTHERS = pytest.mark.thorough
 HOPPER = [
-    *((case, True, False) for case in EXPERTS),
-    *((case, False, False) for case in LARGE_M[:-1]),
-    (EXPERTS[-1], False, True),
-    ((scalar_types.uint4b8, BF16, BF16, 4, SILU), False, True),  # whose scales leave no room for output rows
-    ((*EXPERTS[-1][:-1], MoEActivation.SITU), False, False),
+    *(pytest.param(case, True, False, marks=[IN_OTHERS] if case[:2] in TWICE else []) for case in EXPERTS),
+    *((case, False, False) for case in LARGE_M if case[1:3] == (BF16, BF16)),
+    *(pytest.param(case, False, False, marks=IN_OTHERS) for case in LARGE_M if case[1] is F16),
+    pytest.param(EXPERTS[-1], False, True, marks=IN_OTHERS),
+    # Whose scales leave no room for output rows.
+    pytest.param((scalar_types.uint4b8, BF16, BF16, 4, SILU), False, True, marks=IN_OTHERS),
+    ((*EXPERTS[-1][:-1], MoEActivation.SITU), True, False),
+    pytest.param((*EXPERTS[-1][:-1], MoEActivation.SITU), False, False, marks=IN_OTHERS),
 ]
 
 
@@ -87,7 +93,7 @@ def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, decode: 
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
 
 
-@pytest.mark.parametrize("topk", [8, 5])
+@pytest.mark.parametrize("topk", [8, pytest.param(5, marks=IN_OTHERS)])
 def test_experts_that_combine_compile_without_spills(topk: int) -> None:
     layout = BatchLayout(num_ranks=2, capacity=16, hidden_size=7168, topk=topk, code_dtype=None)
     of_batch = kernel_source("low_latency_combine", layout, BF16).defines
@@ -98,7 +104,9 @@ def test_experts_that_combine_compile_without_spills(topk: int) -> None:
     assert resources[1:3] == (0, 0)
 
 
-@pytest.mark.parametrize(("decode", "activation"), [(True, SILU), (True, SWIGLUSTEP), (False, SWIGLUSTEP)])
+@pytest.mark.parametrize(
+    ("decode", "activation"), [pytest.param(True, SILU, marks=IN_OTHERS), (True, SWIGLUSTEP), (False, SWIGLUSTEP)]
+)
 def test_a_limit_of_gate_and_up_compiles_without_spills(decode: bool, activation: MoEActivation) -> None:
     """The prefill kernel in its build that waits for rows."""
     mxfp4, limited = WEIGHT_TYPES[scalar_types.float4_e2m1f.id], {"clamp_limit": 10.0}
@@ -122,8 +130,9 @@ OLDER = [
 
 
 # The tile of 16 tokens is the one that spills; the others are compiled for some.
-TILES = [(*case, 16) for case in OLDER] + [(*case, tile) for case in OLDER[::3] for tile in (32, 64)]
-TILES += [(EXPERTS[1], True, 1, "sm_90a", tile) for tile in (16, 32, 64)]
+TILES: list[Any] = [(*case, 16) for case in OLDER] + [(*OLDER[0], tile) for tile in (32, 64)]
+TILES += [pytest.param(*case, tile, marks=IN_OTHERS) for case in OLDER[3::3] for tile in (32, 64)]
+TILES += [pytest.param(EXPERTS[1], True, 1, "sm_90a", tile, marks=IN_OTHERS) for tile in (16, 32, 64)]
 
 
 @pytest.mark.parametrize(("case", "looked_up", "phase", "arch", "tile_tokens"), TILES, ids=_name)

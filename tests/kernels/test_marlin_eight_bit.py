@@ -201,8 +201,8 @@ def test_experts_round_to_the_dtype_of_their_configuration() -> None:
 
 
 COMPILED = [
-    (FP8, E4M3, 1, False, False),
-    (INT8, UINT4B8, 1, True, False),
+    pytest.param(FP8, E4M3, 1, False, False, marks=pytest.mark.thorough),
+    pytest.param(INT8, UINT4B8, 1, True, False, marks=pytest.mark.thorough),
     (FP8, MXFP4, 4, False, False),
     (INT8, UINT4, 4, True, True),
 ]

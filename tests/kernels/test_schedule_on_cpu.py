@@ -42,7 +42,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "decode_schedule"
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", range(1, 3))
 def test_every_row_is_computed_once(program: Path, seed: int) -> None:
     done = subprocess.run([program, str(seed), "100"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

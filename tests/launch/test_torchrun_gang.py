@@ -192,6 +192,7 @@ TorchrunGang().run(jobs.hang, sys.argv[1])
 """
 
 
+@pytest.mark.thorough  # the agent of one node does too, by the same rule
 def test_ranks_of_srun_on_one_node_listen_on_loopback_only(tmp_path: Path) -> None:
     (port,) = free_ports()
     ranks = [jobs.start_python(SRUN_HANG, str(tmp_path), **srun(port, rank)) for rank in range(2)]
@@ -226,6 +227,7 @@ def start_torchrun(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.thorough  # test_rank_env.py has how ranks agree on an attempt
 def test_two_agents_restart_after_a_failure(tmp_path: Path) -> None:
     """Two agents of one rank each; their restart counts differ afterwards, and the ranks must meet nevertheless."""
     where = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_ports()[0]} --rdzv-id=restart --local-addr=127.0.0.1"

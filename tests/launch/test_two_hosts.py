@@ -57,6 +57,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough  # test_torchrun_gang.py shows it of two agents on one host
 def test_both_hosts_end_when_a_worker_of_one_is_killed(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)

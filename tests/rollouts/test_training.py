@@ -31,7 +31,9 @@ def trained(rank: int, world_size: int, batch_invariant: bool) -> list[tuple[flo
     return [(report.reward, report.difference) for report in example["train"](settings)]
 
 
-@pytest.mark.parametrize(("num_ranks", "batch_invariant"), [(1, True), (2, True), (1, False)])
+@pytest.mark.parametrize(
+    ("num_ranks", "batch_invariant"), [pytest.param(1, True, marks=pytest.mark.thorough), (2, True), (1, False)]
+)
 def test_the_reward_rises_and_the_trainer_agrees_with_the_engine(num_ranks: int, batch_invariant: bool) -> None:
     first, *others = ranks(num_ranks).run(trained, batch_invariant)
     assert all(other == first for other in others)

@@ -156,7 +156,10 @@ def updated(rank: int, world_size: int, folders: dict[str, tuple[Path, Path]], s
     assert dropped() is None
 
 
-@pytest.mark.parametrize(("num_ranks", "source"), [(1, "all"), (1, "folder"), (2, "all"), (4, "shard")])
+@pytest.mark.parametrize(
+    ("num_ranks", "source"),
+    [(1, "all"), (1, "folder"), (2, "shard"), pytest.param(4, "all", marks=pytest.mark.thorough)],
+)
 def test_updated_weights_are_those_of_a_checkpoint_bit_for_bit(
     num_ranks: int, source: str, folders: dict[str, tuple[Path, Path]]
 ) -> None:
