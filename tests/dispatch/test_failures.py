@@ -31,11 +31,11 @@ from tests.dispatch.backend_cases import (
 from tests.ranks import RankPool, ranks
 
 # Long enough for ranks of a busy machine to come to the same step, and far below what the tests give up after.
-TIMEOUT_S = 4.0
+TIMEOUT_S = 8.0
 # What ends sooner than at the deadline of a pool, which is this or longer.
-LONG_S = 60.0
-# A death is noticed and a refusal heard within this many seconds on a busy machine; otherwise within 3.
-DEATH_S = REFUSAL_S = 20.0
+LONG_S = 240.0
+# A death is noticed and a refusal heard long before that: within 3 s where nothing else runs.
+DEATH_S = REFUSAL_S = 100.0
 
 
 def outcome(call: Any, *args: Any) -> tuple[str, float, tuple[int, ...]]:
@@ -209,7 +209,7 @@ def miss_a_step(rank: int, world_size: int) -> tuple[str, tuple[int, ...]]:
     setting = make_setting(Case(), rank, world_size)
     backend = make_backend(setting, "two_level", levels=("all_to_all", "all_to_all"))
     if rank == 1:
-        rendezvous_store().wait([f"rank {other} has given up" for other in (0, 2, 3)], timedelta(seconds=60))
+        rendezvous_store().wait([f"rank {other} has given up" for other in (0, 2, 3)], timedelta(seconds=LONG_S))
         return "", ()
     with pytest.raises(DispatchTimeoutError) as failure:
         backend.prepare(*prepare_args(setting, "cpu"))
@@ -225,7 +225,7 @@ def test_ranks_of_all_hosts_name_the_one_that_stays_away() -> None:
         pool.close()
     for rank in (0, 2, 3):
         text, blamed = results[rank]
-        assert text.startswith(f"the dispatch did not finish on EP rank {rank} (deadline 4 s): rank 1 did not")
+        assert text.startswith(f"the dispatch did not finish on EP rank {rank} (deadline 8 s): rank 1 did not")
         assert blamed == (1,)
 
 
@@ -241,7 +241,7 @@ def come_at_different_times(rank: int, world_size: int) -> None:
     if rank == 3:
         stopped = int(rendezvous_store().get("process of rank 1"))
         try:
-            rendezvous_store().wait(others, timedelta(seconds=60))
+            rendezvous_store().wait(others, timedelta(seconds=LONG_S))
         finally:
             os.kill(stopped, signal.SIGKILL)
         return
@@ -259,7 +259,7 @@ def test_only_failed_ranks_are_named_whenever_deadlines_end() -> None:
     text = str(failure.value)
     for rank in (0, 2, 4):
         assert (
-            f"DispatchTimeoutError: the dispatch did not finish on EP rank {rank} (deadline 4 s): rank 1 did not "
+            f"DispatchTimeoutError: the dispatch did not finish on EP rank {rank} (deadline 8 s): rank 1 did not "
             f"answer (dead, stuck or late) and rank 3 did not take part (alive, but late or elsewhere): "
         ) in text
 
@@ -270,7 +270,7 @@ def sleep(rank: int, world_size: int) -> tuple[int, ...]:
     setting = make_setting(Case(), rank, world_size)
     backend = make_backend(setting, "all_to_all")
     if rank == 0:
-        rendezvous_store().wait(["rank 1 has given up"], timedelta(seconds=30))
+        rendezvous_store().wait(["rank 1 has given up"], timedelta(seconds=LONG_S))
         return ()
     with pytest.raises(DispatchTimeoutError, match=r"deadline 0.7 s\): rank 0 did not take part") as failure:
         backend.prepare(*prepare_args(setting, "cpu"))
@@ -302,7 +302,7 @@ def hear_of_a_failure(rank: int, world_size: int) -> list[str]:
         dist.barrier()
         return []
     detector.logs_refusals = True
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LONG_S
     while not logged and time.monotonic() < deadline:
         time.sleep(0.05)
     dist.barrier()

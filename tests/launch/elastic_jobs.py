@@ -15,7 +15,7 @@ from typing import IO, Any
 import transformers
 
 from tests.generation.alone import continue_alone, load_alone
-from tests.launch.jobs import all_end, session_pids
+from tests.launch.jobs import LIMIT_S, all_end, session_pids
 
 PROMPTS = ["def read(self, size):", "The list of", "import", "return None", "class", "for value in"]
 NUM_TOKENS = 24
@@ -53,7 +53,7 @@ class Job:
     def lines(self) -> Iterator[str]:
         assert self.process.stderr is not None
         # A gang that hangs is ended, and its test fails.
-        ends = threading.Timer(240, os.killpg, (self.process.pid, signal.SIGKILL))
+        ends = threading.Timer(LIMIT_S, os.killpg, (self.process.pid, signal.SIGKILL))
         ends.daemon = True
         ends.start()
         try:
@@ -71,7 +71,7 @@ class Job:
     def end(self) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
         """The exit code, the lines of the prompts and the summary; no process of the job is left."""
         list(self.lines())
-        code = self.process.wait(60)
+        code = self.process.wait(LIMIT_S)
         assert all_end(session_pids(self.process.pid))
         *lines, summary = [json.loads(line) for line in self._output.read_text().splitlines()]
         return code, lines, summary

@@ -22,7 +22,7 @@ from moe_ep.errors import ConfigError, GangError
 from moe_ep.launch.gangs import control
 from moe_ep.launch.gangs.control import ControlServer
 from tests.launch.elastic_jobs import Job, generating, texts_alone
-from tests.launch.jobs import all_end, all_vanish, session_pids, shared_files, start_moe_ep
+from tests.launch.jobs import LIMIT_S, SOON_S, all_end, all_vanish, session_pids, shared_files, start_moe_ep
 from tests.ports import free_ports
 
 
@@ -58,7 +58,7 @@ def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_pat
     shared, routing = shared_files(), tmp_path / "routing.safetensors"
     job = generate(
         demo, tmp_path, "--launcher", "local", "--ep-size", "3", "--when-uncovered", "skip",
-        "--return-routed-experts", str(routing), deadline_s=8,
+        "--return-routed-experts", str(routing), deadline_s=15,
     )  # fmt: skip
     job.until("serving: 3 ranks")
     os.kill(job.pids[0], signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_ranks_that_are_killed_and_stopped(demo: Path, texts: list[str], tmp_pat
         assert all(0 <= position < most for position in line.get("tokens_hit", ())), (line["tokens_hit"], most)
     killed, stopped = summary["recoveries"]
     assert (killed["rank"], stopped["rank"]) == (0, 1)
-    assert "SIGKILL" in killed["cause"] and killed["detected_s"] < 2 and stopped["detected_s"] < 10
+    assert "SIGKILL" in killed["cause"] and killed["detected_s"] < stopped["detected_s"] < SOON_S
     assert killed["experts_read"] and killed["bytes_read"]
     assert killed["detected_s"] <= killed["serving_s"] <= killed["covered_s"]
     # Each prompt was recorded whole, whichever ranks have had it.
@@ -97,7 +97,7 @@ def test_actors_join_and_leave_and_are_killed_and_replaced(demo: Path, tmp_path:
     job.until("serving: 2 ranks")
     asked = ask(job, "join")
     job.until("serving: 3 ranks")
-    assert asked.wait(60) == 0
+    assert asked.wait(LIMIT_S) == 0
     os.kill(job.pids[0], signal.SIGKILL)
     job.until("serving: 2 ranks")
     if 3 not in job.pids:
@@ -106,12 +106,12 @@ def test_actors_join_and_leave_and_are_killed_and_replaced(demo: Path, tmp_path:
     job.until("serving: 3 ranks")
     asked = ask(job, "leave", "2")
     job.until(r"moe-ep: rank 2 is out \(was told to leave\)")
-    assert asked.wait(60) == 0
+    assert asked.wait(LIMIT_S) == 0
     os.kill(job.pids[1], signal.SIGUSR1)
     job.until("moe-ep: rank 1 does not leave: .*--min-ranks is 2")
     os.kill(job.pids[1], signal.SIGKILL)
     job.until(r"moe-ep run: .*--min-ranks \(2\): .*rank 1: .*SIGKILL")
-    assert job.process.wait(60) == 1 and all_end(session_pids(job.process.pid))
+    assert job.process.wait(LIMIT_S) == 1 and all_end(session_pids(job.process.pid))
     assert set(job.pids) == {0, 1, 2, 3, 4}
     assert all_vanish(shared_files() - shared)
 
@@ -126,7 +126,7 @@ def test_a_run_goes_on_balances_and_is_verified(demo: Path, tmp_path: Path) -> N
     job.until("serving: 3 ranks")
     os.kill(job.pids[1], signal.SIGKILL)
     job.until("serving: 2 ranks")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as answer:
         told = answer.read().decode()
     code, lines, summary = job.end()
     assert code == 0, "".join(job.said)
@@ -174,9 +174,9 @@ def test_what_listens_and_is_no_gang_is_not_waited_for(said: bytes) -> None:
             connection.recv(4096)
             connection.sendall(said)
         with pytest.raises(ConfigError, match=address):
-            asked.result(timeout=60)
+            asked.result(timeout=LIMIT_S)
 
 
 def test_what_listens_and_says_nothing_is_given_up(asked_in_vain: Future[str]) -> None:
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1"):
-        asked_in_vain.result(timeout=60)
+        asked_in_vain.result(timeout=LIMIT_S)

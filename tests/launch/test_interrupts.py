@@ -16,11 +16,12 @@ import pytest
 
 from moe_ep.launch.gangs import interrupts
 from moe_ep.launch.gangs.processes import children, end_trees
+from tests.launch.jobs import LIMIT_S, SOON_S, all_end
 
 # Its child outlives it, unless somebody looks.
 _PARENT = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
 print(child.pid, flush=True)
 child.wait()
 """
@@ -38,7 +39,7 @@ import os, time
 from moe_ep.launch.gangs.local_gang import end_with
 end_with(os.getppid())
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 # Waits inside the C library, which no signal ends, for a program that says it has begun and reads stdin to its end; or
@@ -54,7 +55,7 @@ with interrupts.raised_as_interrupt():
             if sys.argv[1] != "python":
                 ctypes.CDLL(None).system(b"echo ready; exec cat > /dev/null 2> /dev/null")
             print("ready", flush=True)
-            time.sleep(60)
+            time.sleep(3600)
     except KeyboardInterrupt:
         time.sleep(3)
         sys.exit(7)
@@ -75,7 +76,7 @@ _SLOW_IMPORT = """
 import os, signal, subprocess, sys, time
 from moe_ep.launch.gangs import interrupts
 if sys.argv[1] == "child":
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "3600"])
 with interrupts.raised_as_interrupt():
     try:
         import moe_ep_test_slow
@@ -141,7 +142,7 @@ def test_what_comes_during_an_import_is_raised_after_it(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(KeyboardInterrupt), interrupts.raised_as_interrupt():
         importlib.import_module(name)
-        time.sleep(60)
+        time.sleep(3600)
     assert name in sys.modules
 
 
@@ -156,7 +157,7 @@ def test_a_signal_during_an_import_is_raised_once(tmp_path: Path, monkeypatch: p
         time.sleep(0.1)  # what cleans up is not interrupted once more
 
 
-@pytest.mark.parametrize(("seconds", "child", "code"), [(60, "none", 130), (2, "child", 7)])
+@pytest.mark.parametrize(("seconds", "child", "code"), [(3600, "none", 130), (2, "child", 7)])
 def test_a_slow_import_is_not_waited_for_without_children(
     seconds: int, child: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,13 +168,15 @@ def test_a_slow_import_is_not_waited_for_without_children(
     monkeypatch.syspath_prepend(tmp_path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _SLOW_IMPORT, child]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == code and "Traceback" not in done.stderr
     assert ("interrupted" in done.stderr) == (code == 130)
 
 
 def test_ctrl_c_before_there_is_a_command_ends_the_process_without_a_word() -> None:
-    done = subprocess.run([sys.executable, "-c", _AT_A_TERMINAL + _EARLY], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", _AT_A_TERMINAL + _EARLY], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
@@ -195,7 +198,7 @@ def test_a_process_ends_soon_after_a_signal_or_a_limit_inside_a_library_too(wher
         assert process.stdout.readline() == "ready\n"
         if where not in ("limit", "advice"):
             process.terminate()
-        assert process.wait(timeout=60) == code
+        assert process.wait(timeout=LIMIT_S) == code
         first, *others = process.stderr.read().splitlines() or [""]
         assert first.endswith(said) and any("<string>" in line for line in others) == (where in ("library", "limit"))
     finally:
@@ -220,7 +223,7 @@ def test_a_worker_ends_with_its_driver() -> None:
     process.kill()
     process.wait()
     started = time.monotonic()
-    assert process.stdout.read() == "" and time.monotonic() - started < 30
+    assert process.stdout.read() == "" and time.monotonic() - started < SOON_S
 
 
 def test_nothing_is_left_of_a_tree_whose_root_died_first() -> None:
@@ -236,17 +239,6 @@ def test_nothing_is_left_of_a_tree_whose_root_died_first() -> None:
             parent.kill()
             parent.wait()
             os.kill(orphan, 0)
-        deadline = time.monotonic() + 30
-        while os.path.exists(f"/proc/{orphan}/stat") and _state(orphan) != "Z" and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not os.path.exists(f"/proc/{orphan}/stat") or _state(orphan) == "Z"
+        assert all_end([orphan])
     finally:
         parent.kill()
-
-
-def _state(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"

@@ -56,7 +56,7 @@ def packages_of(script: Path) -> list[bytes]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        subprocess.run([sys.executable, str(script), address, "run"], capture_output=True, timeout=60, check=False)
+        subprocess.run([sys.executable, str(script), address, "run"], capture_output=True, timeout=600, check=False)
         server.shutdown()
     return list(Dashboard.packages)
 

@@ -18,6 +18,7 @@ from moe_ep.errors import EplbError
 from moe_ep.launch.cli.main import main
 from moe_ep.observability.trace import PREFIX
 from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
+from tests.launch.jobs import without_waits
 from tests.observability.test_trace import read_trace
 
 E, L, STEPS, T = 8, 2, 6, 48
@@ -129,7 +130,7 @@ def test_a_trace_of_another_model_ends_in_one_message(
     trace = RoutingTrace(ids=ids, layer=zeros, step=zeros, rank=zeros, num_experts=E, model="another")
     trace.save(tmp_path / "trace.npz")
     assert main(["run", "--model", str(model), *LOCAL, "--routing", f"recorded:{tmp_path / 'trace.npz'}"]) == 2
-    error = capsys.readouterr().err
+    error = without_waits(capsys.readouterr().err)
     assert "the routing trace is of 'another' with 8 experts and the model is 'qwen3_moe " in error
     assert error.count("\n") == 1
 
@@ -172,13 +173,13 @@ def test_placements_that_this_model_cannot_begin_with(
     if is_one:
         PlacementFile(model="m", ep_size=2, num_experts=E, physical_to_logical=np.arange(E)[None]).save(file)
     assert main(["run", "--model", str(model), *LOCAL, "--eplb", "--load-placement", str(file)]) == 2
-    error = capsys.readouterr().err
+    error = without_waits(capsys.readouterr().err)
     assert error.startswith(f"moe-ep run: the placement {file} {message}") and error.count("\n") == 1
 
 
 def test_redundancy_that_does_not_divide(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--model", str(model), *LOCAL, "--eplb", "--num-redundant-experts", "3"]) == 2
-    error = capsys.readouterr().err
+    error = without_waits(capsys.readouterr().err)
     assert "num_experts (8) + redundant (3) must be a multiple of ep_size (2); pass num_redundant_experts=4" in error
     assert error.count("\n") == 1
 

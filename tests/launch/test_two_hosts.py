@@ -14,6 +14,7 @@ import pytest
 from moe_ep.checkpoint.demo import make_demo_checkpoint
 from tests.launch.elastic_jobs import Job, generating, texts_alone
 from tests.launch.hosts import Host, missing, two_hosts
+from tests.launch.jobs import LIMIT_S
 
 reason = missing()
 pytestmark = pytest.mark.skipif(bool(reason), reason=reason)
@@ -38,7 +39,7 @@ def test_torchrun(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=alpha:29500", "--rdzv-id=run"]
     torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *where, "-m", "moe_ep.launch"]
     agents = [host.start(*torchrun, *RUN, "--backend", "two_level", "--json", str(out)) for host in hosts]
-    outputs = [agent.communicate(timeout=240) for agent in agents]
+    outputs = [agent.communicate(timeout=LIMIT_S) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert "verified" in outputs[0][0] + outputs[1][0]
     assert sorted(nodes_of(out)) == ["alpha", "beta"]
@@ -62,7 +63,7 @@ def test_both_hosts_end_when_a_worker_of_one_is_killed(hosts: tuple[Host, Host],
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     agents = [host.start(str(script)) for host in hosts]
-    errors = [agent.communicate(timeout=240)[1] for agent in agents]
+    errors = [agent.communicate(timeout=LIMIT_S)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [1, 1], errors
     assert any("failed: the process was killed by SIGKILL" in error for error in errors), errors
 
@@ -80,7 +81,7 @@ if __name__ == "__main__":
 def test_gloo_and_nccl_listen_where_the_endpoint_is(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     script = tmp_path / "listening.py"
     script.write_text(LISTENING)
-    outputs = [agent.communicate(timeout=240) for agent in [host.start(str(script)) for host in hosts]]
+    outputs = [agent.communicate(timeout=LIMIT_S) for agent in [host.start(str(script)) for host in hosts]]
     assert sorted(out for out, _ in outputs) == [f"{[('wire', '=wire')] * 2}\n", "[]\n"], outputs
 
 
@@ -93,12 +94,12 @@ def test_ray(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     for host, role in roles.items():
         if host is beta:  # where no node of the cluster is yet, Ray waits for one
             early = beta.start(*command, environment={**environment, "MOE_EP_DISPATCH_TIMEOUT_S": "4"})
-            error = early.communicate(timeout=40)[1]
+            error = early.communicate(timeout=LIMIT_S)[1]
             assert early.returncode == 1 and "alpha:6379" in error, error
         node = host.start(*start, *role, f"--node-ip-address={host.address}", environment=environment)
-        assert node.wait(timeout=240) == 0, node.communicate()
+        assert node.wait(timeout=LIMIT_S) == 0, node.communicate()
     driver = alpha.start(*command, environment=environment)
-    output = driver.communicate(timeout=240)
+    output = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == 0, output
     assert sorted(nodes_of(out)) == ["alpha", "beta"]
 
@@ -112,7 +113,7 @@ def elastic_agents(model: Path, folder: Path, hosts: Sequence[Host], port: int, 
         # Enough tokens for both jobs to serve at a time.
         size = ["--ep-size", str(num_ranks * len(hosts)), "--batch-size", "6", "--max-new-tokens", "64"]
         command, output = generating(model, own, "--elastic", "--device", "cpu", *where, *size)
-        process = host.start("-m", "moe_ep.launch", *command, environment={"MOE_EP_DISPATCH_TIMEOUT_S": "8"})
+        process = host.start("-m", "moe_ep.launch", *command, environment={"MOE_EP_DISPATCH_TIMEOUT_S": "30"})
         jobs.append(Job(process, output))
     return jobs
 
@@ -138,7 +139,7 @@ def test_the_wire_is_cut(hosts: tuple[Host, Host], tmp_path: Path) -> None:
         # Of a tie, and of the side that has fewer ranks.
         for job, why in ((without, "this side has 2 of 4 ranks"), (leading, "the majority of the 3 ranks")):
             said = "".join(job.lines())
-            assert job.process.wait(60) == 1 and why in said, said
+            assert job.process.wait(LIMIT_S) == 1 and why in said, said
         code_of_tie, lines_of_tie, summary_of_tie = with_store.end()
     texts = texts_alone(model)
     assert code == code_of_tie == 0, "".join(third.said + with_store.said)
