@@ -274,9 +274,6 @@ class Recovery:
     covered_at: float = 0.0
     serving_at: float = 0.0
 
-    def to_dict(self) -> dict[str, float]:
-        return asdict(self)
-
 
 class Skipping:
     """Lets the tokens of a model's layers skip experts that are being read again, and notes which tokens do.
@@ -394,7 +391,7 @@ class ElasticExperts:
         self._report()
 
     def _report(self) -> None:
-        self._membership.log.report(self._membership.epoch, self._membership.rank, self.recovery.to_dict())
+        self._membership.log.report(self._membership.epoch, self._membership.rank, asdict(self.recovery))
 
     @property
     def has_read(self) -> bool:

@@ -32,11 +32,12 @@ def initial_physical_to_logical(num_experts: int, num_redundant_experts: int) ->
     return [physical % num_experts for physical in range(num_experts + num_redundant_experts)]
 
 
-def initial_replicas(num_experts: int, num_redundant_experts: int) -> list[list[int]]:
-    """The initial physical experts of each logical one, the inverse of `initial_physical_to_logical`."""
+def _replicas_of(physical_to_logical: Sequence[int], num_experts: int) -> list[list[int]]:
+    """The physical experts of each logical one, the inverse of a placement in which -1 is an empty slot."""
     replicas: list[list[int]] = [[] for _ in range(num_experts)]
-    for physical, logical in enumerate(initial_physical_to_logical(num_experts, num_redundant_experts)):
-        replicas[logical].append(physical)
+    for physical, logical in enumerate(physical_to_logical):
+        if logical >= 0:
+            replicas[logical].append(physical)
     return replicas
 
 
@@ -72,10 +73,7 @@ class LayerEplbState(FixedTensors):
     def place(self, physical_to_logical: Sequence[int], num_experts: int, device: torch.device) -> None:
         """Makes tensors of this layer's own for a placement `[P]`, in which -1 is an empty slot; loads begin at 0."""
         self.in_doubt = False
-        replicas: list[list[int]] = [[] for _ in range(num_experts)]
-        for physical, logical in enumerate(physical_to_logical):
-            if logical >= 0:
-                replicas[logical].append(physical)
+        replicas = _replicas_of(physical_to_logical, num_experts)
         width = max(map(len, replicas))
         state = {
             "expert_load_view": [0] * len(physical_to_logical),
@@ -175,7 +173,8 @@ class ExpertSlots:
         physical_ids = range(self.num_physical_experts)
         self._local = list(physical_ids) if expert_map is None else expert_map.tolist()[: self.num_physical_experts]
         self.num_local_routed = sum(slot >= 0 for slot in self._local)
-        self._initial = initial_replicas(self.num_experts, num_redundant_experts)
+        initial = initial_physical_to_logical(self.num_experts, num_redundant_experts)
+        self._initial = _replicas_of(initial, self.num_experts)
 
     @property
     def num_local(self) -> int:

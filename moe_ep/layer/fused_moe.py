@@ -47,7 +47,7 @@ from moe_ep.layer.weight_loading import (
     ExpertMapping,
     ExpertWeightLoader,
     check_mapping,
-    expert_params_mapping,
+    make_expert_params_mapping,
     matching_rows,
 )
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
@@ -790,22 +790,7 @@ class FusedMoE(MoELayer):
 
     # ---- Weights
 
-    @staticmethod
-    def make_expert_params_mapping(
-        ckpt_gate_proj_name: str,
-        ckpt_down_proj_name: str,
-        ckpt_up_proj_name: str,
-        num_experts: int,
-        num_redundant_experts: int = 0,
-    ) -> ExpertMapping:
-        """Returns (param_name, weight_name, expert_id, shard_id) for each physical expert and shard w1, w2 and w3.
-
-        Replacing weight_name by param_name in a checkpoint's tensor name gives the parameter's name. Redundant expert p
-        is loaded from expert p mod E. Ungated experts, whose up name is empty, have no w3.
-        """
-        return expert_params_mapping(
-            ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name, num_experts, num_redundant_experts
-        )
+    make_expert_params_mapping = staticmethod(make_expert_params_mapping)
 
     def weight_loader(
         self,
@@ -965,9 +950,13 @@ class FusedMoE(MoELayer):
         Raises:
             ValueError: the layer was made without enable_eplb, or shapes that do not fit.
         """
+        state = self._state_of_eplb()
+        state.set(moe_layer_idx, expert_load_view, logical_to_physical_map, logical_replica_count)
+
+    def _state_of_eplb(self) -> LayerEplbState:
         if self.eplb_state is None:
-            raise ValueError(f"the layer {self.layer_name} was made without EPLB; make it with enable_eplb=True")
-        self.eplb_state.set(moe_layer_idx, expert_load_view, logical_to_physical_map, logical_replica_count)
+            raise ConfigError(f"the layer {self.layer_name} was made without EPLB; make it with enable_eplb=True")
+        return self.eplb_state
 
     # ---- Other ranks
 
@@ -981,10 +970,8 @@ class FusedMoE(MoELayer):
         Raises:
             ConfigError: the layer was made without enable_eplb.
         """
-        if self.eplb_state is None:
-            raise ConfigError(f"the layer {self.layer_name} was made without EPLB; make it with enable_eplb=True")
-        there = self.eplb_state.expert_load_view.device
-        self.eplb_state.place(physical_to_logical, self.num_experts, there)
+        state = self._state_of_eplb()
+        state.place(physical_to_logical, self.num_experts, state.expert_load_view.device)
 
     @torch.inference_mode(False)
     def regroup(

@@ -1,7 +1,4 @@
-"""A MoE layer as the modules around it see it: quantization methods, custom ops, EPLB and a model's passes.
-
-They take a `MoELayer`, so that they need not import `moe_ep.layer.fused_moe`, which imports them.
-"""
+"""A MoE layer as quantization methods, custom ops and batch balancing see it, which `fused_moe.py` imports."""
 
 from __future__ import annotations
 
@@ -51,11 +48,6 @@ class MoELayer(FixedTensors, ABC):
 
     @property
     @abstractmethod
-    def asks_for_tokens(self) -> bool:
-        """Whether the ranks must know each other's number of tokens before a pass."""
-
-    @property
-    @abstractmethod
     def modular_kernel(self) -> FusedMoEModularKernel:
         """The backend joined with the experts."""
 
@@ -63,18 +55,6 @@ class MoELayer(FixedTensors, ABC):
     def enable_eplb(self) -> bool:
         """Whether ids are mapped to replicas and loads are recorded."""
         return self.eplb_state is not None
-
-    @abstractmethod
-    def forward_impl(
-        self, hidden_states: torch.Tensor, router_logits: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The routed experts' output `[T, K]`, or (shared, routed), from `[T, K]` and `[T, E]`."""
-
-    @abstractmethod
-    def forward_routed(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As `forward_impl`, for choices `[T, top_k]` that the model's own router made."""
 
     @abstractmethod
     def supports_cuda_graph(self) -> bool:

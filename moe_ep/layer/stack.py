@@ -9,7 +9,7 @@ a norm behind the experts too, or a residual multiplier, what is added goes thro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from moe_ep.checkpoint import (
     CheckpointReader,
     LatentWeights,
     MoEModelSpec,
+    RouterWeights,
     SharedExpertsWeights,
     check_beside_experts,
     check_experts,
@@ -86,15 +87,15 @@ class SharedExperts(nn.Module):
         self.down_proj = projection(intermediate_size, hidden_size)
         self.expert_gate = projection(hidden_size, 1) if expert_gate else None
 
-    def weights_from(self, weights: SharedExpertsWeights) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Each weight and what it is in a checkpoint."""
+    def load(self, weights: SharedExpertsWeights) -> None:
+        """Writes a checkpoint's weights in place of those in use."""
         pairs = (
             (self.gate_proj, weights.gate),
             (self.up_proj, weights.up),
             (self.down_proj, weights.down),
             (self.expert_gate, weights.expert_gate),
         )
-        return [(None if module is None else module.weight, value) for module, value in pairs]
+        _copy_all((None if module is None else module.weight, value) for module, value in pairs)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate_up = self.gate_proj(hidden_states)
@@ -121,12 +122,14 @@ class LatentProjections(nn.Module):
         (L, K), self._eps = weights.down.shape, eps
         self.down = nn.Linear(K, L, bias=False, dtype=dtype).requires_grad_(False)
         self.up = nn.Linear(L, K, bias=False, dtype=dtype).requires_grad_(False)
-        self.down.weight.copy_(weights.down)
-        self.up.weight.copy_(weights.up)
-        self.norm_weight = None
-        if weights.norm is not None:
-            self.norm_weight = nn.Parameter(torch.empty(L, dtype=dtype), requires_grad=False)
-            self.norm_weight.copy_(weights.norm)
+        has_norm = weights.norm is not None
+        self.norm_weight = nn.Parameter(torch.empty(L, dtype=dtype), requires_grad=False) if has_norm else None
+        self.load(weights)
+
+    def load(self, weights: LatentWeights) -> None:
+        """Writes a checkpoint's weights in place of those in use."""
+        own = (self.down.weight, self.up.weight, self.norm_weight)
+        _copy_all(zip(own, (weights.down, weights.up, weights.norm), strict=True))
 
     def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """From `[T, K]` to the experts' `[T, L]`."""
@@ -171,16 +174,8 @@ class MoEBlock(FixedTensors):
         self._has_layer_norm = spec.has_layer_norm
         self._residual_multiplier = spec.residual_multiplier
         router = load_router(reader, spec, layer_index)
-        bias = None if router.bias is None else router.bias.float().to(device)
-        self.register_buffer("norm_weight", load_norm(reader, spec, layer_index).float().to(device), persistent=False)
-        norm_bias = load_norm_bias(reader, spec, layer_index)
-        norm_bias = None if norm_bias is None else norm_bias.float().to(device)
-        self.register_buffer("norm_bias", norm_bias, persistent=False)
-        output_norm = load_output_norm(reader, spec, layer_index)
-        output_norm = None if output_norm is None else output_norm.float().to(device)
-        self.register_buffer("output_norm_weight", output_norm, persistent=False)
-        self.register_buffer("router_weight", router.weight.float().to(device), persistent=False)
-        self.register_buffer("router_bias", bias, persistent=False)
+        for name, tensor in _norms_and_router(reader, spec, layer_index, router).items():
+            self.register_buffer(name, None if tensor is None else tensor.float().to(device), persistent=False)
         self._num_identities = spec.routing.zero_expert_num
         if slots is not None:
             num_redundant_experts = slots.num_redundant_experts(spec.num_experts)
@@ -209,25 +204,17 @@ class MoEBlock(FixedTensors):
 
     def update_beside_experts(self, reader: CheckpointReader, spec: MoEModelSpec) -> None:
         """Writes norms, router, shared experts and latent projections of a checkpoint in place of those in use."""
-        router, latent = load_router(reader, spec, self.layer_index), load_latent(reader, spec, self.layer_index)
-        pairs = [
-            (self.norm_weight, load_norm(reader, spec, self.layer_index)),
-            (self.norm_bias, load_norm_bias(reader, spec, self.layer_index)),
-            (self.output_norm_weight, load_output_norm(reader, spec, self.layer_index)),
-            (self.router_weight, router.weight),
-            (self.router_bias, router.bias),
-            (self.moe.e_score_correction_bias, router.correction_bias),
-        ]
-        if self.latent is not None and latent is not None:
-            pairs += [(self.latent.down.weight, latent.down), (self.latent.up.weight, latent.up)]
-            pairs += [(self.latent.norm_weight, latent.norm)]
+        router = load_router(reader, spec, self.layer_index)
+        beside = _norms_and_router(reader, spec, self.layer_index, router)
+        latent = load_latent(reader, spec, self.layer_index)
         shared = self.shared_experts or self.moe.shared_experts
         weights = load_shared_experts(reader, spec, self.layer_index) if isinstance(shared, SharedExperts) else None
+        _copy_all((getattr(self, name), value) for name, value in beside.items())
+        _copy_all([(self.moe.e_score_correction_bias, router.correction_bias)])
+        if self.latent is not None and latent is not None:
+            self.latent.load(latent)
         if isinstance(shared, SharedExperts) and weights is not None:
-            pairs += shared.weights_from(weights)
-        for held, value in pairs:
-            if held is not None and value is not None:
-                held.data.copy_(value)
+            shared.load(weights)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm of `[T, K]`, computed in f32; a layer norm where the family has those."""
@@ -247,9 +234,9 @@ class MoEBlock(FixedTensors):
         return linear(hidden_states.float(), self.router_weight, self.router_bias)
 
     def _logits(self, hidden_states: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-        """The router's logits, or those given in their place, in which nothing goes to identity experts."""
         if given is None:
             return self.router_logits(hidden_states)
+        # Nothing goes to identity experts.
         return pad(given, (0, self._num_identities), value=float("-inf"))
 
     def choices(
@@ -441,7 +428,25 @@ def _shared_experts(
         expert_gate=weights.expert_gate is not None,
         params_dtype=dtype,
     )
-    for held, value in shared.weights_from(weights):
+    shared.load(weights)
+    return shared
+
+
+def _norms_and_router(
+    reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, router: RouterWeights
+) -> dict[str, torch.Tensor | None]:
+    """A block's tensors beside its experts, by the names of its buffers."""
+    return {
+        "norm_weight": load_norm(reader, spec, layer_index),
+        "norm_bias": load_norm_bias(reader, spec, layer_index),
+        "output_norm_weight": load_output_norm(reader, spec, layer_index),
+        "router_weight": router.weight,
+        "router_bias": router.bias,
+    }
+
+
+def _copy_all(pairs: Iterable[tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
+    """Writes each second tensor into the first, in place, where both are there."""
+    for held, value in pairs:
         if held is not None and value is not None:
             held.data.copy_(value)
-    return shared

@@ -282,12 +282,17 @@ class ExpertWeightLoader:
 ExpertMapping = list[tuple[str, str, int, str]]
 
 
-def expert_params_mapping(
-    gate_name: str, down_name: str, up_name: str, num_experts: int, num_redundant_experts: int = 0
+def make_expert_params_mapping(
+    ckpt_gate_proj_name: str,
+    ckpt_down_proj_name: str,
+    ckpt_up_proj_name: str,
+    num_experts: int,
+    num_redundant_experts: int = 0,
 ) -> ExpertMapping:
-    """Returns (param_name, weight_name, expert_id, shard_id) for each physical expert and shard w1, w2, w3.
+    """Returns (param_name, weight_name, expert_id, shard_id) for each physical expert and shard w1, w2 and w3.
 
-    Ungated experts, whose up_name is empty, have no w3.
+    Replacing weight_name by param_name in a checkpoint's tensor name gives the parameter's name. Redundant expert p
+    is loaded from expert p mod E. Ungated experts, whose up name is empty, have no w3.
 
     Example: `("experts.w13_", "experts.3.gate_proj.", 3, "w1")`.
 
@@ -295,14 +300,17 @@ def expert_params_mapping(
         ValueError: no experts, or a name that is missing or no text.
         TypeError: a number that is not whole.
     """
-    for name, value in (("ckpt_gate_proj_name", gate_name), ("ckpt_down_proj_name", down_name)):
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"{name} is {value!r}; it must be what the checkpoint calls that projection")
-    if not isinstance(up_name, str):
-        raise ValueError(f"ckpt_up_proj_name is {up_name!r}; it must be a name, empty for experts without a gate")
+    required = {"ckpt_gate_proj_name": ckpt_gate_proj_name, "ckpt_down_proj_name": ckpt_down_proj_name}
+    for argument, given in required.items():
+        if not isinstance(given, str) or not given:
+            raise ValueError(f"{argument} is {given!r}; it must be what the checkpoint calls that projection")
+    if not isinstance(ckpt_up_proj_name, str):
+        raise ValueError(
+            f"ckpt_up_proj_name is {ckpt_up_proj_name!r}; it must be a name, empty for experts without a gate"
+        )
     check_at_least(1, num_experts=num_experts)
     check_at_least(0, num_redundant_experts=num_redundant_experts)
-    projections = (("w1", gate_name), ("w2", down_name), ("w3", up_name))
+    projections = (("w1", ckpt_gate_proj_name), ("w2", ckpt_down_proj_name), ("w3", ckpt_up_proj_name))
     return [
         (f"experts.{SHARDS[shard_id][0]}_", f"experts.{physical % num_experts}.{name}.", physical, shard_id)
         for physical in range(num_experts + num_redundant_experts)

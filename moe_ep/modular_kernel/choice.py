@@ -106,8 +106,6 @@ def _nvshmem_obstacle(name: str, moe_config: FusedMoEConfig) -> str | None:
 
 
 # ==== Experts ====
-#
-# The only place that turns experts="auto" into names, and checks a name that was given.
 
 ExpertsNames = dict[FusedMoEActivationFormat, str]
 
