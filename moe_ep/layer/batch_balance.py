@@ -19,7 +19,6 @@ of one rank are added first; in a batch-invariant layer it has the same bits too
 from __future__ import annotations
 
 import copy
-import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from weakref import WeakValueDictionary
@@ -57,17 +56,11 @@ if TYPE_CHECKING:
 CHOICES = ("auto", "off")
 
 
-@dataclass(frozen=True)
-class _Rates:
-    """Rates that decide whether a copy pays: bytes a second out of a rank, operations a second of its experts."""
-
-    link_bytes_per_s: float
-    flops_per_s: float
-
-
-# NVLink between H200s, and bf16 products there, as the experts reach them (docs/benchmarks); gloo over loopback and f32
-# products of one CPU core.
-_RATES = {"cuda": _Rates(290e9, 650e12), "cpu": _Rates(1e9, 30e9)}
+# Bytes a second out of a rank, and operations a second of its experts: over NVLink between H200s and of bf16 there, as
+# measured (docs/benchmarks); over loopback by gloo and of f32 on one CPU core. A layer is asked before its weights are
+# there, too.
+_LINK_BYTES_PER_S = {"cuda": 290e9, "cpu": 1e9}
+_FLOPS_PER_S = {"cuda": 650e12, "cpu": 30e9, "meta": 30e9}
 # Planning takes 5 to 40 ms on the host at EP 8 to 32, and takes about 0.3 of the busiest rank's rows away.
 _PLAN_S, _TAKEN_AWAY = 0.01, 0.3
 
@@ -116,7 +109,6 @@ class BatchBalancer:
         self._method, self.options = method, options
         self._parts: _Parts | None = None
         self._slots: torch.Tensor | None = None
-        self._least_rows: dict[str, int] = {}
 
     @classmethod
     def make(cls, method: FusedMoEMethodBase, choice: str | BatchBalance) -> BatchBalancer | None:
@@ -145,13 +137,9 @@ class BatchBalancer:
 
     def _row_s(self, device: torch.device) -> float:
         """Seconds that one row takes one rank."""
-        return self._row_flops / _rates(device).flops_per_s
-
-    @functools.cached_property
-    def _row_flops(self) -> int:
         config = self._method.moe_config
-        halves = 3 if MoEActivation.parse(config.activation).is_gated else 2
-        return 2 * halves * config.hidden_dim * config.intermediate_size_per_partition
+        matrices = 3 if MoEActivation.parse(config.activation).is_gated else 2
+        return 2 * matrices * config.hidden_dim * config.intermediate_size_per_partition / _FLOPS_PER_S[device.type]
 
     def run(
         self, layer: MoELayer, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
@@ -169,8 +157,8 @@ class BatchBalancer:
         with stage("eplb_batch_plan"):
             cost = self.options.copy_cost_rows
             if cost is None:
-                seconds = parts.resident_rows.row_bytes / _rates(hidden_states.device).link_bytes_per_s
-                cost = seconds / self._row_s(hidden_states.device)
+                device = hidden_states.device
+                cost = parts.resident_rows.row_bytes / _LINK_BYTES_PER_S[device.type] / self._row_s(device)
             counts = exchange.gather(topk_ids, layer.num_experts)
             slots = self._physical_to_logical(layer, counts.device)
             if counts.is_cuda:
@@ -453,7 +441,3 @@ def _method_for(method: FusedMoEMethodBase, config: FusedMoEConfig) -> FusedMoEM
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.dtype == other.dtype
-
-
-def _rates(device: torch.device) -> _Rates:
-    return _RATES.get(device.type, _RATES["cpu"])

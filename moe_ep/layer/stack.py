@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import layer_norm, linear, pad, rms_norm
 
@@ -42,7 +41,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed.passes import one_pass
 from moe_ep.errors import ConfigError, one_of
 from moe_ep.fixed_tensors import FixedTensors
-from moe_ep.layer import BatchBalance, FusedMoE
+from moe_ep.layer import FusedMoE
 from moe_ep.layer.elastic import ElasticSlots
 from moe_ep.layer.methods.canonical import ONLINE, OnlineConfig
 from moe_ep.modular_kernel.invariant_ops import invariant_ops
@@ -143,7 +142,12 @@ class LatentProjections(nn.Module):
 
 
 class MoEBlock(FixedTensors):
-    """One layer: norm, router and experts. The router computes in f32, whatever the dtype of the activations."""
+    """One layer: norm, router and experts. The router computes in f32, whatever the dtype of the activations.
+
+    Args:
+        quant_config: the model's, from `expert_quantization`.
+        layer: further arguments of `FusedMoE`.
+    """
 
     norm_weight: torch.Tensor
     norm_bias: torch.Tensor | None
@@ -156,17 +160,13 @@ class MoEBlock(FixedTensors):
         reader: CheckpointReader,
         spec: MoEModelSpec,
         layer_index: int,
-        parallel_config: FusedMoEParallelConfig,
         *,
         dtype: torch.dtype,
         device: torch.device,
         quant_config: Any,
-        max_num_tokens: int,
-        process_group: dist.ProcessGroup | None,
-        num_redundant_experts: int | None = None,
-        input_dtype: torch.dtype | str | None = None,
-        slots: ElasticSlots | None = None,
-        batch_balance: str | BatchBalance = "auto",
+        num_redundant_experts: int | None,
+        slots: ElasticSlots | None,
+        **layer: Any,
     ) -> None:
         super().__init__()
         self.layer_index = layer_index
@@ -179,6 +179,7 @@ class MoEBlock(FixedTensors):
         self._num_identities = spec.routing.zero_expert_num
         if slots is not None:
             num_redundant_experts = slots.num_redundant_experts(spec.num_experts)
+            layer["batch_balance"] = "off"
         # Parameters are created on their final device: a shard may not fit into host memory twice.
         with torch.device(device):
             shared_experts = _shared_experts(reader, spec, layer_index, dtype)
@@ -188,15 +189,10 @@ class MoEBlock(FixedTensors):
             self.shared_experts = None if latent is None else shared_experts
             options = layer_options(reader, spec, layer_index, dtype)
             self.moe = FusedMoE(
-                **options | {"quant_config": layer_quant_config(quant_config, spec, layer_index, reader)},
+                **options | {"quant_config": layer_quant_config(quant_config, spec, layer_index, reader)} | layer,
                 shared_experts=shared_experts if latent is None else None,
-                process_group=process_group,
-                parallel_config=parallel_config,
-                max_num_tokens=max_num_tokens,
                 enable_eplb=num_redundant_experts is not None,
                 num_redundant_experts=num_redundant_experts or 0,
-                input_dtype=input_dtype,
-                batch_balance=batch_balance if slots is None else "off",
             )
         if slots is not None:
             slots.place(self.moe)
@@ -280,13 +276,11 @@ class MoEStack(nn.Module):
     Args:
         dtype: dtype of the activations and of weights that are not quantized.
         quantize: "int4", "int8" or "fp8" quantizes plain experts while they are loaded; "none" keeps them as they are.
-        max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
-        process_group: the EP ranks; None for the default group.
         num_redundant_experts: if given, even as 0, enables EPLB with that many physical experts beyond E.
-        input_dtype, batch_balance: as `FusedMoE` takes them.
         slots: of a gang whose ranks come and go (docs/elastic.md); its `parallel_config` is the one to give, and no
             batches are balanced.
         on_layer: called with (layers loaded, all layers) while loading progresses.
+        layer: further arguments of `FusedMoE`, such as max_num_tokens, process_group, input_dtype and batch_balance.
 
     Attributes:
         spec, config: what the checkpoint says of the model.
@@ -306,13 +300,10 @@ class MoEStack(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         quantize: str = "none",
-        max_num_tokens: int = 256,
-        process_group: dist.ProcessGroup | None = None,
         num_redundant_experts: int | None = None,
-        input_dtype: torch.dtype | str | None = None,
         slots: ElasticSlots | None = None,
-        batch_balance: str | BatchBalance = "auto",
         on_layer: Callable[[int, int], None] | None = None,
+        **layer: Any,
     ) -> None:
         super().__init__()
         self.spec, self.config = spec, reader.config
@@ -328,16 +319,13 @@ class MoEStack(nn.Module):
                     reader,
                     spec,
                     layer_index,
-                    parallel_config,
                     dtype=dtype,
                     device=torch.device(device),
                     quant_config=quant_config,
-                    max_num_tokens=max_num_tokens,
-                    process_group=process_group,
                     num_redundant_experts=num_redundant_experts,
-                    input_dtype=input_dtype,
                     slots=slots,
-                    batch_balance=batch_balance,
+                    parallel_config=parallel_config,
+                    **layer,
                 )
             )
         if on_layer is not None:
