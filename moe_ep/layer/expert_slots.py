@@ -32,15 +32,6 @@ def initial_physical_to_logical(num_experts: int, num_redundant_experts: int) ->
     return [physical % num_experts for physical in range(num_experts + num_redundant_experts)]
 
 
-def _replicas_of(physical_to_logical: Sequence[int], num_experts: int) -> list[list[int]]:
-    """The physical experts of each logical one, the inverse of a placement in which -1 is an empty slot."""
-    replicas: list[list[int]] = [[] for _ in range(num_experts)]
-    for physical, logical in enumerate(physical_to_logical):
-        if logical >= 0:
-            replicas[logical].append(physical)
-    return replicas
-
-
 class LayerEplbState(FixedTensors):
     """One layer's rows of the EPLB tensors: where the replicas of each logical expert are, and their loads.
 
@@ -73,7 +64,10 @@ class LayerEplbState(FixedTensors):
     def place(self, physical_to_logical: Sequence[int], num_experts: int, device: torch.device) -> None:
         """Makes tensors of this layer's own for a placement `[P]`, in which -1 is an empty slot; loads begin at 0."""
         self.in_doubt = False
-        replicas = _replicas_of(physical_to_logical, num_experts)
+        replicas: list[list[int]] = [[] for _ in range(num_experts)]
+        for physical, logical in enumerate(physical_to_logical):
+            if logical >= 0:
+                replicas[logical].append(physical)
         width = max(map(len, replicas))
         state = {
             "expert_load_view": [0] * len(physical_to_logical),
@@ -165,7 +159,7 @@ class ExpertSlots:
         self.num_experts = num_experts
         self.num_fused_shared_experts = num_fused_shared_experts
         self.place(num_redundant_experts, expert_map)
-        self._replicas = replicas or self._initial.__getitem__
+        self._replicas = replicas or self._initial_replicas
 
     def place(self, num_redundant_experts: int, expert_map: torch.Tensor | None) -> None:
         """Goes on with another number of ranks, and thus of physical experts."""
@@ -173,8 +167,9 @@ class ExpertSlots:
         physical_ids = range(self.num_physical_experts)
         self._local = list(physical_ids) if expert_map is None else expert_map.tolist()[: self.num_physical_experts]
         self.num_local_routed = sum(slot >= 0 for slot in self._local)
-        initial = initial_physical_to_logical(self.num_experts, num_redundant_experts)
-        self._initial = _replicas_of(initial, self.num_experts)
+
+    def _initial_replicas(self, logical: int) -> list[int]:
+        return list(range(logical, self.num_physical_experts, self.num_experts))
 
     @property
     def num_local(self) -> int:
@@ -194,7 +189,7 @@ class ExpertSlots:
         if shared >= 0:
             return [self.num_local_routed + shared]
         nth, logical = divmod(expert_id, self.num_experts)
-        return self._slots(self._replicas(logical)[nth :: len(self._initial[logical])])
+        return self._slots(self._replicas(logical)[nth :: len(self._initial_replicas(logical))])
 
     def of_checkpoint_expert(self, expert: int) -> list[int]:
         """All local slots of a logical expert (below E) or a fused shared one (from E on)."""

@@ -357,15 +357,12 @@ class FusedMoE(MoELayer):
                 CUDA-graph capture, T above the capacity.
             RuntimeError: the weights are only partly loaded, or an input requires a gradient.
         """
-        inputs: Any = (router_logits,)
-        name, router = "moe_forward", self.router
-        if not (topk_weights is None and topk_ids is None):
-            name, router, inputs = "moe_forward_routed", self.precomputed, (topk_weights, topk_ids)
+        given = hidden_states, router_logits, topk_weights, topk_ids
         if torch.compiler.is_compiling():
-            self._check_given(hidden_states, router_logits, topk_weights, topk_ids)
+            name, router, inputs = self._checked(*given)
         else:
             with self.groups:
-                self._check_given(hidden_states, router_logits, topk_weights, topk_ids)
+                name, router, inputs = self._checked(*given)
                 if self._may_replay(hidden_states):
                     no_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
                     with no_grad, without_autocast():  # as in the node
@@ -378,22 +375,20 @@ class FusedMoE(MoELayer):
             routed = routed + shared
         return routed
 
-    def _check_given(
-        self,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        topk_ids: torch.Tensor | None,
-    ) -> None:
-        if topk_weights is None and topk_ids is None:
-            given = {"router_logits": router_logits}
-        elif router_logits is not None:
-            raise ValueError("router_logits is given together with topk_weights or topk_ids; pass one or the other")
-        else:
-            given = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-        check_tensors(hidden_states=hidden_states, **given)
-        first: Any = next(iter(given.values()))
+    def _checked(
+        self, hidden_states: torch.Tensor, router_logits: Any, topk_weights: Any, topk_ids: Any
+    ) -> tuple[str, Router, tuple[torch.Tensor, ...]]:
+        """The operator of a call, its router, and what that chooses by."""
+        name, router, inputs = "moe_forward", self.router, {"router_logits": router_logits}
+        if topk_weights is not None or topk_ids is not None:
+            if router_logits is not None:
+                raise ValueError("router_logits is given together with topk_weights or topk_ids; pass one or the other")
+            inputs = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+            name, router = "moe_forward_routed", self.precomputed
+        check_tensors(hidden_states=hidden_states, **inputs)
+        first, *_ = values = tuple(inputs.values())
         check_no_gradients(f"the experts of {self.layer_name}", hidden_states, first)
+        return name, router, values
 
     def forward_impl(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
@@ -413,12 +408,7 @@ class FusedMoE(MoELayer):
     def _run(
         self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, may_replay: bool | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """A call.
-
-        Args:
-            may_replay: whether a replay may stand for it, where the caller has asked. None inside of a graph node,
-                which torch.compile captures unless there are other ranks.
-        """
+        # Inside of a graph node: torch.compile captures it unless there are other ranks.
         if may_replay is None:
             may_replay = self.parallel_config.spans_ranks and self._may_replay(hidden_states)
         self.check_loaded()
@@ -477,16 +467,15 @@ class FusedMoE(MoELayer):
         return torch.cat(shared) if shared else None, torch.cat([routed for _, routed in chunks])
 
     def _filled_up(self, most_tokens: int | None, capacity: int | None) -> int | None:
-        """The rows that a replay over ranks that have most_tokens at most has on each of them, and for which eager
-        calls make room too, so that both choose the same kernels. The number as it is where nothing is replayed."""
+        """The rows of a replay over ranks of at most most_tokens; eager calls make room for as many, so that both
+        choose the same kernels. The number as it is where nothing is replayed."""
         if most_tokens is None or capacity is None:
             return most_tokens
         num_rows = min(bucket(most_tokens), capacity)
         return num_rows if num_rows <= self._replay_tokens else most_tokens
 
     def _may_replay(self, rows: torch.Tensor) -> bool:
-        """Whether a graph may stand for calls with these rows: what follows from one is the output, and the load that
-        EPLB counts, of its inputs and the other ranks'."""
+        """Whether a graph may stand for calls with these rows, from which only output and EPLB's load may follow."""
         least = 0 if self.parallel_config.spans_ranks else 1
         return (
             rows.dim() == 2
@@ -501,10 +490,7 @@ class FusedMoE(MoELayer):
         self, router: Router, num_rows: int | None, hidden_states: torch.Tensor, *inputs: torch.Tensor
     ) -> torch.Tensor | None:
         """The output of a call that is a replay, or will be one after some of its kind; None where none may be.
-
-        Args:
-            num_rows: that graphs are filled up to, over ranks. They need not all replay.
-        """
+        Over ranks, which need not all replay, graphs are filled up to num_rows."""
         backend, around, reads = self.prepare_finalize, None, router.graph_key(hidden_states.device)
         if reads is None:
             return None
@@ -588,8 +574,7 @@ class FusedMoE(MoELayer):
         return shared, routed
 
     def _defer(self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Any:
-        """The choice of the experts as one that the backend or the experts make (`Routing.pending`); None where it must
-        be known before, or nobody would make it."""
+        """The choice that is left to the backend or the experts (`Routing.pending`); None where it is made before."""
         if not hidden_states.is_cuda or self.eplb_state is not None or self.num_fused_shared_experts or hears_routing():
             return None
         if hidden_states.size(0) > self.modular_kernel.most_pending_tokens:
@@ -706,9 +691,8 @@ class FusedMoE(MoELayer):
         try:
             self.process_weights_after_loading()
             experts = self.quant_method.select_gemm_impl(backend, self)
-            kernel = FusedMoEModularKernel(backend, experts, self.shared_experts)
-            if self.reduce_results and self.dispatcher.adds_up_over(backend):
-                kernel.keep_partial_sums_in_f32()
+            is_partial = self.reduce_results and self.dispatcher.adds_up_over(backend)
+            kernel = FusedMoEModularKernel(backend, experts, self.shared_experts, f32_partial_sums=is_partial)
         except AttributeError as error:
             # nn.Module would report it as a missing attribute of the layer.
             raise RuntimeError(f"the experts of {self.layer_name} cannot be made: {error}") from error

@@ -42,6 +42,10 @@ class FusedMoEModularKernel(nn.Module):
     What a user-defined backend or experts return is checked against the contract in every pass, and the error names the
     class (`moe_ep.modular_kernel.adapters`).
 
+    Args:
+        f32_partial_sums: return f32 beside f16 activations, if the experts can: of a sum over TP ranks, each rank's
+            part may exceed 65504 although the whole does not.
+
     Raises:
         ValueError: their formats differ.
         TypeError: one of them is no instance of its contract, or its answers are of other types.
@@ -52,6 +56,8 @@ class FusedMoEModularKernel(nn.Module):
         prepare_finalize: FusedMoEPrepareAndFinalize,
         fused_experts: FusedMoEPermuteExpertsUnpermute,
         shared_experts: nn.Module | None = None,
+        *,
+        f32_partial_sums: bool = False,
     ) -> None:
         super().__init__()
         self._dispatcher, self._experts = as_dispatcher(prepare_finalize), as_experts(fused_experts)
@@ -93,7 +99,9 @@ class FusedMoEModularKernel(nn.Module):
         self._finished_rows = prepare_finalize.finalize_only_copies() and reduce_impl == TopKWeightAndReduceNoOP()
         # In f16 layers an expert's own output may exceed the range although the weighted sum does not.
         self._f32_output = fused_experts.supports_f32_output() and prepare_finalize.accepts_f32_output()
-        self._f32_partial_sums = False
+        is_f16 = fused_experts.moe_config.in_dtype is torch.float16
+        can_return_f32 = is_f16 and self._finished_rows and fused_experts.supports_f32_output()
+        self._f32_partial_sums = f32_partial_sums and can_return_f32
         # The most tokens whose choice may be made by a kernel of backend or experts.
         self.most_pending_tokens = prepare_finalize.most_pending_tokens()
         if self._standard:
@@ -106,12 +114,6 @@ class FusedMoEModularKernel(nn.Module):
         # Size of the scratch for that many rows, by the shapes that determine it.
         self._least_bytes: dict[tuple[object, ...], int] = {}
         self._side_stream: torch.cuda.Stream | None = None
-
-    def keep_partial_sums_in_f32(self) -> None:
-        """Has `forward` return f32 beside f16 activations, if the experts can: of a sum over TP ranks, each rank's part
-        may exceed 65504 although the whole does not."""
-        f16 = self.fused_experts.moe_config.in_dtype is torch.float16
-        self._f32_partial_sums = f16 and self._finished_rows and self.fused_experts.supports_f32_output()
 
     def forward(
         self,

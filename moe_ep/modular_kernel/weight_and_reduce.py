@@ -7,6 +7,7 @@ prepare/finalize backends apply it, or use their own if it is delegated to them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -150,24 +151,17 @@ class TopKWeightAndReduceContiguous(_SlotSum):
         return total
 
 
+@dataclass(frozen=True)
 class TopKWeightAndReduceNaiveBatched(_SlotSum):
     """For `[El, T, K]`, each expert's rows in token order: sums the results of one rank's experts.
 
     Example: ids [[0, 2], [2, 1]], rank 0 with El = 2: output[0] = w[0,0] * y[0,0], output[1] = w[1,1] * y[1,0].
     """
 
-    def __init__(self, rank: int) -> None:
-        check_at_least(0, rank=rank)
-        self.rank = rank
+    rank: int
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TopKWeightAndReduceNaiveBatched) and other.rank == self.rank
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.rank))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank={self.rank})"
+    def __post_init__(self) -> None:
+        check_at_least(0, rank=self.rank)
 
     def _sum(self, results: torch.Tensor, weights: torch.Tensor | None, topk_ids: torch.Tensor) -> torch.Tensor:
         if results.dim() != 3:
