@@ -439,10 +439,6 @@ class FusedMoEQuantConfig:
                 return refusal
         return None
 
-    def with_dispatch_dtype(self, dtype: torch.dtype | None) -> FusedMoEQuantConfig:
-        """The same configuration with rows of another dtype on the wire."""
-        return replace(self, dispatch_dtype=dtype)
-
     def with_input_dtype(self, dtype: torch.dtype | None, faster_only: bool = False) -> FusedMoEQuantConfig:
         """The same configuration with rows that experts round to another dtype, or not."""
         return replace(self, input_dtype=dtype, faster_rows_only=faster_only)

@@ -96,11 +96,6 @@ def first_placement(num_experts: int, num_ranks: int, num_slots: int, num_filled
     return [expert for row in rows for expert in row + [EMPTY] * (num_slots - len(row))]
 
 
-def joining_row(num_experts: int, num_slots: int, rank: int) -> list[int]:
-    """What a rank that joins brings: replicas of as many experts as it has slots, others than a rank beside it."""
-    return [(rank * num_slots + slot) % num_experts for slot in range(num_slots)]
-
-
 def plan_cover(held: Sequence[Sequence[int]], num_experts: int) -> list[tuple[int, int, int]]:
     """Which slots take the experts of one layer that no rank holds: (rank, slot, expert) for each.
 
@@ -228,8 +223,9 @@ class ElasticSlots:
         num_filled = size * num_slots if self._fills else E + self._num_redundant
         placement = first_placement(E, size, num_slots, num_filled)
         if self._rank not in self._first:
-            own = slice(self._place * num_slots, (self._place + 1) * num_slots)
-            placement[own] = joining_row(E, num_slots, self._rank)
+            # A rank that joins brings replicas of as many experts as it has slots, others than a rank beside it.
+            first = self._place * num_slots
+            placement[first : first + num_slots] = [(self._rank * num_slots + slot) % E for slot in range(num_slots)]
         layer.place(placement)
 
     def _check_memory(self, layer: FusedMoE) -> None:

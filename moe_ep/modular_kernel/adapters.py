@@ -35,9 +35,10 @@ def as_dispatcher(backend: FusedMoEPrepareAndFinalize) -> Any:
         TypeError, ValueError: as `check_backend`.
     """
     check_backend(backend)
-    if not _implements(type(backend), "dispatch", ("prepare", "finalize")):
-        return _Preparing(backend)
-    return backend if backend.is_unchecked else _CheckedDispatcher(backend)
+    if backend.is_unchecked:
+        return backend
+    by_signature = not _implements(type(backend), "dispatch", ("prepare", "finalize"))
+    return _CheckedDispatcher(backend, by_signature=by_signature)
 
 
 def as_experts(experts: FusedMoEPermuteExpertsUnpermute) -> Any:
@@ -62,13 +63,20 @@ def _implements(kind: type, method: str, others: tuple[str, ...]) -> bool:
     return False
 
 
-class _Preparing:
-    """Calls `prepare` and `finalize` of a backend that implements those."""
+class _CheckedDispatcher:
+    """Calls a user-defined backend in the form that it implements, and checks what it returns."""
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any, *, by_signature: bool) -> None:
+        self._backend, self._by_signature = backend, by_signature
 
     def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
+        if self._by_signature:
+            method, dispatched = "prepare", self._prepare(hidden_states, routing, quant_config)
+        else:
+            method, dispatched = "dispatch", self._backend.dispatch(hidden_states, routing, quant_config)
+        return check_dispatched(self._backend, method, dispatched, hidden_states)
+
+    def _prepare(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
         weights, ids, is_weighted = routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input
         prepared = self._backend.prepare(
             hidden_states, weights, ids, routing.num_experts, routing.expert_map, is_weighted, quant_config
@@ -79,41 +87,21 @@ class _Preparing:
                 f"{_of(self._backend, 'prepare')} a {type(prepared).__name__}{held}; it must be {_PREPARED}"
             )
         rows, scales, meta, its_ids, its_weights = prepared
-        dispatched = Dispatched(
+        return Dispatched(
             rows=rows, row_scales=scales, expert_tokens_meta=meta, topk_ids=its_ids, topk_weights=its_weights,
             rows_are_weighted=is_weighted,
             handle=(weights if its_weights is None else its_weights, ids if its_ids is None else its_ids),
         )  # fmt: skip
-        if not self._backend.is_unchecked:
-            check_dispatched(self._backend, "prepare", dispatched, hidden_states)
-        return dispatched
 
     def combine(
-        self,
-        output: torch.Tensor,
-        expert_output: torch.Tensor,
-        dispatched: Dispatched,
-        reduce_impl: TopKWeightAndReduce,
+        self, output: torch.Tensor, expert_output: torch.Tensor, dispatched: Dispatched, impl: TopKWeightAndReduce
     ) -> None:
-        returned = self._backend.finalize(
-            output, expert_output, *dispatched.handle, dispatched.rows_are_weighted, reduce_impl
-        )
-        check_wrote(self._backend, "finalize", returned, output)
-
-
-class _CheckedDispatcher:
-    """Checks what a user-defined `Dispatcher` returns."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
-        dispatched = self._backend.dispatch(hidden_states, routing, quant_config)
-        return check_dispatched(self._backend, "dispatch", dispatched, hidden_states)
-
-    def combine(self, output: torch.Tensor, *args: Any) -> None:
-        returned = self._backend.combine(output, *args)
-        check_wrote(self._backend, "combine", returned, output)
+        if self._by_signature:
+            method, more = "finalize", (*dispatched.handle, dispatched.rows_are_weighted)
+        else:
+            method, more = "combine", (dispatched,)
+        returned = getattr(self._backend, method)(output, expert_output, *more, impl)
+        check_wrote(self._backend, method, returned, output)
 
 
 class _CheckedExperts:

@@ -391,11 +391,7 @@ class FusedMoEPrepareAndFinalize(ModularPart):
 
         Args:
             a1: `[T, K]`, this rank's tokens; T may differ between ranks and be 0.
-            topk_weights: f32 `[T, topk]`.
-            topk_ids: `[T, topk]`, global (physical) ids; -1 is sent nowhere.
-            num_experts: number of ids that can occur, over all ranks.
-            expert_map: int32 `[num_experts]`, global -> local, -1 if not local; None if all are local.
-            apply_router_weight_on_input: multiply rows by their weight before they leave (topk must be 1).
+            topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input: as in `Routing`.
 
         Returns:
             (rows, scales | None, metadata | None, ids | None, weights | None). Standard: the ids of received rows are

@@ -100,14 +100,9 @@ class WorkspaceManager:
             return _Scratch(self._borrow(num_bytes, key[0]))
         # Freed first, unless a graph needs it, so that the larger one can take its memory.
         held.pop(key, None)
-        held[key] = _Scratch(self._allocate(num_bytes, key[0]))
+        device, size = key[0], max(num_bytes, _ALIGNMENT)
+        held[key] = _Scratch(outside_of_pools(lambda: torch.empty(size, dtype=torch.uint8, device=device), device))
         return held[key]
-
-    @staticmethod
-    def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-        return outside_of_pools(
-            lambda: torch.empty(max(num_bytes, _ALIGNMENT), dtype=torch.uint8, device=device), device
-        )
 
     def _borrow(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """The buffer of the stream that the warm-up ran on; graphs that replay one after the other share it."""

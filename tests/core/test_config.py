@@ -113,7 +113,7 @@ def test_layer_config_counts_shared_experts_behind_the_routed():
 
 def test_quant_config_knows_the_wire_dtypes():
     assert not FusedMoEQuantConfig.unquantized().is_quantized
-    wire = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(torch.float8_e4m3fn)
+    wire = FusedMoEQuantConfig(dispatch_dtype=torch.float8_e4m3fn)
     assert wire.dispatch_dtype is torch.float8_e4m3fn
     with pytest.raises(ValueError, match="dispatch_dtype is torch.uint8"):
         FusedMoEQuantConfig(dispatch_dtype=torch.uint8)

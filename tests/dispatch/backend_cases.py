@@ -303,7 +303,7 @@ def run_experts(
 
 
 def make_backend(setting: Setting, backend: str, **options: object) -> FusedMoEPrepareAndFinalize:
-    quant_config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(setting.case.code_dtype)
+    quant_config = FusedMoEQuantConfig(dispatch_dtype=setting.case.code_dtype)
     return ALL2ALL_BACKENDS.load(backend)(moe_config=setting.config, quant_config=quant_config, **options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -128,7 +129,7 @@ class FusedMoEMethodBase(ABC):
         """Creates the layer's backend: the named one if tokens must be sent between ranks, otherwise no_ep."""
         parallel = self.moe_config.moe_parallel_config
         backend = parallel.all2all_backend if parallel.use_all2all else "no_ep"
-        quant_config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(dispatch_dtype)
+        quant_config = FusedMoEQuantConfig(dispatch_dtype=dispatch_dtype)
         return make_prepare_finalize(backend, self.moe_config, quant_config, process_group)
 
     def select_gemm_impl(
@@ -143,10 +144,14 @@ class FusedMoEMethodBase(ABC):
                 "max_num_tokens": prepare_finalize.max_num_tokens_per_rank(),
                 "num_dispatchers": prepare_finalize.num_dispatchers(),
             }
-        quant_config = self.get_fused_moe_quant_config(layer).with_dispatch_dtype(layer.dispatch_dtype)
         rows = self.input_rows(layer)
         log_once(rows, layer.input_dtype, layer.parallel_config)
-        quant_config = quant_config.with_input_dtype(rows.dtype, faster_only=layer.input_dtype == CHECKPOINT)
+        quant_config = replace(
+            self.get_fused_moe_quant_config(layer),
+            dispatch_dtype=layer.dispatch_dtype,
+            input_dtype=rows.dtype,
+            faster_rows_only=layer.input_dtype == CHECKPOINT,
+        )
         return make_experts(name, self.moe_config, quant_config, **kwargs)
 
     def checkpoint_input_dtype(self) -> torch.dtype | None:
