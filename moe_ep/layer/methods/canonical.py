@@ -106,10 +106,11 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         experts = EXPERTS.load(self._experts_names[FusedMoEActivationFormat.Standard])
         for gemm, packed in zip(_GEMMS, experts.pack_weights(w13, w2, self.moe_config), strict=True):
             for field, tensor in packed._asdict().items():
+                name = f"{gemm}_processed_{field}"
                 if tensor is not None:
-                    layer.register_buffer(f"{gemm}_processed_{field}", tensor)
-                elif _held(layer, gemm, field) is not None:  # from a previous layout, for another device
-                    delattr(layer, f"{gemm}_processed_{field}")
+                    layer.register_buffer(name, tensor)
+                elif name in layer._buffers:  # from a previous layout, for another device
+                    delattr(layer, name)
 
     def _pack_again(self, layer: MoELayer, w13: CanonicalWeights, w2: CanonicalWeights, slots: list[int]) -> None:
         """Overwrites the weights in use of some slots, in the same layout."""
@@ -120,9 +121,8 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             for part in (w13, w2)
         ]
         types = {gemm: (part.quant_type_id, part.group_size) for gemm, part in zip(_GEMMS, parts, strict=True)}
-        packed = dict(zip(_GEMMS, experts.pack_weights(*parts, self.moe_config), strict=True))
-        for gemm, field in itertools.product(_GEMMS, ExpertWeights._fields):
-            new, held = getattr(packed[gemm], field), _held(layer, gemm, field)
+        packed = itertools.chain(*experts.pack_weights(*parts, self.moe_config))
+        for new, held in zip(packed, itertools.chain(*_processed(layer)), strict=True):
             if types != self._types or (new is None) != (held is None):
                 raise ValueError(
                     f"the weights that {layer.layer_name} was given again have another number type, or zero points or "
@@ -147,56 +147,61 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
 
     def canonical(self, layer: MoELayer, gemm: str) -> CanonicalWeights:
         """The weights, if they are still in the canonical form: one code per byte."""
+        held, (type_id, group_size) = _processed(layer)[_GEMMS.index(gemm)], self._types[gemm]
         return CanonicalWeights(
-            codes=layer.get_buffer(f"{gemm}_processed_weight"),
-            scales=layer.get_buffer(f"{gemm}_processed_scales"),
-            zero_points=_held(layer, gemm, "zero_points"),
-            g_idx=_held(layer, gemm, "g_idx"),
-            quant_type_id=self._types[gemm][0],
-            group_size=self._types[gemm][1],
-            global_scales=_held(layer, gemm, "global_scales"),
+            codes=held.weight,
+            scales=held.scales,
+            zero_points=held.zero_points,
+            g_idx=held.g_idx,
+            quant_type_id=type_id,
+            group_size=group_size,
+            global_scales=held.global_scales,
         )
 
     def gemm_weights(self, layer: MoELayer) -> tuple[torch.Tensor, torch.Tensor]:
         return cast(torch.Tensor, layer.w13_processed_weight), cast(torch.Tensor, layer.w2_processed_weight)
 
     def get_fused_moe_quant_config(self, layer: MoELayer) -> FusedMoEQuantConfig:
+        (w13_type, w13_group), (w2_type, w2_group) = (self._types[gemm] for gemm in _GEMMS)
+        w13, w2 = _processed(layer)
         return FusedMoEQuantConfig(
-            quant_type_id=self._types["w13"][0],
-            group_size=self._types["w13"][1],
-            w2_quant_type_id=self._types["w2"][0],
-            w2_group_size=self._types["w2"][1],
-            w1_scale=_held(layer, "w13", "scales"),
-            w2_scale=_held(layer, "w2", "scales"),
-            w1_zp=_held(layer, "w13", "zero_points"),
-            w2_zp=_held(layer, "w2", "zero_points"),
+            quant_type_id=w13_type,
+            group_size=w13_group,
+            w2_quant_type_id=w2_type,
+            w2_group_size=w2_group,
+            w1_scale=w13.scales,
+            w2_scale=w2.scales,
+            w1_zp=w13.zero_points,
+            w2_zp=w2.zero_points,
             w1_bias=self.bias(layer, "w13"),
             w2_bias=self.bias(layer, "w2"),
-            g1_alphas=_held(layer, "w13", "global_scales"),
-            g2_alphas=_held(layer, "w2", "global_scales"),
+            g1_alphas=w13.global_scales,
+            g2_alphas=w2.global_scales,
         )
 
     def expert_kwargs(self, layer: MoELayer) -> dict[str, Any]:
         kwargs: dict[str, Any] = {}
-        for gemm in _GEMMS:
-            kwargs[f"{gemm}_g_idx"] = _held(layer, gemm, "g_idx")
+        for gemm, held in zip(_GEMMS, _processed(layer), strict=True):
+            kwargs[f"{gemm}_g_idx"] = held.g_idx
             # Only experts that sort columns know this argument.
-            if (order := _held(layer, gemm, "g_idx_sort_indices")) is not None:
-                kwargs[f"{gemm}_g_idx_sort_indices"] = order
+            if held.g_idx_sort_indices is not None:
+                kwargs[f"{gemm}_g_idx_sort_indices"] = held.g_idx_sort_indices
         return kwargs
 
     def weight_tensors(self, layer: MoELayer) -> list[torch.Tensor]:
-        held = [_held(layer, gemm, field) for gemm in _GEMMS for field in ExpertWeights._fields]
-        return [tensor for tensor in held if tensor is not None]
+        return [tensor for held in _processed(layer) for tensor in held if tensor is not None]
 
 
-def _held(layer: MoELayer, gemm: str, field: str) -> torch.Tensor | None:
-    return dict(layer.named_buffers(recurse=False)).get(f"{gemm}_processed_{field}")
+def _processed(layer: MoELayer) -> tuple[ExpertWeights, ExpertWeights]:
+    """w13 and w2 in the layout of the experts, as the layer holds them."""
+    w13, w2 = (
+        ExpertWeights(*[cast(Any, layer._buffers.get(f"{gemm}_processed_{field}")) for field in ExpertWeights._fields])
+        for gemm in _GEMMS
+    )
+    return w13, w2
 
 
-# ==== Plain weights that are quantized after loading ====
-#
-# Plain weights that are quantized to 4- or 8-bit integers or 8-bit floats once all of them are loaded.
+# ==== Plain weights that are quantized to 4- or 8-bit integers or 8-bit floats once all of them are loaded ====
 
 GROUP_SIZES = (128, 64, 32)
 
