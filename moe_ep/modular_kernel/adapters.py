@@ -48,9 +48,9 @@ def as_experts(experts: FusedMoEPermuteExpertsUnpermute) -> Any:
         TypeError: as `check_experts`.
     """
     check_experts(experts)
-    if not _implements(type(experts), "run", ("apply",)):
-        return _Applying(experts)
-    return experts if experts.is_unchecked else _CheckedExperts(experts)
+    if experts.is_unchecked:
+        return experts
+    return _CheckedExperts(experts, by_signature=not _implements(type(experts), "run", ("apply",)))
 
 
 def _implements(kind: type, method: str, others: tuple[str, ...]) -> bool:
@@ -105,10 +105,10 @@ class _CheckedDispatcher:
 
 
 class _CheckedExperts:
-    """Checks what user-defined experts return."""
+    """Calls user-defined experts in the form that they implement, and checks what they return."""
 
-    def __init__(self, experts: Any) -> None:
-        self._experts = experts
+    def __init__(self, experts: Any, *, by_signature: bool) -> None:
+        self._experts, self._by_signature = experts, by_signature
 
     def moe_problem_size(self, *args: Any) -> tuple[int, int, int, int, int]:
         sizes = self._experts.moe_problem_size(*args)
@@ -127,30 +127,15 @@ class _CheckedExperts:
         return check_workspace_shapes(self._experts, self._experts.workspace_shapes(*args))
 
     def run(self, call: ExpertsCall) -> None:
-        check_wrote(self._experts, "run", self._experts.run(call), call.output)
-
-
-class _Applying(_CheckedExperts):
-    """Calls `apply` of experts that implement that, and checks what they return."""
-
-    def run(self, call: ExpertsCall) -> None:
-        returned = self._experts.apply(
-            call.output,
-            call.hidden_states,
-            call.w1,
-            call.w2,
-            call.topk_weights,
-            call.topk_ids,
-            call.activation,
-            call.global_num_experts,
-            call.expert_map,
-            call.row_scales,
-            self._experts.quant_config.a2_scale,
-            *call.scratch,
-            call.meta,
-            call.rows_are_weighted,
-        )
-        check_wrote(self._experts, "apply", returned, call.output)
+        if self._by_signature:
+            returned = self._experts.apply(
+                call.output, call.hidden_states, call.w1, call.w2, call.topk_weights, call.topk_ids, call.activation,
+                call.global_num_experts, call.expert_map, call.row_scales, self._experts.quant_config.a2_scale,
+                *call.scratch, call.meta, call.rows_are_weighted,
+            )  # fmt: skip
+        else:
+            returned = self._experts.run(call)
+        check_wrote(self._experts, "apply" if self._by_signature else "run", returned, call.output)
 
 
 def check_backend(backend: Any) -> None:
