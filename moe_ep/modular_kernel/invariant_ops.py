@@ -74,12 +74,6 @@ class _InvariantOps(TorchFunctionMode):
             _is_active.reset(token)
 
 
-def _linear(
-    func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    return invariant_linear(input, weight, bias)
-
-
 def _matmul(func: Any, input: torch.Tensor, other: Any, **kwargs: Any) -> torch.Tensor | None:
     is_product = isinstance(other, torch.Tensor) and other.dim() == 2 and input.dim() >= 2 and not kwargs
     return invariant_linear(input, other.t()) if is_product else None
@@ -111,7 +105,8 @@ def _mean(func: Any, input: torch.Tensor, dim: Any = None, keepdim: bool = False
 
 
 _FORMS: dict[str, Callable[..., Any]] = {
-    "linear": _linear, "matmul": _matmul, "mm": _matmul, "__matmul__": _matmul, "addmm": _addmm, "mean": _mean,
+    "linear": lambda func, *args, **kwargs: invariant_linear(*args, **kwargs),
+    "matmul": _matmul, "mm": _matmul, "__matmul__": _matmul, "addmm": _addmm, "mean": _mean,
     **dict.fromkeys(_TRANSCENDENTAL, _transcendental),
 }  # fmt: skip
 
