@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from harness import Bench
+from loading_checkpoints import GEOMETRIES, make_checkpoint
 
 import moe_ep
 from moe_ep.checkpoint import CheckpointReader, model_spec
-from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.generation.engine import Generation, Request
 from moe_ep.hf.parallelized import steps_of
@@ -31,7 +31,7 @@ from moe_ep.layer.stack import MoEStack
 from moe_ep.rollouts.recording import RoutingLog
 from moe_ep.routing.router import known_choices
 
-K, N = 2048, 768
+K, N, _ = GEOMETRIES["qwen3-30b"]
 
 
 def clock(device: torch.device) -> float:
@@ -73,24 +73,6 @@ def fused(tensors: dict[str, torch.Tensor], num_experts: int) -> dict[str, torch
 def measure_updates(num_experts: int, device: torch.device, times: int) -> list[dict[str, Any]]:
     tensors, rows = make_tensors(num_experts, device), []
     total = sum(tensor.nbytes for tensor in tensors.values())
-    config = {
-        "model_type": "qwen3_moe",
-        "hidden_size": K,
-        "num_hidden_layers": 1,
-        "vocab_size": 8,
-        "dtype": "bfloat16",
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "num_experts": num_experts,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": N,
-        "norm_topk_prob": True,
-    }
-    beside = {
-        "model.embed_tokens.weight": torch.zeros(8, K),
-        "model.layers.0.post_attention_layernorm.weight": torch.ones(K),
-        "model.layers.0.mlp.gate.weight": torch.zeros(num_experts, K),
-    }
     held = [torch.empty_like(tensor) for tensor in tensors.values()]
 
     def copy() -> None:
@@ -99,7 +81,7 @@ def measure_updates(num_experts: int, device: torch.device, times: int) -> list[
 
     forms = {"a tensor for each matrix": tensors, "all experts in one tensor": fused(tensors, num_experts)}
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(folder, config, (tensors | beside).items())
+        make_checkpoint(Path(folder), "bf16", "qwen3-30b", 1, num_experts, whole=True)
         for quantize in ("none", "int4", "fp8"):
             started = clock(device)
             with CheckpointReader(Path(folder)) as reader:

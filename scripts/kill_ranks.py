@@ -34,7 +34,6 @@ import shutil
 import signal
 import socket
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -48,6 +47,7 @@ from typing import Any
 from harness import Bench
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
+from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.errors import MoeEpError
 from moe_ep.launch.cli.report import percentile
@@ -322,22 +322,16 @@ def make_model(options: Any, folder: Path) -> Path:
 
 def plain_read_s(folder: Path, num_bytes: int) -> float:
     """Seconds in which one thread reads that many bytes of experts from the files of a checkpoint, which are cached."""
-    parts: list[tuple[Path, int, int]] = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(length))
-        for name, tensor in header.items():
-            if ".experts." in name:
-                begin, end = tensor["data_offsets"]
-                parts.append((file, 8 + length + begin, end - begin))
-    left, into = num_bytes, memoryview(bytearray(max(size for _, _, size in parts)))
+    with CheckpointReader(folder) as reader:
+        infos = [reader.info(name) for name in reader.names() if ".experts." in name]
+    infos.sort(key=lambda info: (info.file, info.offset))
+    left, into = num_bytes, memoryview(bytearray(max(info.nbytes for info in infos)))
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        opened_files = {file: stack.enter_context(file.open("rb", buffering=0)) for file, _, _ in parts}
-        for file, begin, size in parts:
+        files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {info.file for info in infos}}
+        for info in infos:
             if left > 0:
-                left -= os.preadv(opened_files[file].fileno(), [into[: min(size, left)]], begin)
+                left -= os.preadv(files[info.file].fileno(), [into[: min(info.nbytes, left)]], info.offset)
     return time.perf_counter() - started
 
 
