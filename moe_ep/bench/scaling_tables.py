@@ -182,7 +182,8 @@ def weak(rows: Sequence[Row]) -> str:
     sizes = sorted(_values(chosen, "ep_size"))
     lines = []
     for name in _values(chosen, "geometry"):
-        mine = sorted((row for row in chosen if row["geometry"] == name), key=_place)
+        mine = [row for row in chosen if row["geometry"] == name]
+        mine.sort(key=lambda row: (row["phase"], row["asked_tokens"]))
         of_size = {
             size: {f"{row['phase']} {row['asked_tokens']}": row for row in mine if row["ep_size"] == size}
             for size in sizes
@@ -225,22 +226,24 @@ def balancing(rows: Sequence[Row]) -> str:
         if row["ep_size"] == largest > 1 and row["scaling"] == "weak":
             keys = ("geometry", "routing", "phase", "asked_tokens", "asked_backend", "wire")
             places.setdefault(tuple(row[key] for key in keys), {})[row["eplb"]] = row
-    twice = [found["off"] for found in places.values() if found.keys() == {"off", "on"}]
-    told = [key for key in ("asked_backend", "wire") if len(_values(twice, key)) > 1]
-    lines = []
-    for (name, routing, phase, tokens, *_), found in places.items():
-        if found.keys() == {"off", "on"}:
-            both = (found["off"], found["on"])
-            lines.append(
-                {"model": name, "phase": phase, "T": tokens, "routing": routing}
-                | {key.removeprefix("asked_"): found["off"][key] for key in told}
-                | _off_on("us", [_us(row["us"]) for row in both])
-                | _off_on("experts", [_us(row["stages_us"]["experts"]) for row in both])
-                | _off_on("combine", [_us(row["stages_us"]["combine"]) for row in both])
-                | _off_on("balance", [f"{row['balancedness']:.2f}" for row in both])
-                | _off_on("active experts", [f"{row['active_experts_max']:.0f}" for row in both])
-            )
-    return _table(lines)
+    twice = {place: found for place, found in places.items() if found.keys() == {"off", "on"}}
+    without = [found["off"] for found in twice.values()]
+    told = [key for key in ("asked_backend", "wire") if len(_values(without, key)) > 1]
+    cells: dict[str, Callable[[Row], str]] = {
+        "us": lambda row: _us(row["us"]),
+        "experts": lambda row: _us(row["stages_us"]["experts"]),
+        "combine": lambda row: _us(row["stages_us"]["combine"]),
+        "balance": lambda row: f"{row['balancedness']:.2f}",
+        "active experts": lambda row: f"{row['active_experts_max']:.0f}",
+    }
+    return _table(
+        [
+            {"model": name, "phase": phase, "T": tokens, "routing": routing}
+            | {key.removeprefix("asked_"): found["off"][key] for key in told}
+            | {f"{title}, {eplb}": cell(found[eplb]) for title, cell in cells.items() for eplb in ("off", "on")}
+            for (name, routing, phase, tokens, *_), found in twice.items()
+        ]
+    )
 
 
 def strong(rows: Sequence[Row]) -> str:
@@ -293,16 +296,8 @@ def _values(rows: Sequence[Row], key: str) -> list[Any]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
-def _place(row: Row) -> tuple[str, int]:
-    return row["phase"], row["asked_tokens"]
-
-
 def _line(model: str, what: str, cells: Line) -> Line:
     return {"model": model, "": what} | cells
-
-
-def _off_on(title: str, values: Sequence[str]) -> Line:
-    return {f"{title}, off": values[0], f"{title}, on": values[1]}
 
 
 def _us(microseconds: float) -> str:

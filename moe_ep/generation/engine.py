@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import threading
 import time
 import zlib
@@ -20,7 +21,7 @@ from moe_ep.distributed.exchange import gather_values
 from moe_ep.distributed.membership import Membership
 from moe_ep.errors import ConfigError, check_at_least, one_of
 from moe_ep.generation.decoder import Doing, Records, SlotDecoder
-from moe_ep.generation.sampling import Sampling, SequenceRandom, next_tokens
+from moe_ep.generation.sampling import Sampling, next_tokens, sequence_random
 from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS
 from moe_ep.hf.steps import Step
@@ -360,15 +361,15 @@ class Generation:
             membership.before_change(self._decoder.capture_anew)
             membership.follow(self._regroup)
 
-    def _make_randoms(self, requests: Sequence[Request]) -> dict[int, SequenceRandom]:
+    def _make_randoms(self, requests: Sequence[Request]) -> dict[int, random.Random]:
         """The random numbers of each request: by its number, or where the batch must not matter by its tokens, and how
         many of the same tokens come before it."""
         if not self._decoder.batch_invariant:
-            return {request.index: SequenceRandom(self._sampling, request.index) for request in requests}
+            return {request.index: sequence_random(self._sampling, request.index) for request in requests}
         randoms, seen = {}, Counter[str]()
         for request in sorted(requests, key=lambda request: request.index):
             tokens = hashlib.sha256(repr(request.token_ids.tolist()).encode()).hexdigest()
-            randoms[request.index] = SequenceRandom(self._sampling, f"{tokens} {seen[tokens]}")
+            randoms[request.index] = sequence_random(self._sampling, f"{tokens} {seen[tokens]}")
             seen[tokens] += 1
         return randoms
 
@@ -439,7 +440,7 @@ class Generation:
         for request in waiting:
             self._randoms[request.index] = randoms[request.index]
             for _ in request.continued:
-                self._randoms[request.index].draw()
+                self._randoms[request.index].random()
         self._prompts = PromptQueue(waiting, decoder.num_slots, self._prefill_tokens, decoder.num_rows)
         self._are_new_ranks = True
 
@@ -499,7 +500,7 @@ class Generation:
     def _advance(self, slots: list[int] | None, sequences: Sequence[Completion | None], logits: torch.Tensor) -> None:
         """Adds the next token to the sequences of these slots, None for all; logits `[len(sequences), vocabulary]`."""
         # Drawn after the pass: one that fails is repeated with the same draws.
-        draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in sequences]
+        draws = [0.0 if sequence is None else self._randoms[sequence.index].random() for sequence in sequences]
         if self._decoder.batch_invariant:
             rows = zip(_rows_alone(logits), draws, strict=True)
             tokens = torch.cat([next_tokens(row, self._sampling, [draw]) for row, draw in rows])

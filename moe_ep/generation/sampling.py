@@ -48,19 +48,10 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1, 1 for all tokens")
 
 
-class SequenceRandom:
-    """The random numbers of one sequence, independent of other sequences and of the number of ranks.
-
-    Args:
-        name: with the seed, it determines the numbers: the sequence's number, or what else is its own.
-    """
-
-    def __init__(self, sampling: Sampling, name: int | str) -> None:
-        self._random = random.Random(f"{sampling.seed} {name}")
-
-    def draw(self) -> float:
-        """The next number of [0, 1)."""
-        return self._random.random()
+def sequence_random(sampling: Sampling, name: int | str) -> random.Random:
+    """The random numbers of one sequence, by the seed and by its number or what else is its own: independent of other
+    sequences and of the number of ranks."""
+    return random.Random(f"{sampling.seed} {name}")
 
 
 def next_tokens(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> torch.Tensor:

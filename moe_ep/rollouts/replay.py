@@ -29,8 +29,6 @@ from moe_ep.layer.fused_moe import FusedMoE
 from moe_ep.rollouts.recording import layers_of, num_columns, wrapped_routers
 from moe_ep.routing.router import Router, WrappingRouter
 
-_Pair = tuple[torch.Tensor, torch.Tensor | None]
-
 
 class RecordedChoices:
     """Rows of a recording, which each layer takes in order.
@@ -63,7 +61,7 @@ class RecordedChoices:
     def top_k(self) -> int:
         return self._ids.size(-1)
 
-    def next(self, layer: int, num_tokens: int, device: torch.device) -> _Pair:
+    def next(self, layer: int, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(ids int64, weights f32 or None) `[num_tokens, top_k]` of a layer's next tokens; ValueError past the last."""
         first = self.num_taken[layer]
         if first + num_tokens > len(self._ids):
