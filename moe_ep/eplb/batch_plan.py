@@ -155,31 +155,22 @@ def places(physical_to_logical: torch.Tensor, num_experts: int, ep_size: int) ->
 
 
 def divide(total: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Divides each expert's rows over its places so that the maximum load of a rank is the least possible.
-
-    Args:
-        total: int64 `[E]`.
-        held: bool `[E, R]`, on which ranks each expert is.
-
-    Returns:
-        int64 `[E, R]`.
-    """
+    """Divides each expert's rows int64 `[E]` over its places, bool `[E, R]`, so that the maximum load of a rank is the
+    least possible: int64 `[E, R]`."""
     split = _Split(total, held)
     _level(split)
     return split.share
 
 
 def one_replica(slots: Array, num_experts: int, ep_size: int, active: Array | None = None) -> Array:
-    """A replica of each expert for all its tokens, so that the most experts that a rank has to read are fewest.
+    """A slot of each expert for all its tokens, int64 `[E]`, so that the most experts that a rank has to read are
+    fewest.
 
     Decode is bound by reading weights, and a second replica of an expert is a second reading.
 
     Args:
         slots: integer `[P]`, the expert in each slot, slots in rank order.
         active: integer `[E]`, above 0 for experts that have tokens; None for all.
-
-    Returns:
-        int64 `[E]`, a slot of each expert.
     """
     held = places(torch.from_numpy(slots), num_experts, ep_size)
     counted = torch.ones(num_experts, dtype=torch.int64, device=_HOST)
@@ -263,9 +254,8 @@ def _distances(arcs: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
 def _flow(split: _Split, target: int) -> torch.Tensor | None:
     """Passes rows from ranks above the target to ranks below it, along shortest paths.
 
-    Returns:
-        None once no rank is above the target; otherwise bool `[R]`, the component of the fullest rank: the ranks that
-        it can pass rows to, none of which is below the target.
+    Returns None once no rank is above the target; otherwise the component of the fullest rank, bool `[R]`: the ranks
+    that it can pass rows to, none of which is below the target.
     """
     while True:
         loads = split.loads
@@ -367,7 +357,6 @@ def by_source(counts: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
 
 def check_batch(counts: torch.Tensor, physical_to_logical: torch.Tensor, ep_size: int, spare_slots: int) -> None:
-    """ValueError or TypeError for arguments of `plan_batch` that do not fit together."""
     check_at_least(1, ep_size=ep_size)
     check_at_least(0, spare_slots=spare_slots)
     check_tensors(counts=counts, physical_to_logical=physical_to_logical)

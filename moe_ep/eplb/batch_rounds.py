@@ -56,7 +56,6 @@ def rank_plan(
 def rank_plan_reference(
     counts: torch.Tensor, physical_to_logical: torch.Tensor, rank: int, spare_slots: int, copy_cost_rows: int
 ) -> RankPlan:
-    """The plain form of rank_plan, on the host."""
     check_not_negative(copy_cost_rows=copy_cost_rows)
     num_ranks, num_experts = counts.shape
     check_batch(counts, physical_to_logical, num_ranks, spare_slots)
@@ -78,16 +77,14 @@ def rank_plan_reference(
 
 
 def place_rows(ids: torch.Tensor, plan: RankPlan) -> torch.Tensor:
-    """The slot of each row: of an expert's rows, in their order, the first shares[e, 0] go to rank 0, and so on.
+    """The slot of each row, int32 `[T, top_k]`, ids as in `RankPlan`, -1 for none: of an expert's rows, in their order,
+    the first shares[e, 0] go to rank 0, and so on.
 
     For CUDA tensors it is one kernel, and the host waits for nothing.
 
     Args:
         ids: integer `[T, top_k]`, logical; those outside of the experts are none.
         plan: of the same rows, on the same device.
-
-    Returns:
-        int32 `[T, top_k]`, ids as in `RankPlan`, -1 for none.
     """
     form = choose_form(place_rows_reference, "batch_plan:place_rows", ids, plan.shares, needs="nvrtc")
     found: torch.Tensor = form(ids, plan)
@@ -95,7 +92,6 @@ def place_rows(ids: torch.Tensor, plan: RankPlan) -> torch.Tensor:
 
 
 def place_rows_reference(ids: torch.Tensor, plan: RankPlan) -> torch.Tensor:
-    """The plain form of place_rows."""
     (num_experts, num_ranks), shares = plan.shares.shape, plan.shares.long()
     flat = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).flatten().long()
     order = flat.argsort(stable=True)

@@ -1,11 +1,8 @@
 """CPU-side consensus between ranks during an expert migration, over gloo connections separate from the model's.
 
 Each exchange has a deadline. What goes wrong on one rank becomes the same `EplbError` on all: the first rank that fails
-leaves its message in the store of the rendezvous, the others raise that message too, and a rank that waits for nothing
-finds it there.
-
-The failed ranks are found by `moe_ep.distributed.failure_detection`. A rank whose exchange fails closes its connections
-first, so that messages which wait for it fail too.
+leaves its message in the store of the rendezvous, where the others find it. A rank whose exchange fails closes its
+connections first, so that messages which wait for it fail too.
 """
 
 from __future__ import annotations
@@ -38,12 +35,11 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 class SideChannel:
     """Exchanges of the ranks of one group; without a group, of this process with itself.
 
-    Args:
-        process_group: the EP ranks. Making the channel is a collective step of them.
-        timeout_s: deadline of every exchange.
+    Making it is a collective step. It and every exchange raise EplbError where a rank does not take part in time.
 
-    Raises:
-        EplbError: a rank did not take part in making it before the deadline.
+    Args:
+        process_group: the EP ranks.
+        timeout_s: deadline of every exchange.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -67,7 +63,7 @@ class SideChannel:
     def _wait_for_all(self, process_group: dist.ProcessGroup) -> None:
         try:
             gather_texts(self._prefix, "", process_group, timeout_s=self.timeout_s)
-        except DispatchTimeoutError as error:
+        except DispatchTimeoutError as error:  # the detector looks at RuntimeErrors
             raise RuntimeError(str(error)) from None
 
     @property
@@ -85,22 +81,19 @@ class SideChannel:
 
         Args:
             what: for the message, completes "the ranks could not exchange ...".
-
-        Raises:
-            EplbError: a rank did not take part before the deadline.
         """
         if self.size == 1:  # without a tensor, which torch.export would trace
             return [list(values)]
         return self._run(what, lambda connections: connections.table(values))
 
     def sum(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor, summed over ranks in place; raises as `gather` does."""
+        """Sums a CPU tensor over ranks in place."""
         if self.size > 1:
             self._run(what, lambda connections: connections.start(lambda group: group.allreduce([tensor])))
         return tensor
 
     def broadcast(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor of rank 0, in place; raises as `gather` does."""
+        """Writes rank 0's CPU tensor into that of every rank."""
         if self.size > 1:
             self._run(what, lambda connections: connections.start(lambda group: group.broadcast(tensor, root=0)))
         return tensor
@@ -199,5 +192,5 @@ def _next_prefix(process_group: dist.ProcessGroup) -> str:
 
 
 def _shown(value: int) -> str:
-    """Checksums in short, small numbers as they are."""
+    """Checksums in hexadecimal, small numbers as they are."""
     return str(value) if abs(value) < 10**9 else f"{value & (2**64 - 1):016x}"

@@ -1,10 +1,5 @@
 """Balancing while serving: records the load, plans, moves experts beside the model, and commits between two steps.
 
-    manager = EPLBManager(layers, EplbConfig(interval=512))
-    while serving:
-        ...                             # a step: every layer on all ranks, also on those without tokens
-        manager.step()                  # on all ranks, after every step
-
 A rearrangement that is due is carried out by a thread of the manager's own (`moe_ep.eplb.rearrangement`). Only commits
 run on the serving thread, between two steps, and on a GPU they only queue copies. The thread keeps neither the manager
 nor its layers alive, so a manager that is dropped ends.
@@ -99,7 +94,7 @@ class MovingThread(threading.Thread):
 
 
 def interrupted(channel: SideChannel, cause: BaseException) -> EplbError:
-    """For what is no error but ends a thread all the same, as SystemExit of a listener does; all ranks learn it."""
+    """The error of all ranks for what is no error but ends a thread all the same, as SystemExit of a listener does."""
     return channel.failed(f"EPLB was interrupted on EP rank {channel.rank}: {cause!r}")
 
 
@@ -315,7 +310,7 @@ class EPLBManager:
         return target
 
     def _begin(self, called: str, asynchronous: bool, counts: torch.Tensor | None, target: Array | None) -> None:
-        """Begins a rearrangement unless one is under way, whatever thread asks; synchronously, carries it out."""
+        """Begins a rearrangement unless one is under way; synchronously, carries it out."""
         with self._beginning:
             self._gate.check()
             if self._rearrangement.busy:

@@ -25,16 +25,12 @@ if TYPE_CHECKING:
 
 
 class LayerMover:
-    """Moves layers of a model between the ranks of its EP group.
+    """Moves layers of a model between the ranks of its EP group; making it is a collective step.
 
     `fetch` belongs to the moving thread and `commit` to the serving one; they take turns.
 
     Args:
         layers: with their weights in the form, and on the device, that the experts read; not kept, their weights are.
-        channel: of the EP ranks, which agree on layers and settings here.
-
-    Raises:
-        EplbError: the ranks have different layers or settings.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class LayerMover:
 
     @property
     def staging_bytes(self) -> int:
-        """The memory that moving takes, and has taken since this object was made."""
+        """The memory that moving takes."""
         return self._staging.numel()
 
     def cost(self, layer: int, new: Array) -> tuple[int, int]:
@@ -80,8 +76,7 @@ class LayerMover:
         return num_experts, num_experts * self._experts[layer].expert_bytes
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the CPU of what the serving thread had queued when it called `serving_is_at`; TimeoutError where
-        the GPU does not get there."""
+        """A copy on the CPU of what the serving thread had queued when it called `serving_is_at`."""
         if self._stream is None:
             return tensor.clone()
         self._wait_for_commit()
@@ -89,8 +84,7 @@ class LayerMover:
             return tensor.cpu()
 
     def warm_up(self) -> None:
-        """Commits every layer once as it is: a kernel is loaded at its first use, which would hold a step up by ten
-        milliseconds if that came while serving."""
+        """Commits every layer once as it is, so that no step waits ten milliseconds for a kernel to be loaded."""
         for layer, experts in enumerate(self._experts):
             self._wait_for_commit()
             present = self._placement.host[layer]
@@ -100,21 +94,14 @@ class LayerMover:
             self._put_in_force(layer, present, LayerMoves(num_rows=1, copies=[], rounds=[], writes=[(0, 0)]))
 
     def begin(self, number: int) -> None:
-        """Begins a rearrangement of some layers, each at most once; a collective step of the moving threads.
-
-        Raises:
-            EplbError: a rank did not begin before the deadline.
-            TimeoutError: the GPU did not get so far.
-        """
+        """Begins a rearrangement of some layers, each at most once; a collective step of the moving threads."""
         self._wait_for_commit()
         self.transport.begin(number)
 
     def fetch(self, layer: int, new: Array, stamp: int) -> bool:
         """Brings a layer's new experts into the staging buffer; returns when they are there, False where one is broken.
 
-        Raises:
-            TimeoutError: not before the deadline.
-            RuntimeError: the connection to a peer is gone.
+        Raises TimeoutError at the deadline, and RuntimeError where the connection to a peer is gone.
         """
         experts = self._experts[layer]
         moves = plan_moves(self._placement.host[layer], new, self._num_ranks, self._rank, self._ranks_per_host)
@@ -126,10 +113,7 @@ class LayerMover:
         return intact
 
     def commit(self) -> int:
-        """Puts the fetched layer's weights and maps in force, in the order of the current stream; returns which it was.
-
-        On a GPU the host does not wait.
-        """
+        """Puts the fetched layer's weights and maps in force, in stream order; returns which it was."""
         if self._waiting is None:
             raise RuntimeError("commit was called and no layer was fetched")
         layer, new, moves = self._waiting

@@ -47,7 +47,7 @@ class LayerMoves(NamedTuple):
 
 
 def plan_moves(old: Array, new: Array, num_ranks: int, rank: int, ranks_per_host: int | None = None) -> LayerMoves:
-    """One rank's moves from placement `old` to `new`.
+    """One rank's moves from placement `old` to `new`, integer `[P]`, the logical expert of each slot.
 
     The source of an expert is a rank of the receiver's host where one holds it, then the one that sends least so far.
     Rounds are cut so that the experts that wait and those packed to be sent are at most one layer's and one more.
@@ -56,7 +56,6 @@ def plan_moves(old: Array, new: Array, num_ranks: int, rank: int, ranks_per_host
     slot 1 to slot 0, and nothing is sent. To [2, 1 | 1, 0] one expert goes each way.
 
     Args:
-        old, new: integer `[P]`, the logical expert of each slot, P / num_ranks slots to a rank.
         ranks_per_host: consecutive ranks that share a host; None where all do.
     """
     num_slots = len(old) // num_ranks

@@ -27,9 +27,6 @@ class ExpertRows:
         parts: each tensor as bytes uint8 `[num_slots, bytes]`, and where it begins in a row.
         expert_bytes: of one expert, without what fills a row up.
         signature: of shapes and dtypes, the same on every rank.
-
-    Raises:
-        ValueError: no list of tensors, one that is not contiguous, or different numbers of slots.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -64,7 +61,6 @@ class ExpertRows:
 
     @property
     def row_bytes(self) -> int:
-        """Size of a row."""
         return self._content_bytes + _ALIGNMENT
 
     @property
@@ -91,8 +87,8 @@ class ExpertRows:
     def _pieces(
         self, slots: Sequence[int], rows: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors of each expert, and where they lie in its row; as words of 8 bytes, so that a copy of all of them
-        is one fast kernel."""
+        """The tensors of each expert, and where they lie in its row; as words of 8 bytes, so that one fast kernel
+        copies them."""
         in_slots, in_rows = [], []
         for slot, row in zip(slots, rows, strict=True):
             for part, start in self.parts:
@@ -104,19 +100,14 @@ class ExpertRows:
 
 
 def seal(rows: torch.Tensor, stamps: Sequence[int]) -> None:
-    """Writes the ends of rows `[n, row_bytes]` that are going to be sent."""
+    """Writes sums and stamps at the ends of rows `[n, row_bytes]` that are going to be sent."""
     words = rows.view(torch.int64)
     words[:, -2] = words[:, :-2].sum(dim=1)
     words[:, -1] = torch.tensor(stamps, device="cpu").to(rows.device, non_blocking=True)
 
 
 def intact(rows: torch.Tensor, stamps: dict[int, int]) -> bool:
-    """Whether received rows are what was to be sent; waits for the current stream.
-
-    Args:
-        rows: `[n, row_bytes]`.
-        stamps: of those to look at, by row.
-    """
+    """Whether received rows `[n, row_bytes]` are what was to be sent, those that have a stamp; waits for the stream."""
     words = rows.view(torch.int64)
     expected = torch.tensor([stamps.get(row, -1) for row in range(len(rows))], device="cpu")
     expected = expected.to(rows.device, non_blocking=True)

@@ -21,16 +21,14 @@ _LINES = ("-", "--", "-.", ":")
 
 
 def draw_load(panels: dict[str, Array], num_ranks: int, title: str, path: Path) -> None:
-    """Writes a PNG with a row of two heat maps for each panel: tokens of each slot, and of each rank, over the mean.
+    """Writes a picture with a row of two heat maps for each panel: tokens of each slot, and of each rank, over the
+    mean.
 
     Brightness alone tells the load, so that it can be read in grey; thin lines part the ranks' slots, and ranks are
     numbered where there is room.
 
     Args:
         panels: by title, tokens of each slot `[L, P]`, slots in rank order.
-
-    Raises:
-        ImportError: matplotlib is missing.
     """
     figure = _figure((12, 1.2 + 2.6 * len(panels)), title)
     grid = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(3, 2))
@@ -51,14 +49,8 @@ def draw_load(panels: dict[str, Array], num_ranks: int, title: str, path: Path) 
 
 
 def draw_evenness(peaks: dict[str, Array], title: str, path: Path) -> None:
-    """Writes a PNG of the busiest rank's tokens over the mean in every step and layer, sorted, a line for each name.
-
-    Args:
-        peaks: by name, those numbers in any order.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
+    """Writes a picture of the busiest rank's tokens over the mean in every step and layer, sorted, a line for each
+    name."""
     figure = _figure((7.5, 4.2), title)
     axes = figure.subplots()
     for number, (name, found) in enumerate(peaks.items()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +60,7 @@ class PlacementFile:
         check_placement(slots, slots.shape, int(self.num_experts), "physical_to_logical")
         if slots.shape[1] % self.ep_size:
             raise ValueError(f"ep_size is {self.ep_size}; it must divide the {slots.shape[1]} slots of a layer")
-        # Numbers of other kinds, as numpy's, are none to JSON.
-        held = {"ep_size": int(self.ep_size), "num_experts": int(self.num_experts)}
-        for name, value in (held | {"physical_to_logical": slots.astype(np.int64)}).items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "physical_to_logical", slots.astype(np.int64))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file; one that is there is replaced whole or not at all."""
@@ -71,8 +68,8 @@ class PlacementFile:
             "format": _FORMAT,
             "version": _VERSION,
             "model": self.model,
-            "ep_size": self.ep_size,
-            "num_experts": self.num_experts,
+            "ep_size": int(self.ep_size),  # a number of numpy is none to JSON
+            "num_experts": int(self.num_experts),
             "physical_to_logical": self.physical_to_logical.tolist(),
         }
         write_text(path, json.dumps(content | {"checksum": content_checksum(content)}) + "\n")
@@ -93,9 +90,10 @@ class PlacementFile:
         if content.pop("checksum", None) != content_checksum(content):
             raise EplbError(f"the placement {path} was changed or cut off after it was written; save it again")
         try:
-            return _parse(
-                **{name: content[name] for name in ("model", "ep_size", "num_experts", "physical_to_logical")}
-            )
+            for name, kind in (("model", str), ("ep_size", int), ("num_experts", int)):
+                if type(content[name]) is not kind:
+                    raise ValueError(f"{name} is {content[name]!r}; it must be of type {kind.__name__}")
+            return cls(**{field.name: content[field.name] for field in fields(cls)})
         except (KeyError, ValueError) as error:
             raise EplbError(f"the placement {path} does not hold one: {error}") from None
 
@@ -112,14 +110,6 @@ class PlacementFile:
                 f"the placement {path} is for {self.ep_size} ranks, {layers} layers and {slots} slots, and there are "
                 f"{ep_size} ranks, {shape[0]} layers and {shape[1]} slots; run with as many, or make another"
             )
-
-
-def _parse(*, model: Any, ep_size: Any, num_experts: Any, physical_to_logical: Any) -> PlacementFile:
-    """Checks the values of a file; ValueError for what is not a placement."""
-    for name, value, kind in (("model", model, str), ("ep_size", ep_size, int), ("num_experts", num_experts, int)):
-        if type(value) is not kind:
-            raise ValueError(f"{name} is {value!r}; it must be of type {kind.__name__}")
-    return PlacementFile(model=model, ep_size=ep_size, num_experts=num_experts, physical_to_logical=physical_to_logical)
 
 
 def model_checksum(reader: CheckpointReader) -> str:

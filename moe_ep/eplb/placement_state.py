@@ -30,9 +30,8 @@ class PlacementState:
     Attributes:
         physical_to_logical_map: int32 `[L, P]`.
         logical_to_physical_map: int32 `[L, E, P - E + 1]`, -1 padded: as wide as an expert can have replicas, so that
-            no placement needs other tensors. The first replicas of all experts are neighbours in memory, then the
-            second ones, and so on: that is how the mapping kernel reads them. The first ones alone are those that
-            decode uses (`one_replica`).
+            no placement needs other tensors. The first replicas of all experts, which decode uses (`one_replica`), are
+            neighbours in memory, then the second ones, and so on: that is how the mapping kernel reads them.
         logical_replica_count: int32 `[L, E]`.
         host: physical_to_logical, int64 `[L, P]` in numpy; replaced, never changed in place.
     """

@@ -59,9 +59,7 @@ class StepGate:
     def advance(self, timeout_s: float) -> bool:
         """Ends a step; True where a commit is due before the next begins, which `done` then confirms.
 
-        Raises:
-            EplbError: the moving thread failed.
-            TimeoutError: it did not decide before the deadline.
+        Raises TimeoutError where the moving thread did not decide before the deadline, and what `check` raises.
         """
         with self._changed:
             self.step += 1
@@ -70,36 +68,30 @@ class StepGate:
             return self._due == self.step
 
     def wait_decided(self) -> None:
-        """Waits for the next decision without ending a step; a commit is due then. For ranks that stand at one step.
-
-        Raises EplbError where the moving thread failed.
-        """
+        """Waits for the next decision without ending a step; a commit is due then. For ranks that stand at one step."""
         with self._changed:
             self.wait_for(lambda: self._due is not None, None)
 
     def done(self) -> None:
-        """The commit was made."""
+        """Confirms that the commit was made."""
         with self._changed:
             self._due = None
             self._changed.notify_all()
 
     def announce(self, margin: int) -> int:
-        """The present step, with the promise."""
+        """Returns the present step, and promises not to pass it by the margin before `decide`."""
         with self._changed:
             self._hold = self.step + margin
             return self.step
 
     def decide(self, step: int) -> None:
-        """The commit comes after this step, and the promise is kept."""
+        """Sets the step after which the commit comes, and ends the promise."""
         with self._changed:
             self._due, self._hold = step, None
             self._changed.notify_all()
 
     def wait_done(self, limit_s: float) -> bool:
-        """Waits for the commit to be made, which takes as long as the model stands still; False at the limit.
-
-        Raises EplbError where `fail` was called.
-        """
+        """Waits for the commit to be made, which takes as long as the model stands still; False at the limit."""
         with self._changed:
             return self.wait_for(lambda: self._due is None, limit_s)
 
@@ -145,7 +137,7 @@ class Job(NamedTuple):
 class Rearrangement:
     """Carries out jobs, on the moving thread or, synchronously, on the serving one.
 
-    `commit` is called by the serving thread alone: between the agreement and it this object waits in the gate.
+    The serving thread alone calls `commit`: meanwhile this object waits in the gate.
 
     Attributes:
         busy: whether a job was begun and its end is not committed; its manager says so.
@@ -191,7 +183,7 @@ class Rearrangement:
         self._channel.close()
 
     def carry_out(self, job: Job, asynchronous: bool) -> EplbError | None:
-        """All of a job; what goes wrong is returned."""
+        """Does all of a job, and returns what went wrong."""
         try:
             target = self._target_of(job)
             changed = [] if target is None else self._changed_layers(target)
@@ -213,8 +205,7 @@ class Rearrangement:
         return None
 
     def commit(self) -> int | None:
-        """Puts in force what was agreed on, in the order of the current stream: a layer, which is returned, or None for
-        the end of the job."""
+        """Puts in force what was agreed on, in stream order; returns the layer, or None for the end of the job."""
         if self._fetched is None:
             self._gate.done()
             return None

@@ -102,26 +102,23 @@ def rebalance_experts(
     if steps is not None and objective != "tokens":
         steps = objective_window(objective, steps)
         loads = steps.sum(axis=0, dtype=np.float64)
-    old = None if old_physical_to_logical is None else _numpy(old_physical_to_logical)
     problem = Problem(
         weight=loads,
         num_replicas=num_replicas,
         num_groups=num_groups,
         num_nodes=num_nodes,
         num_ranks=num_ranks,
-        old=old,
+        old=None if old_physical_to_logical is None else _numpy(old_physical_to_logical),
         tolerance=tolerance,
     )
-    if steps is not None and not (refine and policy == "incremental"):
-        steps = None
-    if steps is None:
+    if steps is not None and refine and policy == "incremental":
+        slots = _settled(_refined, problem, steps)
+    else:
         of_policy = EPLB_POLICIES.load(policy)
         slots = _settled(lambda part, _: of_policy(part), problem, loads[None])
-    else:
-        slots = _settled(_refined, problem, steps)
-    if old is not None and (rebalance_below < 1 or min_gain or move_cost):
-        pays = _worthwhile(problem, slots, rebalance_below, min_gain, move_cost)
-        slots = np.where(pays[:, None], slots, old)
+    if problem.old is not None and (rebalance_below < 1 or min_gain or move_cost):
+        pays = _pays(problem, problem.old, slots, rebalance_below, min_gain, move_cost)
+        slots = np.where(pays[:, None], slots, problem.old)
     table, counts = logical_maps(slots, loads.shape[1])
     return Placement(torch.from_numpy(slots), torch.from_numpy(table), torch.from_numpy(counts))
 
@@ -228,11 +225,8 @@ def _peaks(steps: Array, slots: Array, num_ranks: int) -> Array:
     return np.array([load.reshape(len(load), num_ranks, -1).sum(axis=2).max(axis=1).sum() for load in loads])
 
 
-def _worthwhile(problem: Problem, new: Array, rebalance_below: float, min_gain: float, move_cost: float) -> Array:
+def _pays(problem: Problem, old: Array, new: Array, rebalance_below: float, min_gain: float, move_cost: float) -> Array:
     """Which layers gain more by the plan than it costs, bool `[L]`."""
-    old = problem.old
-    if old is None:
-        return np.ones(new.shape[0], dtype=bool)
     loads = rank_loads(problem.weight, old, problem.num_ranks)
     before = loads.max(axis=1)
     after = rank_loads(problem.weight, new, problem.num_ranks).max(axis=1)

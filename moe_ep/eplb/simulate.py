@@ -70,8 +70,7 @@ def hashed(ids: Array, rank: Array, layout: Layout) -> Array:
 class OneReplica:
     """One replica of each expert for all tokens: those with which the most experts of a rank are fewest.
 
-    Args:
-        knows_batch: only experts that any rank's tokens have in this batch count, which ranks would have to ask for.
+    With knows_batch only experts that any rank's tokens have in this batch count, which ranks would have to ask for.
     """
 
     def __init__(self, knows_batch: bool) -> None:
@@ -364,11 +363,8 @@ def compare(
 def zipf_trace(
     *, num_layers: int, num_experts: int, top_k: int, exponent: float, num_steps: int, num_tokens: int, seed: int
 ) -> RoutingTrace:
-    """Choices without replacement by Zipf's law, each layer's experts in an order of their own; steps are alike.
-
-    Args:
-        num_tokens: of all ranks together in a step.
-    """
+    """Choices without replacement by Zipf's law, each layer's experts in an order of its own; steps are alike, of
+    num_tokens of all ranks together."""
     rng = np.random.default_rng(seed)
     # The largest first: where it does not fit, nothing has been filled.
     ids = np.empty((num_layers, num_steps, num_tokens, top_k), dtype=np.int32)

@@ -29,14 +29,11 @@ class RoutingTrace:
 
     Attributes:
         ids: integer `[N, top_k]`, logical experts, -1 for none.
-        layer: integer `[N]`, the position among the MoE layers, from 0.
-        step: integer `[N]`, from 0.
+        layer, step: integer `[N]`, the position among the MoE layers, and the step, from 0.
         rank: integer `[N]`, the EP rank that had the token.
         model: what the model calls itself; a trace is of use for that model only.
 
-    Raises:
-        ValueError: arrays that do not fit together, or what is no array of numpy.
-        TypeError: a number of experts that is not whole.
+    Raises ValueError or TypeError for arrays that do not fit together.
     """
 
     ids: Array
@@ -129,9 +126,7 @@ class RoutingTrace:
     def load(cls, path: Path | str) -> RoutingTrace:
         """Reads a file of `save`, or one of recorded prompts, each of which is a step of rank 0.
 
-        Raises:
-            ValueError: it is not one, or its arrays do not fit together.
-            FileNotFoundError: there is none.
+        Raises ValueError where it is neither, and FileNotFoundError.
         """
         if is_routing_file(path):
             return cls.of(RoutingFile.load(path))
@@ -184,12 +179,7 @@ def model_name(family: str, checksum: str) -> str:
 def from_choices(choices: Array, tokens_per_step: int, num_ranks: int, *, num_experts: int, model: str) -> RoutingTrace:
     """A trace of recorded choices `[L, T, top_k]`, cut into steps, each step's tokens dealt to the ranks in order.
 
-    Tokens behind the last whole step are left out.
-
-    Raises:
-        ValueError: fewer tokens than one step has, a step that does not divide over the ranks, or choices of another
-            form.
-        TypeError: a number that is not whole.
+    Tokens behind the last whole step are left out. Raises ValueError or TypeError for what does not fit together.
     """
     check_at_least(1, tokens_per_step=tokens_per_step, num_ranks=num_ranks)
     if not isinstance(choices, np.ndarray) or choices.ndim != 3:
@@ -221,8 +211,7 @@ def from_choices(choices: Array, tokens_per_step: int, num_ranks: int, *, num_ex
 def plain_choices(arrays: dict[str, Array], path: Path) -> Array:
     """`[layer, token, top_k]`: the choices in arrays of a file that is no trace, one array after the other.
 
-    Raises:
-        ValueError: none of them has three dimensions, or they hold what no choices are; names file and array.
+    Raises ValueError, with file and array, where they hold no choices.
     """
     found = {name: array for name, array in arrays.items() if array.ndim == 3}
     if not found:

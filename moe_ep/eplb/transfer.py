@@ -74,11 +74,9 @@ class MessageTransport(Transport):
     On a GPU everything is queued on the current stream; only `fetch`'s end waits, for the event behind it.
 
     Args:
-        group: returns the EP ranks' group, which nothing else uses at the same time; None for one rank, or when it is
-            closed.
+        group: returns the EP ranks' group, which nothing else uses meanwhile; None for one rank, or when it is closed.
         is_hopeless: says whether a rank has failed, so that no message will come from it.
-        left: where `close` leaves the group for another transport, by timeout, unless messages are under way in it;
-            None where it is the caller's.
+        left: where `close` leaves the group for another transport, by timeout; None where it is the caller's.
     """
 
     name: ClassVar[str] = "messages"
@@ -145,7 +143,7 @@ class MessageTransport(Transport):
     def _start(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Sequence[dist.Work]:
-        """Messages (row, peer) of both kinds at once."""
+        """Starts messages (row, peer) of both kinds."""
         group = self._group()
         if group is None:
             raise RuntimeError("the connections to the other ranks are closed")
@@ -340,8 +338,7 @@ class PeerCopyTransport(Transport):
         layers: whose weights the peers may read; they stay where they are until `close`.
         bytes_per_s: what a rank reads at most; None for as fast as it goes.
 
-    Raises:
-        RuntimeError: on all ranks, where one cannot: other hosts, no peer access, memory that cannot be shared.
+    Raises RuntimeError on all ranks where one cannot: other hosts, no peer access, memory that cannot be shared.
     """
 
     name: ClassVar[str] = "peer_copies"
@@ -361,7 +358,7 @@ class PeerCopyTransport(Transport):
         }
 
     def begin(self, number: int) -> None:
-        """Has all ranks begin a rearrangement together: what was committed before is in every peer's weights.
+        """Has all ranks begin together: what was committed before is in every peer's weights.
 
         Until a layer's own commit, which all ranks wait for with one another, its weights stay as they are.
         """
@@ -378,7 +375,6 @@ class PeerCopyTransport(Transport):
         return True
 
     def close(self) -> None:
-        """Lets go of the peers' weights."""
         self._peers.close()
 
     def _pieces(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor) -> Iterator[tuple[int, int, int]]:

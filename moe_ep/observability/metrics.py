@@ -83,8 +83,7 @@ class PrometheusSink(MetricsSink):
     Raises:
         ImportError: prometheus-client is missing.
         OSError: the port is taken.
-        ValueError: no port has such a number.
-        TypeError: it is no whole number.
+        ValueError, TypeError: no port has such a number.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:

@@ -60,11 +60,7 @@ class _Span(NamedTuple):
 
 
 class _Choices(NamedTuple):
-    """Physical ids of one pass `[T, top_k]`, on the host once the step's event has passed.
-
-    Attributes:
-        owners: the rank of each physical id.
-    """
+    """Physical ids of one pass `[T, top_k]`, on the host once the step's event has passed, and the rank of each id."""
 
     ids: torch.Tensor
     owners: np.ndarray

@@ -235,13 +235,11 @@ def pass_round(place: Placement, target: Array) -> None:
 
 
 def _pass_round(place: Placement, groups: Sequence[Array], target: Array) -> Array:
-    """Lets the best three ranks of each row pass experts round, if all of them end within `target` `[X]`.
+    """Lets the best three ranks of each row pass experts round, if all of them end within `target` `[X]`; where, bool
+    `[X]`.
 
     groups lists the first, the second and the third ranks, `[X, G]` each; groups that hold a rank twice do not count.
     Each rank gets an expert of the next one, the third of the first.
-
-    Returns:
-        Where it was done, bool `[X]`.
     """
     width, shape = place.experts.shape[0], groups[0].shape
     worst = np.zeros((width, width, width, *shape), dtype=np.float32)

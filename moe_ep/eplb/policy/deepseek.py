@@ -15,14 +15,8 @@ from moe_ep.eplb.policy.problem import Problem
 
 
 def pack_balanced(weight: Array, num_packs: int) -> tuple[Array, Array]:
-    """Puts n items into packs of n / num_packs each, the heaviest first, each into the lightest pack with room.
-
-    Args:
-        weight: `[X, n]`.
-
-    Returns:
-        The pack of each item and its place within the pack, int64 `[X, n]` each.
-    """
+    """Puts n items of weight `[X, n]` into packs of n / num_packs each, the heaviest first, each into the lightest pack
+    with room: the pack of each item and its place within the pack, int64 `[X, n]` each."""
     num_rows, num_items = weight.shape
     capacity = num_items // num_packs
     if capacity == 1:
@@ -44,14 +38,8 @@ def pack_balanced(weight: Array, num_packs: int) -> tuple[Array, Array]:
 
 
 def replicate_largest(weight: Array, num_replicas: int) -> tuple[Array, Array]:
-    """Gives every expert a replica, then each further one to the expert with the largest load per replica.
-
-    Args:
-        weight: `[X, E]`.
-
-    Returns:
-        The expert of each replica, int64 `[X, num_replicas]`, and how many each expert has, int64 `[X, E]`.
-    """
+    """Gives every expert of weight `[X, E]` a replica, then each further one to the expert with the largest load per
+    replica: the expert of each replica, int64 `[X, num_replicas]`, and how many each expert has, int64 `[X, E]`."""
     num_rows, num_experts = weight.shape
     rows = np.arange(num_rows)
     expert = np.empty((num_rows, num_replicas), dtype=np.int64)

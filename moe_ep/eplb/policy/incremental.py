@@ -105,9 +105,8 @@ class RowPlanner:
     def improve(self, old: Array) -> tuple[Array, Array, Array]:
         """A plan for all rows from the present placement `[X, P]`, which has a slot for every expert.
 
-        Returns:
-            The plan, int64 `[X, P]`, slots of a rank in any order; its maximum rank loads `[X]`; and bool `[X]`, where
-            planning anew might do better.
+        Returns the plan, int64 `[X, P]`, slots of a rank in any order; its maximum rank loads `[X]`; and bool `[X]`,
+        where planning anew might do better.
         """
         target = self._good_enough()
         slots, counts = self._change_replicas(old, target)
@@ -137,10 +136,8 @@ class RowPlanner:
         """Gives replicas to experts that are too heavy for any rank, from those that lose least; at most a few a row.
 
         Wasted replicas go too, however light the ranks are: where a batch differs from the mean, tokens can be steered
-        only between replicas that have any.
-
-        Returns:
-            The placement, int64 `[X, P]`, and the counts, int64 `[X, E]`, that follow.
+        only between replicas that have any. Returns the placement int64 `[X, P]` and the counts int64 `[X, E]` that
+        follow.
         """
         num_rows, num_experts = self.weight.shape
         base = np.arange(num_rows)[:, None] * num_experts
@@ -269,11 +266,8 @@ def build(
 
 
 def improve_counts(weight: Array, counts: Array, worst: Array, num_ranks: int, target: Array) -> tuple[Array, Array]:
-    """Counts `[X, E]` that pack to a lower maximum than `worst` `[X]`, searched where that exceeds target `[X]`.
-
-    Returns:
-        The counts, and bool `[X]`, which rows found better ones.
-    """
+    """Counts `[X, E]` that pack to a lower maximum than `worst` `[X]`, searched where that exceeds target `[X]`; and
+    bool `[X]`, which rows found better ones."""
     counts, found = counts.copy(), np.zeros(worst.size, dtype=bool)
     num_slots = int(counts[0].sum())
     rows = np.flatnonzero(worst > target)

@@ -42,11 +42,8 @@ def replica_counts(physical_to_logical: Array, num_experts: int) -> Array:
 
 
 def slots_by_expert(physical_to_logical: Array, num_experts: int) -> tuple[Array, Array, Array]:
-    """The slots of a placement `[L, P]` sorted by the expert in them, those of an expert in rising order.
-
-    Returns:
-        The slots, `[L, P]`; where each expert's begin in them, int64 `[L, E]`; and how many it has, int64 `[L, E]`.
-    """
+    """The slots of a placement `[L, P]` sorted by the expert in them, those of an expert in rising order `[L, P]`;
+    where each expert's begin in them, and how many it has, int64 `[L, E]` each."""
     num_slots = physical_to_logical.shape[1]
     counts = replica_counts(physical_to_logical, num_experts)
     bits = max(num_slots - 1, 1).bit_length()
@@ -59,13 +56,10 @@ def slots_by_expert(physical_to_logical: Array, num_experts: int) -> tuple[Array
 
 
 def logical_maps(physical_to_logical: Array, num_experts: int) -> tuple[Array, Array]:
-    """The maps that follow from a placement `[L, P]`.
+    """The maps that follow from a placement `[L, P]`: the slots of each expert in rising order, int64 `[L, E,
+    max_replicas]`, -1 padded, and their number, int64 `[L, E]`.
 
     Example: [[1, 0, 1]] with two experts gives [[[1, -1], [0, 2]]] and [[1, 2]].
-
-    Returns:
-        logical_to_physical int64 `[L, E, max_replicas]`, an expert's slots in rising order, -1 padded; and
-        logical_replica_count int64 `[L, E]`. max_replicas is that of the most replicated expert of any layer.
     """
     slot, first, counts = slots_by_expert(physical_to_logical, num_experts)
     width = int(counts.max(initial=1))

@@ -88,15 +88,12 @@ class Layers:
 
     def gain(self, layer: Array, rank_i: Array, p: Array, rank_j: Array, q: Array, least: float = -np.inf) -> Array:
         """Half of what the sum of squares falls by when an expert p of rank i is exchanged for an expert q of rank j,
-        less the standard errors that it must win.
+        less the standard errors that it must win: float32 `[n, A, B]`.
 
         Args:
             layer, rank_i, rank_j: `[n]`.
             p, q: experts of the two ranks, `[n, A]` and `[n, B]`.
             least: standard errors are taken off gains above this alone.
-
-        Returns:
-            float32 `[n, A, B]`.
         """
         num_ranks, num_experts = self.along.shape[1:]
         # Flat indices: numpy takes far longer for several at a time.
@@ -141,18 +138,15 @@ _LEAST_GAIN = 3e-5
 
 
 def refine_plan(problem: Problem, slots: Array, window: Array, doubt: float = 1.0) -> Array:
-    """Improves a plan `[L, P]` against the counts of each step, exchange by exchange.
+    """Improves a plan int64 `[L, P]` against the counts of each step, exchange by exchange; replica counts are kept.
 
-    The result depends on its arguments alone, so ranks that plan for themselves agree.
+    The result depends on its arguments alone, so ranks that plan for themselves agree. Experts that stay on a rank of
+    the present placement keep their slots.
 
     Args:
         problem: what was planned; exchanges stay within a host where it is by hosts.
-        slots: the plan, int64 `[L, P]`; its replica counts are kept.
         window: counts of each step, float32 `[S, L, E]`.
         doubt: standard errors that an exchange must win for each expert that it moves from where it is now.
-
-    Returns:
-        The better plan, int64 `[L, P]`; experts that stay on a rank of the present placement keep their slots.
     """
     num_ranks = problem.num_ranks
     refined = slots.copy()
