@@ -137,10 +137,6 @@ class LayerMover:
             self._streams.add(torch.cuda.current_stream(self.device))
             self._committed.record()
 
-    def give_up(self) -> None:
-        """Ends a `fetch` that waits for a peer; called by the serving thread, and `close` comes next."""
-        self.transport.give_up()
-
     def doubt(self, layers: Iterable[int], in_doubt: bool) -> None:
         """Says of layers whether other ranks may have another placement, so that they must not run."""
         for layer in layers:

@@ -173,7 +173,7 @@ class Rearrangement:
             return
         if self._planner is not None:
             self._planner.give_up()
-        self._mover.give_up()
+        self._mover.transport.give_up()
 
     def close(self) -> None:
         """Gives back the planning process, the memory and the connections."""

@@ -52,12 +52,6 @@ def replicate_largest(weight: Array, num_replicas: int) -> tuple[Array, Array]:
     return expert, counts
 
 
-def _inverse(permutation: Array) -> Array:
-    inverse = np.empty_like(permutation)
-    np.put_along_axis(inverse, permutation, np.arange(permutation.shape[1], dtype=permutation.dtype)[None], axis=1)
-    return inverse
-
-
 def plan(problem: Problem) -> Array:
     """A placement by DeepSeek's algorithm, int64 `[L, P]`: hierarchical where hosts divide groups, else global."""
     weight, num_replicas, num_ranks = problem.weight, problem.num_replicas, problem.num_ranks
@@ -70,7 +64,7 @@ def plan(problem: Problem) -> Array:
     host, place = pack_balanced(weight.reshape(num_layers, num_groups, group_size).sum(axis=2), num_nodes)
     start = (host * groups_per_node + place) * group_size
     to_host_order = (start[:, :, None] + np.arange(group_size)).reshape(num_layers, num_experts)
-    from_host_order = _inverse(to_host_order)
+    from_host_order = np.argsort(to_host_order, axis=1)
 
     # Replicas within each host, then onto its ranks.
     experts_per_node = num_experts // num_nodes
@@ -78,7 +72,7 @@ def plan(problem: Problem) -> Array:
     expert, counts = replicate_largest(host_weight, num_replicas // num_nodes)
     unit = np.take_along_axis(host_weight / counts, expert, axis=1)
     rank, place = pack_balanced(unit, num_ranks // num_nodes)
-    slots = _inverse(rank * (num_replicas // num_ranks) + place)
+    slots = np.argsort(rank * (num_replicas // num_ranks) + place, axis=1)
 
     in_host_order = np.take_along_axis(expert, slots, axis=1).reshape(num_layers, num_nodes, -1)
     in_host_order = in_host_order + np.arange(num_nodes)[:, None] * experts_per_node

@@ -44,15 +44,10 @@ def replica_counts(physical_to_logical: Array, num_experts: int) -> Array:
 def slots_by_expert(physical_to_logical: Array, num_experts: int) -> tuple[Array, Array, Array]:
     """The slots of a placement `[L, P]` sorted by the expert in them, those of an expert in rising order `[L, P]`;
     where each expert's begin in them, and how many it has, int64 `[L, E]` each."""
-    num_slots = physical_to_logical.shape[1]
     counts = replica_counts(physical_to_logical, num_experts)
-    bits = max(num_slots - 1, 1).bit_length()
-    # One sort of expert and slot packed in a word is several times faster than a stable argsort.
-    dtype = np.dtype(np.int32 if bits + max(num_experts, 2).bit_length() < 31 else np.int64)
-    key = physical_to_logical.astype(dtype) * dtype.type(1 << bits) + np.arange(num_slots, dtype=dtype)
-    key.sort(axis=1)
-    key &= dtype.type((1 << bits) - 1)
-    return key, np.cumsum(counts, axis=1) - counts, counts
+    # numpy sorts numbers of 16 bits by their digits, several times faster than others.
+    key = physical_to_logical.astype(np.int16 if num_experts < 1 << 15 else np.int32)
+    return np.argsort(key, axis=1, kind="stable"), np.cumsum(counts, axis=1) - counts, counts
 
 
 def logical_maps(physical_to_logical: Array, num_experts: int) -> tuple[Array, Array]:

@@ -31,20 +31,13 @@ def greedy_counts(weight: Array, num_slots: int, num_ranks: int, power: float = 
         counts += extra.ravel()
         unit /= (extra + 1) ** np.float32(power)
         unit[extra + 1 >= num_ranks] = -1.0
-    flat, base = weight.ravel(), np.arange(num_rows) * num_experts
-    fewest, most = left.min(initial=num_slots), counts.max(initial=1)
     for turn in range(left.max(initial=0)):
-        if turn < fewest:
-            largest = base + unit.argmax(axis=1)
-        else:
-            rows = np.flatnonzero(left > turn)
-            largest = base[rows] + unit[rows].argmax(axis=1)
+        rows = np.flatnonzero(left > turn)
+        largest = rows * num_experts + unit[rows].argmax(axis=1)
         count = counts[largest] + 1
         counts[largest] = count
-        each = flat[largest] / (count if power == 1.0 else count**power)
-        if most + turn + 1 >= num_ranks:
-            each[count >= num_ranks] = -1.0
-        unit.reshape(-1)[largest] = each
+        each = weight.reshape(-1)[largest] / (count if power == 1.0 else count**power)
+        unit.reshape(-1)[largest] = np.where(count < num_ranks, each, -1.0)
     return counts.reshape(num_rows, num_experts)
 
 

@@ -39,8 +39,7 @@ class Layers:
         product: float32 `[L, E, E]`, u_e . u_f of two experts.
         along: float32 `[L, R, E]`, v_r . u_e of a rank and an expert.
         home: float32 `[L, R, E]`, 1 where a rank holds an expert now; None where nothing is placed.
-        active: the layers that the last tournament still changed.
-        exchanged: bool `[L]`, the layers that this tournament has changed.
+        exchanged: bool `[L]`, the layers that were changed.
     """
 
     def __init__(self, slots: Array, window: Array, num_ranks: int, old: Array | None, doubt: float) -> None:
@@ -66,7 +65,6 @@ class Layers:
         if old is not None:
             self.home = np.zeros_like(held)
             self.home[(*each, old.reshape(num_layers, num_ranks, -1))] = 1.0
-        self.active = np.arange(num_layers)
         self.exchanged = np.zeros(num_layers, dtype=bool)
 
     def meet(self, active: Array, first: Array, second: Array, least: float) -> None:
@@ -162,15 +160,15 @@ def _refine_layers(problem: Problem, slots: Array, old: Array | None, window: Ar
     layers = Layers(slots, window, problem.num_ranks, old, doubt)
     least = _LEAST_GAIN * window.shape[0]
     per_host = problem.num_ranks // problem.num_nodes if problem.by_host else problem.num_ranks
+    active = np.arange(len(slots))
     for _ in range(_TOURNAMENTS):
-        active = layers.active
+        layers.exchanged[:] = False
         for first, second in meetings(problem.num_ranks):
             together = first // per_host == second // per_host
             if together.any():
                 layers.meet(active, first[together], second[together], least)
-        layers.active = np.flatnonzero(layers.exchanged)
-        layers.exchanged[:] = False
-        if layers.active.size == 0:
+        active = np.flatnonzero(layers.exchanged)
+        if active.size == 0:
             break
     if layers.replicated:
         Joints(layers, per_host).improve(least)

@@ -96,11 +96,8 @@ def match(row: Array, old: Array, new: Array, num_rows: int, num_ranks: int) -> 
 
 
 def _begins(rising: Array) -> Array:
-    """Where runs of equal numbers begin."""
-    new = np.empty(rising.size, dtype=bool)
-    new[:1] = True
-    np.not_equal(rising[1:], rising[:-1], out=new[1:])
-    return np.flatnonzero(new)
+    """Where runs of equal numbers begin, of at least 0."""
+    return np.flatnonzero(np.diff(rising, prepend=-1))
 
 
 # ==== Hosts ====
