@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_ep.eplb.policy.balance import Placement as BalancedRows
-from moe_ep.eplb.policy.balance import pass_round
+from moe_ep.eplb.policy.incremental import Placement as BalancedRows
+from moe_ep.eplb.policy.incremental import pass_round
 from moe_ep.eplb.policy.maps import experts_moved, initial_placement, keep_slots, logical_maps
 from moe_ep.eplb.policy.packing import greedy_counts, pack, sorted_items
 from moe_ep.eplb.policy.relabel import match, renumber

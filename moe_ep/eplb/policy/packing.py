@@ -108,7 +108,7 @@ def pack(loads: Array, num_ranks: int) -> Array:
 
     Items come heaviest first (`loads` float32 `[X, P]`). An item that exceeds the mean even beside the lightest items
     gets just those. Of the others a chunk goes to that many of the lightest ranks with room, the heaviest to the
-    lightest. Chunks of half the ranks lose little against one item at a time, and swaps (`balance`) win that back.
+    lightest. Chunks of half the ranks lose little against one item at a time, and exchanges win that back.
     """
     num_rows, num_slots = loads.shape
     capacity = num_slots // num_ranks
