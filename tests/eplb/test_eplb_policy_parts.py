@@ -36,8 +36,9 @@ def test_counts_and_packing():
 
 def test_matching_is_a_permutation():
     rng = np.random.default_rng(0)
-    row, old, new = np.repeat(np.arange(5), 40), rng.integers(0, 7, 200), rng.integers(0, 7, 200)
-    assert (np.sort(match(row, old, new, 5, 7), axis=1) == np.arange(7)).all()
+    common = rng.integers(0, 3, (5, 7, 7)).astype(np.float32)
+    assert (np.sort(match(common), axis=1) == np.arange(7)).all()
+    assert match(np.array([[[0, 2, 0], [0, 3, 1], [4, 0, 0]]])).tolist() == [[2, 1, 0]]
 
 
 def test_three_ranks_pass_experts_round():

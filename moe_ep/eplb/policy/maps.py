@@ -98,16 +98,10 @@ def keep_slots(old: Array, new: Array, num_ranks: int) -> Array:
 
     Placements `[L, P]`. Example with one rank: old [3, 1, 2], new [2, 5, 3] gives [3, 5, 2].
     """
-    shape = new.shape
-    before, after = old.reshape(shape[0] * num_ranks, -1), new.reshape(shape[0] * num_ranks, -1)
-    differ = before != after
-    changed = np.flatnonzero(differ.any(axis=1))
-    # Most changed ranks have no expert that stays but lies elsewhere. Slots first: numpy is quick along long axes.
-    had, has, differ = (np.ascontiguousarray(part[changed].T) for part in (before, after, differ))
-    strays = np.logical_or.reduce((has[:, None] == had) & differ[:, None] & differ, axis=(0, 1))
-    if not strays.any():
-        return new
-    changed, had, has = changed[strays], had[:, strays], has[:, strays]
+    before, after = (slots.reshape(len(new) * num_ranks, -1) for slots in (old, new))
+    changed = np.flatnonzero((before != after).any(axis=1))
+    # Slots first: numpy is quick along long axes.
+    had, has = (np.ascontiguousarray(slots[changed].T) for slots in (before, after))
     result, placed = np.full_like(has, -1), np.zeros(has.shape, dtype=bool)
     for slot, expert in enumerate(had):
         same = (has == expert) & ~placed
@@ -119,4 +113,4 @@ def keep_slots(old: Array, new: Array, num_ranks: int) -> Array:
     result[result < 0] = has[~placed]
     full = after.copy()
     full[changed] = result
-    return full.reshape(shape)
+    return full.reshape(new.shape)
