@@ -16,6 +16,7 @@ from moe_ep.eplb.policy.maps import (
     initial_placement,
     logical_maps,
     rank_loads,
+    ranks_with,
     replica_counts,
     slot_loads,
 )
@@ -161,9 +162,7 @@ def _gains(problem: Problem, new: Array, steps: Array) -> Array:
 def _spread(slots: Array, problem: Problem) -> tuple[Array, Array]:
     """How many pairs of expert and rank a placement `[L, P]` has, and how many pairs of ranks copies of an expert join:
     int64 `[L]` each."""
-    num_layers, num_slots = slots.shape
-    held = np.zeros((num_layers, problem.num_ranks, problem.weight.shape[1]), dtype=np.float32)
-    held[np.arange(num_layers)[:, None], np.arange(num_slots) // (num_slots // problem.num_ranks), slots] = 1
+    held = ranks_with(slots, problem.weight.shape[1], problem.num_ranks)
     return np.count_nonzero(held, axis=(1, 2)), np.count_nonzero(held @ held.transpose(0, 2, 1), axis=(1, 2))
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,7 +50,6 @@ _HISTOGRAMS: dict[str, Metric] = {
     "eplb_batch_plan": metrics.BATCH_BALANCE_SECONDS,
     "eplb_batch_copies": metrics.BATCH_COPY_SECONDS,
 }
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class _Span(NamedTuple):
@@ -138,7 +137,7 @@ class LayerMonitor(Listener):
     def span(self, name: str) -> AbstractContextManager[None]:
         metric = _HISTOGRAMS.get(name)
         if metric is None:
-            return _NOTHING
+            return super().span(name)
         return self._gpu_span(metric) if self._device.type == "cuda" else self._host_span(metric)
 
     @contextmanager

@@ -71,7 +71,6 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def are_listened_to() -> bool:
-    """Whether there is a listener."""
     return bool(_listeners)
 
 
@@ -112,10 +111,10 @@ class StageRecorder(Listener):
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._spans: list[tuple[str, object, object]] = []
+        self._spans: list[tuple[str, Any, Any]] = []
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        return self._recorded(name) if name in STAGES else _NOTHING
+        return self._recorded(name) if name in STAGES else super().span(name)
 
     @contextmanager
     def _recorded(self, name: str) -> Iterator[None]:
@@ -129,7 +128,7 @@ class StageRecorder(Listener):
         """Discards what was recorded."""
         self._spans.clear()
 
-    def _now(self) -> object:
+    def _now(self) -> Any:
         return timing_event() if self._cuda else time.perf_counter()
 
     def durations_ms(self) -> dict[str, list[float]]:
@@ -138,11 +137,7 @@ class StageRecorder(Listener):
             torch.cuda.synchronize()
         result: dict[str, list[float]] = {}
         for name, start, end in self._spans:
-            if self._cuda:
-                duration = start.elapsed_time(end)  # type: ignore[attr-defined]
-            else:
-                duration = (end - start) * 1e3  # type: ignore[operator]
-            result.setdefault(name, []).append(duration)
+            result.setdefault(name, []).append(start.elapsed_time(end) if self._cuda else (end - start) * 1e3)
         return result
 
 

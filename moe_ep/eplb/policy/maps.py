@@ -41,28 +41,29 @@ def replica_counts(physical_to_logical: Array, num_experts: int) -> Array:
     return np.bincount(flat.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
-def slots_by_expert(physical_to_logical: Array, num_experts: int) -> tuple[Array, Array, Array]:
-    """The slots of a placement `[L, P]` sorted by the expert in them, those of an expert in rising order `[L, P]`;
-    where each expert's begin in them, and how many it has, int64 `[L, E]` each."""
-    counts = replica_counts(physical_to_logical, num_experts)
-    # numpy sorts numbers of 16 bits by their digits, several times faster than others.
-    key = physical_to_logical.astype(np.int16 if num_experts < 1 << 15 else np.int32)
-    return np.argsort(key, axis=1, kind="stable"), np.cumsum(counts, axis=1) - counts, counts
-
-
 def logical_maps(physical_to_logical: Array, num_experts: int) -> tuple[Array, Array]:
     """The maps that follow from a placement `[L, P]`: the slots of each expert in rising order, int64 `[L, E,
     max_replicas]`, -1 padded, and their number, int64 `[L, E]`.
 
     Example: [[1, 0, 1]] with two experts gives [[[1, -1], [0, 2]]] and [[1, 2]].
     """
-    slot, first, counts = slots_by_expert(physical_to_logical, num_experts)
+    counts = replica_counts(physical_to_logical, num_experts)
+    # numpy sorts numbers of 16 bits by their digits, several times faster than others.
+    key = physical_to_logical.astype(np.int16 if num_experts < 1 << 15 else np.int32)
+    slot, first = np.argsort(key, axis=1, kind="stable"), np.cumsum(counts, axis=1) - counts
     width = int(counts.max(initial=1))
     # An expert's row begins `width` entries after the one before, and its slots begin at `first`.
     start = np.arange(counts.size).reshape(counts.shape) * width - first
     table = np.full(counts.size * width, -1, dtype=np.int64)
     table[np.repeat(start.ravel(), counts.ravel()).reshape(slot.shape) + np.arange(slot.shape[1])] = slot
     return table.reshape(*counts.shape, width), counts
+
+
+def ranks_with(slots: Array, num_experts: int, num_ranks: int) -> Array:
+    """float32 `[L, R, E]`, 1 where a rank of a placement `[L, P]` holds an expert; -1 counts as the last expert."""
+    held = np.zeros((len(slots), num_ranks, num_experts), dtype=np.float32)
+    np.put_along_axis(held, slots.reshape(len(slots), num_ranks, -1) % num_experts, 1.0, axis=2)
+    return held
 
 
 def slot_loads(weight: Array, physical_to_logical: Array) -> Array:

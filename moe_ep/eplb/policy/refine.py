@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moe_ep.eplb.policy.maps import Array, keep_slots, replica_counts
+from moe_ep.eplb.policy.maps import Array, keep_slots, ranks_with, replica_counts
 from moe_ep.eplb.policy.problem import Problem
 
 
@@ -63,8 +63,7 @@ class Layers:
         self.along = held @ self.product
         self.home: Array | None = None
         if old is not None:
-            self.home = np.zeros_like(held)
-            self.home[(*each, old.reshape(num_layers, num_ranks, -1))] = 1.0
+            self.home = ranks_with(old, num_experts, num_ranks)
         self.exchanged = np.zeros(num_layers, dtype=bool)
 
     def meet(self, active: Array, first: Array, second: Array, least: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_ep.eplb.policy.deepseek import pack_balanced
-from moe_ep.eplb.policy.maps import Array, keep_slots
+from moe_ep.eplb.policy.maps import Array, keep_slots, ranks_with
 from moe_ep.eplb.policy.problem import Problem
 
 
@@ -17,7 +17,7 @@ def renumber(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
     Example with one slot on each of three ranks: old [2, 0, 1], new [0, 1, 3] gives [3, 0, 1].
     """
     # Slots of -1 are in the last column.
-    before, after = (_held(slots, num_experts + 1, num_ranks)[:, :, :num_experts] for slots in (old, new))
+    before, after = (ranks_with(slots, num_experts + 1, num_ranks)[:, :, :num_experts] for slots in (old, new))
     source = match(before @ after.transpose(0, 2, 1))
     ranks = new.reshape(len(new), num_ranks, -1)
     return np.take_along_axis(ranks, source[:, :, None], axis=1).reshape(new.shape)
@@ -32,13 +32,6 @@ def renumber_like(old: Array, new: Array, problem: Problem) -> Array:
     per_host = problem.num_ranks // num_hosts
     agreed = renumber(old.reshape(of_hosts), agreed.reshape(of_hosts), num_experts, per_host).reshape(old.shape)
     return keep_slots(old, agreed, problem.num_ranks)
-
-
-def _held(slots: Array, num_experts: int, num_ranks: int) -> Array:
-    """float32 `[X, R, E]`, 1 where a rank of a placement `[X, P]` holds an expert; -1 counts as the last expert."""
-    held = np.zeros((len(slots), num_ranks, num_experts), dtype=np.float32)
-    np.put_along_axis(held, slots.reshape(len(slots), num_ranks, -1) % num_experts, 1.0, axis=2)
-    return held
 
 
 def match(common: Array) -> Array:
