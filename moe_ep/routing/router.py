@@ -39,13 +39,8 @@ class Routed(NamedTuple):
 
 
 class ChoiceLog(NamedTuple):
-    """Where the choices of one pass are recorded.
-
-    Attributes:
-        rows: int64 `[T]`, the row of each token.
-        ids: int16 `[rows, top_k]`, contiguous.
-        weights: f32 of the same shape; None where they are not recorded.
-    """
+    """Where the choices of one pass are recorded: at rows int64 `[T]`, one a token, of ids int16 `[rows, top_k]`,
+    contiguous, and of weights f32 alike, None where they are not recorded."""
 
     rows: torch.Tensor
     ids: torch.Tensor
@@ -145,11 +140,7 @@ class _MaskedRouter(WrappingRouter):
 class TopKRouter(FixedTensors, Router):
     """Chooses the top_k experts of router logits `[T, E + zero_expert_num]`, as `moe_ep.routing.select_experts` does.
 
-    Args:
-        bias: see `e_score_correction_bias`.
-
-    Raises:
-        ValueError, TypeError: settings that do not fit each other, or that many experts.
+    Raises ValueError or TypeError for settings that do not fit each other, or that many experts.
     """
 
     _bias_owner: nn.Module | None
@@ -209,7 +200,8 @@ class TopKRouter(FixedTensors, Router):
         config, (router_logits,) = self.config, inputs
         if type(self) is not TopKRouter or config.custom_routing_function is not None or config.zero_expert_num:
             return None
-        topk = choose_form(_choose_at_once, "routing:defer_topk", router_logits)
+        # On a CPU no choice is deferred.
+        topk = choose_form(lambda *_, **__: None, "routing:defer_topk", router_logits)
         return topk(router_logits.contiguous(), config.top_k, **topk_options(config, self._bias(hidden_states.device)))
 
     def graph_key(self, device: torch.device) -> tuple[object, ...] | None:
@@ -226,7 +218,6 @@ class TopKRouter(FixedTensors, Router):
         return choose(self.config, hidden_states, router_logits.contiguous(), bias)
 
     def _bias(self, device: torch.device) -> torch.Tensor | None:
-        """The bias on that device, checked."""
         bias = self.e_score_correction_bias
         if bias is not None:
             if bias.is_meta:
@@ -268,7 +259,6 @@ class PrecomputedRouter(Router):
         num_identities: experts that return what they read, whose ids follow the others'.
 
     Attributes:
-        num_columns: experts, identity experts included.
         row_mask: bool `[T]`, tokens that count; the others get no expert. None where all do.
     """
 
@@ -325,8 +315,7 @@ class PrecomputedRouter(Router):
 def choose(
     config: RoutingConfig, hidden_states: torch.Tensor, router_logits: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, ids) by `config` of logits `[T, E + zero_expert_num]`, without checks; ids are logical, and those of
-    identity experts follow the others'."""
+    """(weights, ids) by `config` of logits `[T, E + zero_expert_num]`; those of identity experts follow the others'."""
     if config.custom_routing_function is not None:
         return _custom_topk(config, hidden_states, router_logits)
     topk = choose_form(topk_reference, "routing:fused_topk", router_logits)
@@ -334,7 +323,6 @@ def choose(
 
 
 def topk_options(config: RoutingConfig, bias: torch.Tensor | None) -> dict[str, Any]:
-    """The keyword arguments of `topk_reference` and its forms."""
     num_groups, kept_groups = config.groups
     return {
         "scoring_func": config.scoring_func,
@@ -344,10 +332,6 @@ def topk_options(config: RoutingConfig, bias: torch.Tensor | None) -> dict[str, 
         "e_score_correction_bias": bias,
         "routed_scaling_factor": config.routed_scaling_factor,
     }
-
-
-def _choose_at_once(router_logits: torch.Tensor, top_k: int, **options: Any) -> None:
-    """On a CPU no choice is deferred."""
 
 
 def _custom_topk(
@@ -399,7 +383,7 @@ def known_choices(
     Example: weights [[.5, .25]], ids [[5, 2]], 4 experts: [[0, .25]] and [[-1, 2]].
 
     Args:
-        row_mask: bool `[T]`, tokens that count; the others get no expert. None where all do.
+        row_mask: bool `[T]`, tokens that count; the others get no expert.
         log: where what is returned is recorded too.
     """
     form = choose_form(_known_choices_reference, "choices:triton_known_choices", topk_ids)

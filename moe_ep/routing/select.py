@@ -118,7 +118,7 @@ def select_experts(
 
 
 def _check_logits(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> int:
-    """Checks the logits, and returns their number of columns."""
+    """Returns the number of columns of the logits."""
     check_tensors(hidden_states=hidden_states, router_logits=router_logits)
     if router_logits.dim() != 2 or hidden_states.dim() != 2 or router_logits.size(0) != hidden_states.size(0):
         raise ValueError(
@@ -151,7 +151,6 @@ def _check_num_physical(global_num_experts: int | None, num_experts: int, load_v
 def _check_eplb_state(
     num_experts: int, load_view: torch.Tensor | None, table: torch.Tensor | None, replica_count: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What EPLB needs; ValueError unless all is given and of so many experts, the rest is checked where it is used."""
     if load_view is None or table is None or replica_count is None:
         raise ValueError(
             "enable_eplb needs expert_load_view, logical_to_physical_map and logical_replica_count, and one of them is "

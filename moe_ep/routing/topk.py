@@ -63,11 +63,8 @@ def weights_of(
 
 
 def choice_values(logits: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The values by which experts are chosen, finite f32 `[T, E]`.
-
-    Without a bias these are the logits: all scores grow with them, and logits do not depend on how a device rounds its
-    exponential.
-    """
+    """The values by which experts are chosen, finite f32 `[T, E]`: without a bias the logits, with which all scores
+    grow, and which do not depend on how a device rounds its exponential."""
     choice = logits if bias is None else scores + bias.float()
     # -inf is reserved for groups that were dropped; adding 0 turns -0 into 0, which some sorts tell apart.
     return torch.nan_to_num(choice, nan=_F32.min, neginf=_F32.min, posinf=_F32.max) + 0.0
@@ -85,10 +82,8 @@ def _keep_best_groups(choice: torch.Tensor, num_expert_group: int, topk_group: i
 
 
 def _topk_lowest_id(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Positions of the k largest values of each row, int64 `[T, k]`; of equal values the first comes first.
-
-    torch.topk does not define the order of equal values.
-    """
+    """Positions of the k largest values of each row, int64 `[T, k]`; of equal values, which torch.topk leaves open, the
+    first comes first."""
     return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
