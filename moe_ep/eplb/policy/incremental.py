@@ -9,7 +9,6 @@ balanced, and each host is a problem of its own.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Sequence
 
@@ -78,31 +77,20 @@ class RowPlanner:
         spare = self.num_slots - self.weight.shape[1]
         return 0 < spare <= _SEARCHED_REPLICAS and self.num_slots > self.num_ranks
 
-    def fresh(self, rows: Array | slice) -> Placement:
-        """These rows planned from nothing; moves are free."""
-        weight, counts = self.weight[rows], self.counts[rows]
+    def fresh(self) -> Placement:
+        """All rows planned from nothing; moves are free."""
         # The more slots a rank has, the closer to even longest-first comes, and so must exchanges.
         width = self.num_slots // self.num_ranks
-        target = self.reachable[rows] * np.float32(1 + min(2.5e-3, 2 / width**3))
-        packed = self.expert[rows], pack(self.items[rows], self.num_ranks) if self.rank is None else self.rank[rows]
-        place = build(weight, counts, self.num_ranks, target, _ROUNDS, packed)
-        if not self._searched:
-            return place
-        worst = place.by_row.max(axis=1)
-        wanted = self.reachable[rows] * np.float32(1 + _SEARCH_ABOVE)
-        counts, found = improve_counts(weight, counts, worst, self.num_ranks, wanted)
-        if found.any():
-            better = build(weight[found], counts[found], self.num_ranks, target[found], _ROUNDS)
-            place.replace(np.flatnonzero(found), better)
+        target = self.reachable * np.float32(1 + min(2.5e-3, 2 / width**3))
+        packed = self.expert, pack(self.items, self.num_ranks) if self.rank is None else self.rank
+        place = build(self.weight, self.counts, self.num_ranks, target, _ROUNDS, packed)
+        if self._searched:
+            wanted = self.reachable * np.float32(1 + _SEARCH_ABOVE)
+            counts, found = improve_counts(self.weight, self.counts, place.by_row.max(axis=1), self.num_ranks, wanted)
+            if found.any():
+                better = build(self.weight[found], counts[found], self.num_ranks, target[found], _ROUNDS)
+                place.replace(np.flatnonzero(found), better)
         return place
-
-    def only(self, rows: Array) -> RowPlanner:
-        """The planner of these rows alone."""
-        part = copy.copy(self)
-        for name in ("weight", "counts", "expert", "items", "companions", "reachable"):
-            setattr(part, name, getattr(self, name)[rows])
-        part.rank = None if self.rank is None else self.rank[rows]
-        return part
 
     def improve(self, old: Array) -> tuple[Array, Array, Array]:
         """A plan for all rows from the present placement `[X, P]`, which has a slot for every expert.
@@ -110,7 +98,11 @@ class RowPlanner:
         Returns the plan, int64 `[X, P]`, slots of a rank in any order; its maximum rank loads `[X]`; and bool `[X]`,
         where planning anew might do better.
         """
-        target = self._good_enough()
+        reachable = self.reachable
+        if self.rank is not None:
+            # What longest-first reaches is a better guide than the mean.
+            reachable = np.maximum(reachable, packed_maximum(self.items, self.rank, self.num_ranks))
+        target = (reachable * (1 + self.tolerance)).astype(np.float32)
         slots, counts = self._change_replicas(old, target)
         place = Placement(self.weight, counts, slots, self.num_ranks)
         separate_copies(place)
@@ -125,14 +117,6 @@ class RowPlanner:
             moves_much = experts_moved(old, place.slots, self.num_ranks) * 3 > self.num_slots
             anew |= moves_much & (worst > self.reachable * np.float32(1 + _FAR))
         return place.slots, worst, anew
-
-    def _good_enough(self) -> Array:
-        """The maximum rank load, float32 `[X]`, at which moving experts stops."""
-        reachable = self.reachable
-        if self.rank is not None:
-            # What longest-first reaches is a better guide than the mean.
-            reachable = np.maximum(reachable, packed_maximum(self.items, self.rank, self.num_ranks))
-        return (reachable * (1 + self.tolerance)).astype(np.float32)
 
     def _change_replicas(self, old: Array, target: Array) -> tuple[Array, Array]:
         """Gives replicas to experts that are too heavy for any rank, from those that lose least; at most a few a row.
@@ -204,20 +188,19 @@ def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int,
     if num_rows == 0:
         return np.empty((0, num_slots), dtype=np.int64)
     if old is None:
-        return RowPlanner(weight, num_slots, num_ranks, tolerance).fresh(slice(None)).slots
+        return RowPlanner(weight, num_slots, num_ranks, tolerance).fresh().slots
     row = np.arange(num_rows)[:, None] * (num_experts + 1)
     held = np.bincount((row + old + 1).ravel(), minlength=num_rows * (num_experts + 1)).reshape(num_rows, -1)
     whole = (held[:, 0] == 0) & (held[:, 1:].min(axis=1) > 0)
     if num_slots <= num_experts * num_ranks:
         whole &= held[:, 1:].max(axis=1) <= num_ranks
-    planner = RowPlanner(weight, num_slots, num_ranks, tolerance)
     result, worst, anew = old.copy(), np.full(num_rows, np.inf, dtype=np.float32), ~whole
     if whole.any():
-        part = planner if whole.all() else planner.only(whole)
-        result[whole], worst[whole], anew[whole] = part.improve(old[whole])
+        planner = RowPlanner(weight[whole], num_slots, num_ranks, tolerance)
+        result[whole], worst[whole], anew[whole] = planner.improve(old[whole])
     rows = np.flatnonzero(anew)
     if rows.size:
-        fresh = planner.fresh(slice(None) if rows.size == num_rows else rows)
+        fresh = RowPlanner(weight[rows], num_slots, num_ranks, tolerance).fresh()
         better = fresh.by_row.max(axis=1) * np.float32(1 + _REPLAN_GAIN) < worst[rows]
         rows = rows[better]
     if rows.size:
