@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,8 @@ from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.transfer import digest, layer_stamp
 from moe_ep.errors import EplbError
 from moe_ep.observability.stages import stage
+
+logger = logging.getLogger(__name__)
 
 
 class StepGate:
@@ -113,8 +116,6 @@ class StepGate:
         return ready()
 
 
-logger = logging.getLogger(__name__)
-
 POLL_S = 0.5
 # The first number of rank 0's message: a plan follows, or planning failed; 0 if there is nothing to do.
 _PLAN, _FAILED = 1, -1
@@ -156,8 +157,8 @@ class Rearrangement:
     ) -> None:
         self._config, self._channel, self._gate = config, channel, gate
         self._mover, self._placement, self._recorder, self._tell = mover, placement, recorder, tell
-        # The layer that waits for its commit: (experts, bytes, seconds of transfer); None at the end of a job.
-        self._fetched: tuple[int, int, float] | None = None
+        # Of the layer that waits for its commit, as far as it is known; None at the end of a job.
+        self._fetched: CommitReport | None = None
         in_process = config.planner == "process" and config.asynchronous and channel.rank == 0
         # Started early: it takes seconds to be there. It gives up before the others do, so that they learn why.
         self._planner = PlannerProcess(0.8 * channel.timeout_s) if in_process else None
@@ -186,11 +187,11 @@ class Rearrangement:
         """Does all of a job, and returns what went wrong."""
         try:
             target = self._target_of(job)
-            changed = [] if target is None else self._changed_layers(target)
+            changed = self._changed_layers(target)
             if changed:
                 self._mover.begin(job.number)
             for layer in changed:
-                self._move_layer(job, layer, target[layer], asynchronous)  # type: ignore[index]
+                self._move_layer(job, layer, target[layer], asynchronous)
             end = f"the end of rearrangement {job.number}"
             if asynchronous:
                 self._wait_for_commit(end)
@@ -210,30 +211,19 @@ class Rearrangement:
             self._gate.done()
             return None
         started = time.perf_counter()
-        experts, size, transfer_s = self._fetched
-        self._fetched = None
+        fetched, self._fetched = self._fetched, None
         with stage("eplb_commit"):
-            layer = self._mover.commit()
-            self._recorder.forget(layer)
-        commit_s = time.perf_counter() - started
-        self._tell(
-            CommitReport(
-                step=self._gate.step,
-                layer=layer,
-                experts_moved=experts,
-                bytes_moved=size,
-                transfer_s=transfer_s,
-                commit_s=commit_s,
-            )
-        )
+            self._mover.commit()
+            self._recorder.forget(fetched.layer)
+        self._tell(replace(fetched, step=self._gate.step, commit_s=time.perf_counter() - started))
         self._gate.done()
-        return layer
+        return fetched.layer
 
     def _changed_layers(self, target: Array) -> list[int]:
         return np.flatnonzero((target != self._placement.host).any(axis=1)).tolist()
 
-    def _target_of(self, job: Job) -> Array | None:
-        """The placement to go to, the same on every rank, or None."""
+    def _target_of(self, job: Job) -> Array:
+        """The placement to go to, the same on every rank; the present one where no plan is made."""
         self._channel.agree(
             f"rearrangement {job.number}",
             number=job.number,
@@ -245,7 +235,7 @@ class Rearrangement:
             target, reason, seconds = (job.target, "", 0.0) if job.counts is None else self._plan(job, job.counts)
         if target is None:
             self._tell(PlanReport(step=job.step, made=False, reason=reason, seconds=seconds))
-            return None
+            return self._placement.host
         changed = self._changed_layers(target)
         costs = [self._mover.cost(layer, target[layer]) for layer in changed]
         self._tell(
@@ -299,7 +289,7 @@ class Rearrangement:
 
     def _move_layer(self, job: Job, layer: int, new: Array, asynchronous: bool) -> None:
         started = time.perf_counter()
-        cost, cause = self._mover.cost(layer, new), ""
+        (experts, size), cause = self._mover.cost(layer, new), ""
         try:
             with stage("eplb_transfer"), self._channel.waiting():
                 intact = self._mover.fetch(layer, new, layer_stamp(job.number, layer))
@@ -321,7 +311,9 @@ class Rearrangement:
             text = f"experts of layer {layer} did not arrive on EP rank {statuses.index(1)}"
             # Only that rank knows why.
             raise self._channel.failed(f"{text}: {cause}") if cause else self._channel.failed_elsewhere(text)
-        self._fetched = (*cost, seconds)
+        self._fetched = CommitReport(
+            step=job.step, layer=layer, experts_moved=experts, bytes_moved=size, transfer_s=seconds, commit_s=0.0
+        )
         self.in_doubt = layer if self._channel.size > 1 else None
         if asynchronous:
             self._wait_for_commit(f"the commit of layer {layer}")
