@@ -10,10 +10,6 @@ import numpy as np
 
 from moe_ep.eplb.policy.maps import Array
 
-# Replicas of a row that are handed out one by one; of more, bisection finds most first.
-_ONE_BY_ONE = 64
-_HALVINGS = 12
-
 
 def greedy_counts(weight: Array, num_slots: int, num_ranks: int, power: float = 1.0) -> Array:
     """Replicas of each expert, int64 `[X, E]`: each beyond the first goes where load / count**power is largest.
@@ -24,41 +20,13 @@ def greedy_counts(weight: Array, num_slots: int, num_ranks: int, power: float = 
     """
     num_rows, num_experts = weight.shape
     counts, unit = np.ones(weight.size, dtype=np.int64), weight.copy()
-    left = np.full(num_rows, num_slots - num_experts)
-    if num_slots - num_experts > _ONE_BY_ONE:
-        extra = _most_extra(weight, num_slots - num_experts, num_ranks - 1, power)
-        left -= extra.sum(axis=1)
-        counts += extra.ravel()
-        unit /= (extra + 1) ** np.float32(power)
-        unit[extra + 1 >= num_ranks] = -1.0
-    for turn in range(left.max(initial=0)):
-        rows = np.flatnonzero(left > turn)
-        largest = rows * num_experts + unit[rows].argmax(axis=1)
+    for _ in range(num_slots - num_experts):
+        largest = np.arange(num_rows) * num_experts + unit.argmax(axis=1)
         count = counts[largest] + 1
         counts[largest] = count
         each = weight.reshape(-1)[largest] / (count if power == 1.0 else count**power)
         unit.reshape(-1)[largest] = np.where(count < num_ranks, each, -1.0)
     return counts.reshape(num_rows, num_experts)
-
-
-def _most_extra(weight: Array, spare: int, limit: int, power: float) -> Array:
-    """Almost all of what `greedy_counts` hands out beyond the first replicas, and no more, int64 `[X, E]`.
-
-    It hands out the largest of load / count**power over all experts and counts, so a threshold divides what it hands
-    out from the rest, and bisection finds that.
-    """
-    high = weight.max(axis=1)
-    low = high / np.float32((spare + 1) ** power)
-
-    def above(threshold: Array) -> Array:
-        ratio = weight / threshold[:, None]
-        return np.minimum(ratio if power == 1.0 else ratio ** (1 / power), limit).astype(np.int64)
-
-    for _ in range(_HALVINGS):
-        middle = np.sqrt(low * high)
-        fits = above(middle).sum(axis=1) <= spare
-        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    return above(high * np.float32(1 + 1e-6))
 
 
 def sorted_items(weight: Array, counts: Array) -> tuple[Array, Array]:
