@@ -150,19 +150,25 @@ def _gains(problem: Problem, new: Array, steps: Array) -> Array:
     if old is None or not changed.any():
         return changed
     before, after = _peaks(steps, old, num_ranks), _peaks(steps, new, num_ranks)
-    heaviest, lighter = (slot_loads(problem.weight, slots).max(axis=1) for slots in (old, new))
-    (held, joined), (holds, joins) = (_spread(slots, problem) for slots in (old, new))
-    gains = (after < before * (1 - _ROUNDING)) | (holds > held)
-    gains |= (after <= before * (1 + problem.tolerance)) & ((lighter < heaviest * (1 - _ROUNDING)) | (joins > joined))
+    gains = after < before * (1 - _ROUNDING)
     if problem.by_host:
         gains |= groups_apart(problem)
+    # The spread of copies takes longest to find.
+    rest = np.flatnonzero(changed & ~gains)
+    if rest.size:
+        weight, pair = problem.weight[rest], (old[rest], new[rest])
+        heaviest, lighter = (slot_loads(weight, slots).max(axis=1) for slots in pair)
+        (held, joined), (holds, joins) = (_spread(slots, weight.shape[1], num_ranks) for slots in pair)
+        gains[rest] = (lighter < heaviest * (1 - _ROUNDING)) | (joins > joined)
+        gains[rest] &= after[rest] <= before[rest] * (1 + problem.tolerance)
+        gains[rest] |= holds > held
     return changed & gains
 
 
-def _spread(slots: Array, problem: Problem) -> tuple[Array, Array]:
+def _spread(slots: Array, num_experts: int, num_ranks: int) -> tuple[Array, Array]:
     """How many pairs of expert and rank a placement `[L, P]` has, and how many pairs of ranks copies of an expert join:
     int64 `[L]` each."""
-    held = ranks_with(slots, problem.weight.shape[1], problem.num_ranks)
+    held = ranks_with(slots, num_experts, num_ranks)
     return np.count_nonzero(held, axis=(1, 2)), np.count_nonzero(held @ held.transpose(0, 2, 1), axis=(1, 2))
 
 
