@@ -17,7 +17,7 @@ from moe_ep.errors import check_whole
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.compute import partials_numel
 from moe_ep.kernels.marlin.types import WeightType, check_input_dtype
-from moe_ep.kernels.marlin.weights import WeightPair, check_activation_dtype, check_weights
+from moe_ep.kernels.marlin.weights import WeightPair, Weights, check_activation_dtype, check_weights
 from moe_ep.quantization.input_rows import INPUT_DTYPES
 
 # Names of the tensors of one GEMM, with its number in place of the braces; all but the first two may be None.
@@ -50,10 +50,10 @@ def check_weight_pair(
                 named = {name.format(which): tensor}
                 check_tensors(**named)
                 check_same_device("w1", first[0].device, **named)
-    w13 = check_weights(1, kind, act_dtype, activation.is_gated, is_k_full, *first)
-    w2 = check_weights(2, kind, act_dtype, False, is_k_full, *second)
+    w13 = check_weights(1, kind, act_dtype, activation.is_gated, is_k_full, first)
+    w2 = check_weights(2, kind, act_dtype, False, is_k_full, second)
     for which, weights in ((1, w13), (2, w2)):
-        _check_act_order(which, weights.g_idx, weights.sort_indices, weights.scales.size(1))
+        _check_act_order(which, weights)
     if w2.qweight.size(0) != w13.qweight.size(0) or w2.num_rows != w13.num_columns:
         raise ValueError(
             f"w2 holds {w2.qweight.size(0)} experts of {w2.num_rows} rows; "
@@ -69,10 +69,9 @@ def check_weight_pair(
     return WeightPair(kind, activation, act_dtype, w13, w2, clamp_limit, input_dtype)
 
 
-def _check_act_order(
-    which: int, g_idx: torch.Tensor | None, sort_indices: torch.Tensor | None, num_groups: int
-) -> None:
+def _check_act_order(which: int, weights: Weights) -> None:
     """Raises ValueError for indices on the host that point out of scales or columns; no others are looked at."""
+    g_idx, sort_indices, num_groups = weights.g_idx, weights.sort_indices, weights.scales.size(1)
     on_host = [part for part in (g_idx, sort_indices) if part is not None and part.is_cpu and part.numel()]
     if not on_host or torch.compiler.is_compiling():
         return

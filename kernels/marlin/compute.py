@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from moe_ep.errors import BackendUnavailableError, ConfigError
-from moe_ep.kernels import jit
 from moe_ep.kernels.align import sort_slots_by_expert
-from moe_ep.kernels.arrival import Arrival, PeerBatch
 from moe_ep.kernels.dispatch_rows import row_blocks
-from moe_ep.kernels.expert_formats import wide_dtype
+from moe_ep.kernels.expert_formats import Step, wide_dtype
 from moe_ep.kernels.marlin import ampere, eight_bit, hopper
 from moe_ep.kernels.marlin.params import Rows, experts_params
 from moe_ep.kernels.marlin.plain import ActivationFunction, compute_expert
@@ -29,19 +27,16 @@ from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.kernels.mul_sum import mul_sum
 from moe_ep.kernels.quantize import dequantize_codes
 from moe_ep.kernels.reference import to_local_ids
-from moe_ep.kernels.routing import PendingTopK
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, tl
 from moe_ep.registry import operator
 
-_HOPPER = (9, 0)
 _OLDEST = (8, 0)
 _ALIGNMENT = 16  # bytes that kernels read at once
 
 
 def partials_numel(max_rows: int, device: torch.device) -> int:
     """The f32 numbers of scratch that a launch needs in addition to the activation's output."""
-    kernels = hopper if jit.capability(device.index or 0) == _HOPPER else ampere
-    return kernels.partials_numel(max_rows, device)
+    return (hopper if hopper.runs_on(device) else ampere).partials_numel(max_rows, device)
 
 
 def takes_eight_bit(pair: WeightPair, rows: Rows) -> bool:
@@ -115,12 +110,13 @@ def _hopper_serves(pair: WeightPair) -> bool:
             f"{torch.cuda.get_device_name(pair.device)} has compute capability {capability[0]}.{capability[1]}; packed "
             f"experts need 8.0 (A100) or newer, choose experts='reference' on this GPU"
         )
-    if capability != _HOPPER or w2.sort_indices is not None or pair.num_experts > hopper.MOST_EXPERTS:
+    if not hopper.runs_on(pair.device) or w2.sort_indices is not None or pair.num_experts > hopper.MOST_EXPERTS:
         return False
     return w13.has_regular_groups and w2.has_regular_groups and hopper.have_one_spacing(pair.columns, pair.groups)
 
 
 SumFunction = Callable[[torch.Tensor, torch.Tensor], None]
+Scratch = tuple[torch.Tensor | None, torch.Tensor | None]  # intermediate_cache13 and intermediate_cache2
 
 
 def compute_batch(
@@ -129,8 +125,7 @@ def compute_batch(
     hidden_states: torch.Tensor,
     expert_num_tokens: torch.Tensor,
     expert_row_ids: torch.Tensor | None,
-    intermediate_cache13: torch.Tensor | None,
-    intermediate_cache2: torch.Tensor | None,
+    scratch: Scratch,
     expected_m: float | None = None,
     most_rows: int | None = None,
     stays_in_range: bool = False,
@@ -148,13 +143,13 @@ def compute_batch(
         return
     if hidden_states.is_cuda:
         rows = Rows(expert_num_tokens, max_rows, expert_row_ids, expected_m=expected_m, most_rows=most_rows)
-        hidden = _scratch(intermediate_cache2, num_experts * max_rows * pair.w2.num_columns, hidden_states)
-        partials = _partials(intermediate_cache13, max_rows, hidden_states)
+        hidden = _part_of(scratch[1], num_experts * max_rows * pair.w2.num_columns, hidden_states)
+        partials = _partials(scratch[0], max_rows, hidden_states)
         if not stays_in_range or hidden_states.dtype is not torch.float16:
             run_experts(output, hidden_states, pair, rows, hidden, partials)
             return
         used = -(-2 * partials.numel() // 128) * 128
-        results = _scratch(intermediate_cache13, output.numel(), hidden_states, used).view(output.shape)
+        results = _part_of(scratch[0], output.numel(), hidden_states, used).view(output.shape)
         run_experts(results, hidden_states, pair, rows, hidden, partials)
         _finish_in_range(pair, output, hidden_states, rows, results, hidden, partials)
         return
@@ -172,8 +167,7 @@ def compute_tokens(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
-    intermediate_cache13: torch.Tensor | None,
-    intermediate_cache2: torch.Tensor | None,
+    scratch: Scratch,
     activation_func: ActivationFunction | None = None,
     moe_sum: SumFunction | None = None,
     row_scales: torch.Tensor | None = None,
@@ -202,10 +196,10 @@ def compute_tokens(
         like = hidden_states if row_scales is None else hidden_states.new_empty(0, dtype=pair.act_dtype)
         slots = output
         if not leaves_slots:
-            slots = _scratch(intermediate_cache13, slots_numel, like).view(num_tokens, topk, -1)
-        hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, like)
+            slots = _part_of(scratch[0], slots_numel, like).view(num_tokens, topk, -1)
+        hidden = _part_of(scratch[1], num_tokens * topk * pair.w2.num_columns, like)
         numbers = None if not rounds else -(-eight_bit.scratch_bytes(pair, rows.max_rows) // 4)
-        partials = _partials(intermediate_cache13, num_tokens * topk, like, slots_numel, numbers)
+        partials = _partials(scratch[0], num_tokens * topk, like, slots_numel, numbers)
         run_experts(slots, hidden_states, pair, rows, hidden, partials, row_scales=row_scales)
         if leaves_slots:
             return
@@ -236,99 +230,82 @@ def compute_tokens(
         moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(pair.act_dtype), output)
 
 
-def compute_slots(
-    pair: WeightPair,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    intermediate_cache13: torch.Tensor | None,
-    intermediate_cache2: torch.Tensor | None,
-) -> None:
-    """Writes the slots that local experts compute to `output` `[T, topk, K]`, unweighted, and no others."""
+def compute_slots(pair: WeightPair, step: Step) -> None:
+    """Writes the slots that local experts compute to `step.output` `[T, topk, K]`, unweighted, and no others."""
+    rows, topk_ids = step.hidden_states, step.topk_ids
     num_tokens, topk = topk_ids.shape
-    if not hidden_states.is_cuda:
-        _plain_slots(output, hidden_states, to_local_ids(topk_ids, expert_map), pair, None)
+    if not rows.is_cuda:
+        _plain_slots(step.output, rows, to_local_ids(topk_ids, step.expert_map), pair, None)
         return
     # One launch has room for so many.
     at_once = max(1, hopper.most_invariant_rows(pair.num_experts) // topk)
     for start in range(0, num_tokens, at_once):
         part = slice(start, min(start + at_once, num_tokens))
-        slots, rows = output[part], sort_by_expert(topk_ids[part], pair.num_experts, expert_map)
-        hidden = _scratch(intermediate_cache2, rows.max_rows * pair.w2.num_columns, hidden_states)
-        partials = _partials(intermediate_cache13, rows.max_rows, hidden_states)
-        run_experts(slots, hidden_states[part], pair, rows, hidden, partials)
+        slots = sort_by_expert(topk_ids[part], pair.num_experts, step.expert_map)
+        hidden = _part_of(step.scratch[1], slots.max_rows * pair.w2.num_columns, rows)
+        partials = _partials(step.scratch[0], slots.max_rows, rows)
+        run_experts(step.output[part], rows[part], pair, slots, hidden, partials)
 
 
-def compute_arriving(
-    pair: WeightPair,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    intermediate_cache13: torch.Tensor | None,
-    intermediate_cache2: torch.Tensor | None,
-    arrival: Arrival,
-) -> None:
+def compute_arriving(pair: WeightPair, step: Step) -> None:
     """`compute_slots` of rows that are still to be sent: each work unit waits for those that it reads, on the device.
 
     Raises:
         ConfigError: weights that only other kernels can compute.
     """
-    num_tokens, topk = topk_ids.shape
-    if not pair.once(_hopper_serves) or pair.w13.sort_indices is not None:
+    if not _reads_rows_in_place(pair):
         raise ConfigError(
             "overlap is True and these experts need kernels that want all rows at once (act-order, or scales with two "
             "spacings); choose overlap=False"
         )
     pair.once(_check_starts)
-    rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
-    hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, hidden_states)
-    partials = _partials(intermediate_cache13, num_tokens * topk, hidden_states)
-    params = experts_params(hidden_states, hidden, output, pair, rows)
-    hopper.launch_arriving(params, pair, partials, rows, arrival)
+    rows = sort_by_expert(step.topk_ids, pair.num_experts, step.expert_map)
+    hidden = _part_of(step.scratch[1], rows.max_rows * pair.w2.num_columns, step.hidden_states)
+    partials = _partials(step.scratch[0], rows.max_rows, step.hidden_states)
+    params = experts_params(step.hidden_states, hidden, step.output, pair, rows)
+    hopper.launch_arriving(params, pair, partials, rows, step.arrival)
 
 
-def compute_pending(
-    pair: WeightPair,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    pending: PendingTopK,
-    intermediate_cache2: torch.Tensor | None,
-) -> bool:
+def compute_pending(pair: WeightPair, step: Step) -> bool:
     """`compute_tokens` of tokens whose experts are still to be chosen, in one kernel; False, with nothing done, where
     the choice must be made before (`pending.settle`)."""
+    pending = step.pending
     num_slots = pending.num_tokens * pending.top_k
-    if not pair.once(_hopper_serves) or pair.w13.sort_indices is not None or pair.act_dtype is not torch.bfloat16:
+    if not _reads_rows_in_place(pair) or pair.act_dtype is not torch.bfloat16:
         return False
     if pair.batch_invariant or pending.num_experts != pair.num_experts:
         return False
     if eight_bit.pays(pair, expected_rows(num_slots, pending.num_tokens, pair.num_experts, pair.num_experts)):
         return False
     pair.once(_check_starts)
-    hidden = _scratch(intermediate_cache2, num_slots * pair.w2.num_columns, hidden_states)
-    for name, tensor in (("intermediate_cache2", hidden), ("hidden_states", hidden_states), ("output", output)):
+    hidden = _part_of(step.scratch[1], num_slots * pair.w2.num_columns, step.hidden_states)
+    rows, output = step.hidden_states, step.output
+    for name, tensor in (("intermediate_cache2", hidden), ("hidden_states", rows), ("output", output)):
         _check_start(name, tensor)
-    return hopper.launch_routed(experts_params(hidden_states, hidden, output, pair, None), pair, pending)
+    return hopper.launch_routed(experts_params(rows, hidden, output, pair, None), pair, pending)
 
 
-def compute_peers(
-    pair: WeightPair, output: torch.Tensor, peers: PeerBatch, intermediate_cache2: torch.Tensor | None
-) -> None:
-    """Computes a batch that lies in its senders' packets, and combines it: `output` is this rank's `[T, K]`.
+def compute_peers(pair: WeightPair, step: Step) -> None:
+    """Computes a batch that lies in its senders' packets, and combines it: `step.output` is this rank's `[T, K]`.
 
     Raises:
         ConfigError: weights that only other kernels can compute.
     """
-    if not pair.once(_hopper_serves) or pair.w13.sort_indices is not None:
+    peers, output = step.peers, step.output
+    if not _reads_rows_in_place(pair):
         raise ConfigError(
             "experts combine a batch themselves and need kernels that cannot (act-order, or two spacings)"
         )
     pair.once(_check_starts)
-    hidden = _scratch(intermediate_cache2, peers.num_rows * peers.build.topk * pair.w2.num_columns, output)
+    hidden = _part_of(step.scratch[1], peers.num_rows * peers.build.topk * pair.w2.num_columns, output)
     _check_start("intermediate_cache2", hidden)
     peers.params.output = output.data_ptr()
     hopper.launch_peers(experts_params(output, hidden, output, pair, None), pair, peers)
+
+
+def _reads_rows_in_place(pair: WeightPair) -> bool:
+    """Whether Hopper's kernels compute these weights, and from rows whose columns stay in their order."""
+    return pair.once(_hopper_serves) and pair.w13.sort_indices is None
 
 
 class _Bf16Twin:
@@ -495,7 +472,7 @@ def _plain_slots(
         slots.copy_(torch.where(chosen[..., None], result[:, None, :], slots))
 
 
-def _scratch(given: torch.Tensor | None, numel: int, like: torch.Tensor, start: int = 0) -> torch.Tensor:
+def _part_of(given: torch.Tensor | None, numel: int, like: torch.Tensor, start: int = 0) -> torch.Tensor:
     """`numel` numbers of `like`'s dtype, from the given buffer behind its first `start` if there is room."""
     if given is None or given.numel() < start + numel:
         return like.new_empty(numel)
@@ -507,4 +484,4 @@ def _partials(
 ) -> torch.Tensor:
     """f32 scratch, by default for shared tiles, from the given buffer behind its first `used` numbers if it fits."""
     numbers = partials_numel(max_rows, like.device) if numbers is None else numbers
-    return _scratch(given, 2 * numbers, like, start=-(-used // 128) * 128).view(torch.float32)
+    return _part_of(given, 2 * numbers, like, start=-(-used // 128) * 128).view(torch.float32)

@@ -305,7 +305,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
     def run(self, step: Step) -> None:
         if step.peers is not None:
             pair = self._weights(step.w1, step.w2, step.activation, self.moe_config.in_dtype)
-            compute_peers(pair, step.output, step.peers, step.scratch[1])
+            compute_peers(pair, step)
             return
         counts, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
         rows, act_dtype = self._rows(step)
@@ -317,18 +317,8 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
         # Tokens of all ranks choose top-k experts of all. A backend's buffers may have room for fewer tokens than come.
         most_rows = max(step.output.size(1), self._max_rows) * step.topk_ids.size(-1)
         expected_m = most_rows / self.moe_config.global_num_experts
-        compute_batch(
-            pair,
-            step.output,
-            rows,
-            counts,
-            row_ids,
-            *step.scratch,
-            expected_m,
-            most_rows,
-            stays_in_range=True,
-            row_scales=step.row_scales,
-        )
+        given = (pair, step.output, rows, counts, row_ids, step.scratch, expected_m, most_rows)
+        compute_batch(*given, stays_in_range=True, row_scales=step.row_scales)
 
 
 class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
@@ -385,14 +375,13 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         check_scratch(pair, rows, ids.numel(), ids.numel() if self._sums_are_left else None, _SCRATCH, *step.scratch)
         if step.pending is not None:
             fits = step.output.dtype == act_dtype and step.row_scales is None and not self._leaves_slots()
-            if fits and compute_pending(pair, step.output, rows, step.pending, step.scratch[1]):
+            if fits and compute_pending(pair, step):
                 return
             step.pending.settle()
         if step.arrival is not None:
-            compute_arriving(pair, step.output, rows, ids, step.expert_map, *step.scratch, step.arrival)
-            return
-        if self.moe_config.batch_invariant:
-            compute_slots(pair, step.output, rows, ids, step.expert_map, *step.scratch)
-            return
-        given = (pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)
-        compute_tokens(*given, row_scales=step.row_scales)
+            compute_arriving(pair, step)
+        elif self.moe_config.batch_invariant:
+            compute_slots(pair, step)
+        else:
+            given = (pair, step.output, rows, weights, ids, step.expert_map, step.scratch)
+            compute_tokens(*given, row_scales=step.row_scales)

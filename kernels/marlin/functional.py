@@ -132,10 +132,7 @@ def batched_fused_marlin_moe(
             expert_row_ids, clamp_limit, input_dtype,
         )  # fmt: skip
         return output
-    compute_batch(
-        pair, output, hidden_states, expert_num_tokens, expert_row_ids, intermediate_cache13, intermediate_cache2,
-        expected_m,
-    )  # fmt: skip
+    compute_batch(pair, output, hidden_states, expert_num_tokens, expert_row_ids, scratch, expected_m)
     return output
 
 
@@ -208,7 +205,8 @@ def fused_marlin_moe(
     kind = weight_type(quant_type_id)
     pair = check_weight_pair(kind, act, hidden_states.dtype, is_k_full, first, second, clamp_limit, input_dtype)
     check_tokens(pair, hidden_states, topk_weights, topk_ids, expert_map, global_num_experts)
-    check_scratch(pair, hidden_states, topk_ids.numel(), None, _SCRATCH, intermediate_cache13, intermediate_cache2)
+    scratch = (intermediate_cache13, intermediate_cache2)
+    check_scratch(pair, hidden_states, topk_ids.numel(), None, _SCRATCH, *scratch)
     if workspace is not None:
         check_tensors(workspace=workspace)
     for name, function in (("activation_func", activation_func), ("moe_sum", moe_sum)):
@@ -227,10 +225,7 @@ def fused_marlin_moe(
     if apply_router_weight_on_input:
         hidden_states = (hidden_states.float() * topk_weights).to(hidden_states.dtype)
         topk_weights = torch.ones_like(topk_weights)
-    compute_tokens(
-        pair, output, hidden_states, topk_weights, topk_ids, expert_map, intermediate_cache13, intermediate_cache2,
-        activation_func, moe_sum,
-    )  # fmt: skip
+    compute_tokens(pair, output, hidden_states, topk_weights, topk_ids, expert_map, scratch, activation_func, moe_sum)
     return output
 
 

@@ -75,34 +75,22 @@ class PrefillParams(ctypes.Structure):
     )
 
 
-class _BeginsWithExperts:
-    """A structure that begins as ExpertsParams does."""
-
-    @classmethod
-    def of(cls, params: ExpertsParams, **more: Any) -> Any:
-        joined: Any = cls(**more)
-        ctypes.memmove(ctypes.addressof(joined), ctypes.addressof(params), ctypes.sizeof(params))
-        return joined
-
-
-class ArrivingExperts(_BeginsWithExperts, ctypes.Structure):
+class ArrivingExperts(ExpertsParams):
     """ExpertsParams of cuda/params.cuh with ARRIVALS."""
 
-    _fields_ = (*ExpertsParams._fields_, ("arrival", ArrivalParams))
+    _fields_ = (("arrival", ArrivalParams),)
 
 
-class RoutedExperts(_BeginsWithExperts, ctypes.Structure):
+class RoutedExperts(ExpertsParams):
     """ExpertsParams of cuda/params.cuh with ROUTED."""
 
-    _fields_ = (*ExpertsParams._fields_, ("router", RouterParams), ("results", ctypes.c_void_p))
+    _fields_ = (("router", RouterParams), ("results", ctypes.c_void_p))
 
 
 @functools.cache
-def peer_experts(batch: Any) -> Any:
+def peer_experts(batch: Any) -> type[ExpertsParams]:
     """ExpertsParams of cuda/params.cuh with PEERS, for batches of that structure."""
-    more = (("batch", batch), ("results", ctypes.c_void_p))
-    members = {"_fields_": (*ExpertsParams._fields_, *more)}
-    return type("PeerExperts", (_BeginsWithExperts, ctypes.Structure), members)
+    return type("PeerExperts", (ExpertsParams,), {"_fields_": (("batch", batch), ("results", ctypes.c_void_p))})
 
 
 class ArrivingParams(ctypes.Structure):
@@ -222,18 +210,19 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
     if pair.batch_invariant:
-        kernel = pair.once(_load_invariant)
+        kernel = pair.once(_load, True, "batch_invariant")
         set_invariant_rows(params, rows)
-        _launch_decode(params, common, kernel, f"{kernel.entry}_invariant")
+        common.set_flags(params, f"{kernel.entry}_invariant", decode=True)
+        common.launch_decode(kernel, params)
         return
     for decode in select_kernels(params, common, rows):
         kernel = common.kernels[decode]
+        common.set_flags(params, kernel.entry, decode)
         if decode:
-            _launch_decode(params, common, kernel, kernel.entry)
-            continue
-        _set_flags(params, common, kernel.entry, decode)
-        given = _prefill_params(params, pair.act_dtype)
-        kernel.launch(given, (common.num_blocks, 1, 1), _PREFILL_THREADS, common.shared_bytes, early=True)
+            common.launch_decode(kernel, params)
+        else:
+            given = _prefill_params(params, pair.act_dtype)
+            kernel.launch(given, (common.num_blocks, 1, 1), _PREFILL_THREADS, common.shared_bytes, early=True)
 
 
 def launch_arriving(
@@ -243,11 +232,11 @@ def launch_arriving(
 
     One kernel computes all experts: a second one would wait for the end of those before it.
     """
-    common, kernel = pair.once(_Common), pair.once(_load_arriving)
+    common, kernel = pair.once(_Common), pair.once(_load, False, "arrivals")
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
     params.max_small_m, params.launch_overhead, params.max_tiles = 0, 0, params.num_experts
-    _set_flags(params, common, f"{kernel.entry}_arriving", decode=False)
+    common.set_flags(params, f"{kernel.entry}_arriving", decode=False)
     plain = _prefill_params(params, pair.act_dtype)
     given = ArrivingParams(tokens=plain.tokens, experts=ArrivingExperts.of(params, arrival=arrival.params))
     blocks = min(common.num_blocks, arrival.most_blocks or common.num_blocks)
@@ -275,18 +264,14 @@ def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK)
     has_room = pending.num_tokens <= most_routed_tokens(pending.top_k)
     if kernel is None or not has_room or common.num_blocks // least_tiles >= _MIN_SPLIT_K:
         return False
-    params.num_experts, params.max_rows, params.sorted = pair.num_experts, pending.num_tokens, 1
-    params.max_small_m, params.max_tiles = tuning.MOST_SMALL_M, min(pair.num_experts, _ROUTED_SLOTS)
-    _set_flags(params, common, kernel.entry, decode=True)
-    results = params.hidden_packets + 8 * common.num_hidden_packets
-    given = RoutedExperts.of(params, router=pending.take(), results=results)
-    kernel.launch(given, (common.num_blocks, 1, 1), _DECODE_THREADS, common.shared_bytes, early=True)
+    results = _set_routed(params, common, pending.num_tokens, _ROUTED_SLOTS, kernel.entry)
+    common.launch_decode(kernel, RoutedExperts.of(params, router=pending.take(), results=results))
     return True
 
 
 def has_peers_kernel(pair: WeightPair, build: PeerBuild) -> bool:
     """Whether launch_peers has no kernel left to load."""
-    return pair.once(_Common).has_kernel(build)
+    return build in pair.once(_Common).routed
 
 
 def launch_peers(params: ExpertsParams, pair: WeightPair, peers: PeerBatch) -> None:
@@ -297,29 +282,26 @@ def launch_peers(params: ExpertsParams, pair: WeightPair, peers: PeerBatch) -> N
         peers: with its output set.
     """
     common = pair.once(_Common)
-    kernel = common.peers_kernel(pair, peers.build)
+    kernel = common.peers_kernel(peers.build)
     num_slots = peers.num_rows * peers.build.topk
     params.gemm[0].input = peers.rows
-    params.num_experts, params.max_rows, params.sorted = pair.num_experts, peers.num_rows, 1
-    params.max_small_m, params.max_tiles = tuning.MOST_SMALL_M, min(pair.num_experts, num_slots)
-    _set_flags(params, common, f"{kernel.entry}_peers", decode=True, more=num_slots * pair.w2.num_rows)
-    results = params.hidden_packets + 8 * common.num_hidden_packets
+    more = num_slots * pair.w2.num_rows
+    results = _set_routed(params, common, peers.num_rows, num_slots, f"{kernel.entry}_peers", more)
     batch: Any = type(peers.params)
     given = peer_experts(batch).of(params, batch=peers.params, results=results)
     with peers.launching:
-        kernel.launch(given, (common.num_blocks, 1, 1), _DECODE_THREADS, common.shared_bytes, early=True)
+        common.launch_decode(kernel, given)
 
 
-def _launch_decode(params: ExpertsParams, common: _Common, kernel: jit.Kernel, flags: str) -> None:
-    """Launches a build of the decode kernel, whose flags have that name."""
-    _set_flags(params, common, flags, decode=True)
-    kernel.launch(params, (common.num_blocks, 1, 1), _DECODE_THREADS, common.shared_bytes, early=True)
-
-
-def _set_flags(params: ExpertsParams, common: _Common, name: str, decode: bool, more: int = 0) -> None:
-    params.sync = stream_flags(common.device, name, common.num_flags[decode] + more).data_ptr()
-    params.fixup_sums = params.sync + 8 * _FIXUP_SUMS
-    params.hidden_packets = params.sync + 8 * common.hidden_packets
+def _set_routed(
+    params: ExpertsParams, common: _Common, num_rows: int, most_slots: int, flags: str, more: int = 0
+) -> int:
+    """Sets all for a kernel that chooses or reads the experts of its rows; returns where the slots' results lie."""
+    num_experts = common.problem.experts
+    params.num_experts, params.max_rows, params.sorted = num_experts, num_rows, 1
+    params.max_small_m, params.max_tiles = tuning.MOST_SMALL_M, min(num_experts, most_slots)
+    common.set_flags(params, flags, decode=True, more=more)
+    return params.hidden_packets + 8 * common.num_hidden_packets
 
 
 def most_invariant_rows(num_experts: int) -> int:
@@ -344,17 +326,10 @@ def set_invariant_rows(params: ExpertsParams, rows: Rows) -> None:
     params.max_tiles = num_experts + -(-most // _INVARIANT_TILE_TOKENS)
 
 
-def _load_invariant(pair: WeightPair) -> jit.Kernel:
-    source = pair.once(_Common).invariant_source
-    kernel = jit.load_all({"decode": source}, pair.device)["decode"]
-    kernel.allow_shared(_max_shared_bytes(pair.device.index or 0))
-    return kernel
-
-
-def _load_arriving(pair: WeightPair) -> jit.Kernel:
-    kernel = jit.load_all({"prefill": pair.once(_Common).arriving_source}, pair.device)["prefill"]
-    kernel.allow_shared(_max_shared_bytes(pair.device.index or 0))
-    return kernel
+def _load(pair: WeightPair, decode: bool, option: str) -> jit.Kernel:
+    """A build that only some layers need, with that option of kernel_source."""
+    common = pair.once(_Common)
+    return common.load(common.source(decode=decode, **{option: True}))
 
 
 def select_kernels(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, ...]:
@@ -386,7 +361,7 @@ class _Common:
     """What all launches for the same weights have in common.
 
     Attributes:
-        invariant_source, arriving_source: of builds that only some layers need.
+        routed: the decode kernels that choose or read the experts of their rows, by what they are compiled with.
         launch_overhead: the cost of a second kernel, in units of an expert's time for one step of a tile.
         num_flags: int32 numbers of `sync`, True for the decode kernel's.
         hidden_packets: where results begin in `sync` of the decode kernel, in units of 64 bits.
@@ -403,11 +378,8 @@ class _Common:
         per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
         numbers = (pair.kind, pair.act_dtype, w13.scales.dtype, per_step, pair.activation)
         tall = may_be_tall(pair.num_experts, (w13.num_rows, w2.num_rows))
-        self._sources = {decode: kernel_source(*numbers, decode, tall, pair.clamp_limit) for decode in (True, False)}
-        self.arriving_source = kernel_source(
-            *numbers, decode=False, tall=tall, clamp_limit=pair.clamp_limit, arrivals=True
-        )
-        self.invariant_source = kernel_source(*numbers, decode=True, clamp_limit=pair.clamp_limit, batch_invariant=True)
+        self.source = functools.partial(kernel_source, *numbers, tall=tall, clamp_limit=pair.clamp_limit)
+        self._sources = {decode: self.source(decode=decode) for decode in (True, False)}
         # The decode kernel's flags, in units of 64 bits: the ticket counter, partial sums (cuda/decode_sm90.cu; at one
         # place for all weights, since they are zero between launches), a flag for each tile of any launch, so that a
         # larger one under capture needs no others, and `hidden` as packets.
@@ -420,33 +392,42 @@ class _Common:
         self.num_hidden_packets = hidden
         results = _ROUTED_SLOTS * w2.num_rows // 2
         self.num_flags = {True: 2 * (self.hidden_packets + hidden + results), False: prefill_flags}
-        self._routed: dict[Any, jit.Kernel] = {}
+        self.routed: dict[Any, jit.Kernel] = {}
 
-    def has_kernel(self, build: PeerBuild) -> bool:
-        return build in self._routed
-
-    def peers_kernel(self, pair: WeightPair, build: PeerBuild) -> jit.Kernel:
+    def peers_kernel(self, build: PeerBuild) -> jit.Kernel:
         """The decode kernel that combines such batches."""
-        kernel = self._routed.get(build)
+        kernel = self.routed.get(build)
         if kernel is None:
             source = self._sources[True]
-            defines = (*source.defines, *combining_defines(build, pair.num_experts))
-            source = replace(source, defines=defines, folders=(build.folder,))
-            kernel = self._routed[build] = jit.load(source, self.device)
-            kernel.allow_shared(self.shared_bytes)
+            defines = (*source.defines, *combining_defines(build, self.problem.experts))
+            kernel = self.routed[build] = self.load(replace(source, defines=defines, folders=(build.folder,)))
         return kernel
 
     def routed_kernel(self, pending: PendingTopK) -> jit.Kernel | None:
         """The decode kernel that makes such a choice itself; None before the first pass that is not captured."""
-        kernel = self._routed.get(pending.defines)
+        kernel = self.routed.get(pending.defines)
         if kernel is None and not torch.cuda.is_current_stream_capturing():
             source = self._sources[True]
             source = replace(source, defines=(*source.defines, *pending.defines, ("ROUTED", "1")))
             # Together with those for more tokens, which may be captured next.
             kernel = jit.load_all({"routed": source, **self._sources}, self.device)["routed"]
             kernel.allow_shared(self.shared_bytes)
-            self._routed[pending.defines] = kernel
+            self.routed[pending.defines] = kernel
         return kernel
+
+    def load(self, source: jit.KernelSource) -> jit.Kernel:
+        kernel = jit.load(source, self.device)
+        kernel.allow_shared(self.shared_bytes)
+        return kernel
+
+    def launch_decode(self, kernel: jit.Kernel, params: ExpertsParams) -> None:
+        kernel.launch(params, (self.num_blocks, 1, 1), _DECODE_THREADS, self.shared_bytes, early=True)
+
+    def set_flags(self, params: ExpertsParams, name: str, decode: bool, more: int = 0) -> None:
+        """Flags of that name, of the current stream, with room for `more`."""
+        params.sync = stream_flags(self.device, name, self.num_flags[decode] + more).data_ptr()
+        params.fixup_sums = params.sync + 8 * _FIXUP_SUMS
+        params.hidden_packets = params.sync + 8 * self.hidden_packets
 
     @functools.cached_property
     def kernels(self) -> dict[bool, jit.Kernel]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -65,7 +65,7 @@ class GemmParams(ctypes.Structure):
 
 
 class ExpertsParams(ctypes.Structure):
-    _fields_ = (
+    _fields_: ClassVar[Any] = (
         ("gemm", GemmParams * 2),
         ("num_tokens", ctypes.c_void_p),
         ("row_ids", ctypes.c_void_p),
@@ -82,6 +82,13 @@ class ExpertsParams(ctypes.Structure):
         ("launch_overhead", ctypes.c_int),
         ("max_tiles", ctypes.c_int),
     )
+
+    @classmethod
+    def of(cls, params: ExpertsParams, **more: Any) -> Self:
+        """The same parameters in a structure that has more behind them."""
+        joined = cls(**more)
+        ctypes.memmove(ctypes.addressof(joined), ctypes.addressof(params), ctypes.sizeof(params))
+        return joined
 
 
 def experts_params(

@@ -38,7 +38,15 @@ from typing import NamedTuple
 import torch
 
 from moe_ep.arguments import check_tensors
-from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType, check_group_size, weight_type
+from moe_ep.kernels.marlin.types import (
+    WEIGHT_TYPES,
+    WeightType,
+    check_group_size,
+    check_sizes,
+    check_zero_points,
+    packed_sizes,
+    weight_type,
+)
 from moe_ep.kernels.marlin.weights import group_size_of
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, tl
 from moe_ep.modular_kernel.contracts import ExpertWeights
@@ -141,26 +149,14 @@ def unpack_marlin(
         raise ValueError(f"packed is a {type(packed).__name__}; it must be what pack_marlin returned")
     qweight, packed_scales = packed.qweight, packed.scales
     check_tensors(qweight=qweight, scales=packed_scales)
-    if qweight.dtype != torch.int32 or qweight.dim() != 3 or qweight.size(2) * kind.pack % 16:
-        raise ValueError(
-            f"packed.qweight is {qweight.dtype} {tuple(qweight.shape)}; it must be int32 [E, in/16, out*16/pack]"
-        )
-    num_columns, num_rows = qweight.size(1) * 16, qweight.size(2) * kind.pack // 16
-    if num_columns % 32 or num_rows % (64 if gated else 32):
-        raise ValueError(
-            f"packed.qweight holds {num_rows} rows and {num_columns} columns of {kind.scalar_type}; they come in "
-            f"multiples of 32, and the rows of 64 where gated, so pass the quant_type_id and gated that it was packed "
-            f"with"
-        )
+    num_rows, num_columns = packed_sizes("packed.qweight", qweight, kind)
+    way_out = f" ({kind.scalar_type}); pass the quant_type_id and gated that it was packed with"
+    check_sizes("packed.qweight", num_rows, num_columns, gated, way_out)
     groups = check_group_size(kind, group_size, None if packed.g_idx is not None else num_columns)
     if packed_scales.dim() != 3 or packed_scales.size(2) != num_rows or groups not in (None, packed_scales.size(1)):
         wanted = (qweight.size(0), "groups" if groups is None else groups, num_rows)
         raise ValueError(f"packed.scales has shape {tuple(packed_scales.shape)}; group_size asks for {wanted}")
-    if (packed.zeros is not None) != kind.has_zero_points:
-        raise ValueError(
-            f"packed.zeros is {'missing' if packed.zeros is None else 'given'}; {kind.scalar_type} "
-            f"{'needs zero points' if kind.has_zero_points else 'takes none'}"
-        )
+    check_zero_points("packed.zeros", packed.zeros, kind)
     device = qweight.device
     rows = row_order(num_rows, gated, device)
     back = torch.argsort(rows)
@@ -278,11 +274,7 @@ def _check(
     if codes.dtype != torch.uint8 or codes.dim() != 3:
         raise ValueError(f"codes is {codes.dtype} {tuple(codes.shape)}; it must be uint8 [E, out, in]")
     num_experts, num_rows, num_columns = codes.shape
-    if num_rows % (64 if gated else 32) or num_columns % 32:
-        raise ValueError(
-            f"codes has {num_rows} rows and {num_columns} columns; both must be multiples of 32"
-            + (", and the rows of 64 since gate and up are interleaved" if gated else "")
-        )
+    check_sizes("codes", num_rows, num_columns, gated)
     # With g_idx the groups may be those of more columns than there are here.
     groups = check_group_size(kind, group_size, None if g_idx is not None else num_columns)
     if scales.dim() != 3 or scales.shape[:2] != codes.shape[:2] or groups not in (None, scales.size(2)):
@@ -290,11 +282,7 @@ def _check(
         raise ValueError(f"scales has shape {tuple(scales.shape)}; codes and group_size ask for {wanted}")
     if not (scales.is_floating_point() or scales.dtype == torch.uint8):
         raise ValueError(f"scales is {scales.dtype}; it must be a float type, or uint8 for the bits of e8m0 numbers")
-    if (zero_points is not None) != kind.has_zero_points:
-        raise ValueError(
-            f"zero_points is {'missing' if zero_points is None else 'given'}; "
-            f"{kind.scalar_type} {'needs them' if kind.has_zero_points else 'has a fixed bias and takes none'}"
-        )
+    check_zero_points("zero_points", zero_points, kind)
     if zero_points is not None and (zero_points.dtype != torch.uint8 or zero_points.shape != scales.shape):
         raise ValueError(
             f"zero_points is {zero_points.dtype} {tuple(zero_points.shape)}; it must be uint8 {tuple(scales.shape)}"
@@ -403,7 +391,12 @@ def not_packed_reason(weights: CanonicalWeights, row_multiple: int) -> str | Non
     size = group_size_of(kind, num_columns, num_groups) if whole else weights.group_size
     if size not in kind.group_sizes:
         return f"{num_groups} groups of {num_columns} columns; {kind.scalar_type} takes {kind.group_sizes}"
-    return _irregular_reason(weights)
+    # Sorted by group, the columns must give groups of equal size.
+    if weights.g_idx is not None and whole:
+        in_order = torch.arange(num_columns, device=weights.g_idx.device) // (num_columns // num_groups)
+        if not (torch.sort(weights.g_idx, dim=1).values == in_order).all():
+            return f"g_idx does not give each group {num_columns // num_groups} columns"
+    return None
 
 
 def pack_experts(
@@ -460,18 +453,6 @@ def _packed(weights: CanonicalWeights, act_dtype: torch.dtype, gated: bool) -> E
     if has_all_groups(weights.group_size, packed.scales.size(1), weights.codes.size(2)):
         packed = packed._replace(g_idx=None)  # the groups are in order, so it is redundant
     return ExpertWeights(*packed, global_scales=weights.global_scales)
-
-
-def _irregular_reason(weights: CanonicalWeights) -> str | None:
-    """Why sorting the columns by group does not give groups of equal size, if it should; None if it does."""
-    if weights.g_idx is None or not has_all_groups(weights.group_size, weights.scales.size(2), weights.codes.size(2)):
-        return None
-    num_columns = weights.codes.size(2)
-    size = num_columns // weights.scales.size(2)
-    in_order = torch.arange(num_columns, device=weights.g_idx.device) // size
-    if (torch.sort(weights.g_idx, dim=1).values == in_order).all():
-        return None
-    return f"g_idx does not give each group {size} columns"
 
 
 def _take(values: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:

@@ -111,3 +111,28 @@ def check_group_size(kind: WeightType, group_size: int, num_columns: int | None)
             f"choose one that does, or -1 for a whole row"
         )
     return num_columns // group_size
+
+
+def packed_sizes(name: str, qweight: torch.Tensor, kind: WeightType) -> tuple[int, int]:
+    """(rows, columns) of packed codes; ValueError for a tensor that cannot be such."""
+    if qweight.dtype != torch.int32 or qweight.dim() != 3 or qweight.size(2) * kind.pack % 16:
+        raise ValueError(f"{name} is {qweight.dtype} {tuple(qweight.shape)}; it must be int32 [E, in/16, out*16/pack]")
+    return qweight.size(2) * kind.pack // 16, qweight.size(1) * 16
+
+
+def check_sizes(name: str, num_rows: int, num_columns: int, gated: bool, way_out: str = "") -> None:
+    """ValueError for a matrix of sizes that have no packed form."""
+    if num_columns % 32 or num_rows % (64 if gated else 32):
+        raise ValueError(
+            f"{name} has {num_rows} rows and {num_columns} columns; both must be multiples of 32"
+            f"{', and the rows of 64 since gate and up are interleaved' if gated else ''}{way_out}"
+        )
+
+
+def check_zero_points(name: str, zero_points: torch.Tensor | None, kind: WeightType) -> None:
+    """ValueError for zero points that are missing or not wanted."""
+    if (zero_points is not None) != kind.has_zero_points:
+        raise ValueError(
+            f"{name} is {'missing' if zero_points is None else 'given'}; "
+            f"{kind.scalar_type} {'needs zero points' if kind.has_zero_points else 'takes none'}"
+        )

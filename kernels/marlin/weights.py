@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, WeightType
+from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, WeightType, check_sizes, check_zero_points, packed_sizes
 from moe_ep.scalar_type import scalar_types
 
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # powers of two, or their bits
@@ -45,32 +45,19 @@ def check_weights(
     act_dtype: torch.dtype,
     gated: bool,
     is_k_full: bool,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    alphas: torch.Tensor | None,
-    g_idx: torch.Tensor | None,
-    sort_indices: torch.Tensor | None,
+    parts: tuple[Any, ...],
 ) -> Weights:
-    """Checks the weights of w1 (`which` 1) or w2 (2); a ValueError names the argument that does not fit."""
-    name = f"w{which}"
-    if qweight.dtype != torch.int32 or qweight.dim() != 3 or qweight.size(2) * kind.pack % 16:
-        raise ValueError(f"{name} is {qweight.dtype} {tuple(qweight.shape)}; it must be int32 [E, in/16, out*16/pack]")
-    num_experts, num_columns = qweight.size(0), qweight.size(1) * 16
-    num_rows = qweight.size(2) * kind.pack // 16
-    if num_columns % 32 or num_rows % (64 if gated else 32):
-        raise ValueError(
-            f"{name} has {num_rows} rows and {num_columns} columns; both must be multiples of 32, "
-            f"and the rows of 64 where gate and up are interleaved"
-        )
+    """Checks the weights of w1 (`which` 1) or w2 (2); a ValueError names the argument that does not fit.
+
+    `parts` are the first seven of Weights.
+    """
+    name, (qweight, scales, zeros, bias, alphas, g_idx, sort_indices) = f"w{which}", parts
+    num_rows, num_columns = packed_sizes(name, qweight, kind)
+    num_experts = qweight.size(0)
+    check_sizes(name, num_rows, num_columns, gated)
     has_regular_groups = g_idx is None or is_k_full
     _check_scales(name, kind, act_dtype, scales, num_experts, num_rows, num_columns, has_regular_groups)
-    if (zeros is not None) != kind.has_zero_points:
-        raise ValueError(
-            f"{name}_zeros is {'missing' if zeros is None else 'given'}; "
-            f"{kind.scalar_type} {'needs zero points' if kind.has_zero_points else 'takes none'}"
-        )
+    check_zero_points(f"{name}_zeros", zeros, kind)
     _check_like(f"{name}_zeros", zeros, scales.dtype, scales.shape)
     _check_like(f"bias{which}", bias, act_dtype, (num_experts, num_rows))
     is_nvfp4 = kind.scalar_type == scalar_types.float4_e2m1f and scales.dtype == torch.float8_e4m3fn

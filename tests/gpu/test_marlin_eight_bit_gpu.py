@@ -86,9 +86,9 @@ def slots_of(
     """Each token's result, or zeros; scratch is full of NaN."""
     like = {"dtype": experts.act_dtype, "device": "cuda"}
     output = torch.full(tokens.shape, float("nan"), **like)
-    scratch = [torch.full((60_000_000,), float("nan"), **like) for _ in range(2)]
+    scratch = (torch.full((60_000_000,), float("nan"), **like), torch.full((60_000_000,), float("nan"), **like))
     ones = torch.ones(ids.shape, device="cuda")
-    compute_tokens(experts, output, tokens, ones, ids, None, *scratch, row_scales=scales)
+    compute_tokens(experts, output, tokens, ones, ids, None, scratch, row_scales=scales)
     return output
 
 

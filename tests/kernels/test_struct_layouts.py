@@ -152,7 +152,8 @@ def named(mirror: Any, pointers: tuple[str, ...], numbers: tuple[str, ...]) -> A
 
 def checks(mirror: Any, struct: str, path: str = "", start: int = 0) -> Iterator[str]:
     """What must hold, of nested structures too; padding that only the mirror names is left out."""
-    for name, kind, *_ in mirror._fields_:
+    fields = [field for base in reversed(mirror.__mro__) for field in vars(base).get("_fields_", ())]
+    for name, kind, *_ in fields:
         if name == "unused":
             continue
         member, offset = f"{path}{name}", start + getattr(mirror, name).offset
