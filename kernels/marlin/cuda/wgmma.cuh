@@ -22,102 +22,40 @@ DEVICE u32 wgmma_descriptor(u32 address) { return (address & 0x3ffff) >> 4 | 1u 
 template <int kTokens>
 DEVICE void wgmma(float* d, const u32* a, u64 b);
 
-#define SUMS_8(i)                                                                                             \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
-#define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
-#define LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+// The places of the sums, and these themselves, as operands of inline assembly.
+#define LIST_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define LIST_12 LIST_8 ", %8, %9, %10, %11"
+#define LIST_16 LIST_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define LIST_24 LIST_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define LIST_32                                                                                               \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
-  "%23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define LIST_48 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define LIST_64                                                                                                 \
-  LIST_32                                                                                                       \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
-  "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-template <>
-DEVICE void wgmma<24>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32." ACT_NAME "." ACT_NAME
-               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, %16, 1, 1, 1, 0;"
-               : SUMS_8(0), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-template <>
-DEVICE void wgmma<32>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." ACT_NAME "." ACT_NAME " {" LIST_16
-               "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-               : SUMS_8(0), SUMS_8(8)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-template <>
-DEVICE void wgmma<64>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." ACT_NAME "." ACT_NAME " {" LIST_32
-               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-               : SUMS_32(0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-template <>
-DEVICE void wgmma<96>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." ACT_NAME "." ACT_NAME " {" LIST_48
-               "}, {%48, %49, %50, %51}, %52, 1, 1, 1, 0;"
-               : SUMS_32(0), SUMS_8(32), SUMS_8(40)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-template <>
-DEVICE void wgmma<128>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." ACT_NAME "." ACT_NAME " {" LIST_64
-               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-               : SUMS_32(0), SUMS_32(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
+#define LIST_32 LIST_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define LIST_40 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define LIST_48 LIST_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define LIST_56 LIST_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define LIST_64 LIST_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define LIST_72 LIST_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define LIST_88 LIST_72 ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
+#define LIST_80 LIST_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define LIST_88 LIST_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
+#define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
 
-template <>
-DEVICE void wgmma<48>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32." ACT_NAME "." ACT_NAME " {" LIST_24
-               "}, {%24, %25, %26, %27}, %28, 1, 1, 1, 0;"
-               : SUMS_8(0), SUMS_8(8), SUMS_8(16)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
+// d += a * b for n tokens; behind the sums' places those of a and b.
+#define WGMMA(n, list, a0, a1, a2, a3, b0, ...)                                                                \
+  template <>                                                                                                  \
+  DEVICE void wgmma<n>(float* d, const u32* a, u64 b) {                                                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ACT_NAME "." ACT_NAME " {" list "}, {%" #a0 \
+                 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b0 ", 1, 1, 1, 0;"                                      \
+                 : __VA_ARGS__                                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+  }
 
-template <>
-DEVICE void wgmma<144>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n144k16.f32." ACT_NAME "." ACT_NAME " {" LIST_72
-               "}, {%72, %73, %74, %75}, %76, 1, 1, 1, 0;"
-               : SUMS_32(0), SUMS_32(32), SUMS_8(64)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-template <>
-DEVICE void wgmma<176>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n176k16.f32." ACT_NAME "." ACT_NAME " {" LIST_88
-               "}, {%88, %89, %90, %91}, %92, 1, 1, 1, 0;"
-               : SUMS_32(0), SUMS_32(32), SUMS_8(64), SUMS_8(72), SUMS_8(80)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-template <>
-DEVICE void wgmma<80>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n80k16.f32." ACT_NAME "." ACT_NAME " {" LIST_40
-               "}, {%40, %41, %42, %43}, %44, 1, 1, 1, 0;"
-               : SUMS_32(0), SUMS_8(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-template <>
-DEVICE void wgmma<112>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n112k16.f32." ACT_NAME "." ACT_NAME " {" LIST_56
-               "}, {%56, %57, %58, %59}, %60, 1, 1, 1, 0;"
-               : SUMS_32(0), SUMS_8(32), SUMS_8(40), SUMS_8(48)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
+WGMMA(24, LIST_12, 12, 13, 14, 15, 16, SUMS_8(0), SUMS_4(8))
+WGMMA(32, LIST_16, 16, 17, 18, 19, 20, SUMS_8(0), SUMS_8(8))
+WGMMA(48, LIST_24, 24, 25, 26, 27, 28, SUMS_8(0), SUMS_8(8), SUMS_8(16))
+WGMMA(64, LIST_32, 32, 33, 34, 35, 36, SUMS_32(0))
+WGMMA(80, LIST_40, 40, 41, 42, 43, 44, SUMS_32(0), SUMS_8(32))
+WGMMA(96, LIST_48, 48, 49, 50, 51, 52, SUMS_32(0), SUMS_8(32), SUMS_8(40))
+WGMMA(112, LIST_56, 56, 57, 58, 59, 60, SUMS_32(0), SUMS_8(32), SUMS_8(40), SUMS_8(48))
+WGMMA(128, LIST_64, 64, 65, 66, 67, 68, SUMS_32(0), SUMS_32(32))
+WGMMA(144, LIST_72, 72, 73, 74, 75, 76, SUMS_32(0), SUMS_32(32), SUMS_8(64))
+WGMMA(176, LIST_88, 88, 89, 90, 91, 92, SUMS_32(0), SUMS_32(32), SUMS_8(64), SUMS_8(72), SUMS_8(80))
