@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +26,6 @@ from moe_ep.kernels.triton_kernel import (
     triton_jit,
 )
 from moe_ep.registry import Form, choose_form
-
-IntOrTensor = TypeVar("IntOrTensor", int, torch.Tensor)
 
 
 def moe_align_block_size(
@@ -87,7 +85,7 @@ def moe_align_block_size(
     if numel < num_experts:
         length = min(length, numel * block_size)
     if pad_sorted_ids:
-        length = _ceil_div(length, block_size) * block_size
+        length = cdiv(length, block_size) * block_size
     key_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
     align = _choose_form(align_reference, cuda_align, topk_ids, num_experts)
     sorted_ids, expert_ids, _, used = align(topk_ids, block_size, num_experts, length, key_map, names)
@@ -156,7 +154,7 @@ def batched_align_reference(
     """batched_moe_align_block_size in plain torch, on any device."""
     counts = expert_num_tokens.long()
     num_local_experts = counts.numel()
-    num_blocks = num_local_experts * _ceil_div(max_tokens_per_batch, block_size)
+    num_blocks = num_local_experts * cdiv(max_tokens_per_batch, block_size)
     expert, row, is_row, total = _padded_lists(counts, block_size, num_blocks * block_size)
     sentinel = num_local_experts * max_tokens_per_batch
     sorted_token_ids = torch.where(is_row, expert * max_tokens_per_batch + row, sentinel)
@@ -198,7 +196,7 @@ def align_reference(
     expert, row, is_row, total = _padded_lists(counts, block_size, length)
     first = (counts.cumsum(0) - counts)[expert]
     sorted_token_ids = slots_by_expert[torch.where(is_row, first + row, numel)]
-    expert_ids = _expert_of_blocks(counts, block_size, _ceil_div(length, block_size))
+    expert_ids = _expert_of_blocks(counts, block_size, cdiv(length, block_size))
     if names is not None:
         expert_ids = torch.where(expert_ids >= 0, names.long()[expert_ids.clamp(min=0)], -1)
     int32 = torch.int32
@@ -231,11 +229,7 @@ def _expert_of_blocks(counts: torch.Tensor, block_size: int, num_blocks: int) ->
 
 def _padded_ends(counts: torch.Tensor, block_size: int) -> torch.Tensor:
     """Where each expert's padded list ends, int64 `[El]`."""
-    return (_ceil_div(counts, block_size) * block_size).cumsum(0)
-
-
-def _ceil_div(value: IntOrTensor, divisor: int) -> IntOrTensor:
-    return -(-value // divisor)
+    return (-(-counts // block_size) * block_size).cumsum(0)
 
 
 _SOURCE = Path(__file__).parent / "cuda" / "align.cu"
@@ -285,7 +279,7 @@ def cuda_align(
         key_map: integer `[num_experts]`, the list that each id goes to, -1 for none; None if it is the id's own.
         names: integer `[num_experts]`, the number that stands for each list in the expert ids; None for its own.
     """
-    sizes = (length, -(-length // block_size), num_experts, 1)
+    sizes = (length, cdiv(length, block_size), num_experts, 1)
     sorted_ids, expert_ids, num_tokens, used = (topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
     names = None if names is None else names.to(torch.int32).contiguous()
     params = AlignParams(

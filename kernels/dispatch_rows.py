@@ -10,6 +10,7 @@ import functools
 
 import torch
 
+from moe_ep.kernels.mul_sum import ENOUGH_PROGRAMS, choose_blocks
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2, tl
 from moe_ep.registry import operator
 
@@ -95,12 +96,8 @@ def _plain_sum(source: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor 
     target.copy_(total)
 
 
-# A thread moves 16 bytes at a time. Rows are split until there are this many programs, to occupy a large GPU twice;
-# with many times as many, a thread moves two such vectors, and what each program must look up is paid half as often.
-_VECTOR_BYTES = 16
-_WARP = 32
-_ENOUGH_PROGRAMS = 264
-_PLENTY = 8 * _ENOUGH_PROGRAMS
+# With this many programs a thread moves two vectors, and what each program must look up is paid half as often.
+_PLENTY = 8 * ENOUGH_PROGRAMS
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,14 +106,7 @@ def row_blocks(num_rows: int, num_columns: int, element_size: int) -> tuple[int,
 
     Example: bf16, 7168 columns: 4096 rows give (2048, 4), 128 rows (1024, 4), one row (256, 1).
     """
-    per_warp = _WARP * _VECTOR_BYTES // element_size
-    num_warps = 4
-    while num_warps > 1 and (
-        per_warp * num_warps // 2 >= num_columns
-        or num_rows * cdiv(num_columns, per_warp * num_warps) < _ENOUGH_PROGRAMS
-    ):
-        num_warps //= 2
-    block = per_warp * num_warps
+    block, num_warps = choose_blocks(num_rows, num_columns, element_size)
     if block < num_columns and num_rows * cdiv(num_columns, 2 * block) >= _PLENTY:
         block *= 2
     return block, num_warps

@@ -43,7 +43,17 @@ def check_weights(step: Step) -> None:
     check_same_device("hidden_states", step.hidden_states.device, w1=w1, w2=w2)
 
 
-class StandardFormat(Experts):
+class _Format(Experts):
+    """What experts of both formats support."""
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def supports_f32_output(self) -> bool:
+        return True
+
+
+class StandardFormat(_Format):
     """Experts that find the rows of each expert themselves, and weight and sum the results unless they leave slots."""
 
     _sums_are_left = False
@@ -56,12 +66,6 @@ class StandardFormat(Experts):
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
-
-    def supports_expert_map(self) -> bool:
-        return True
-
-    def supports_f32_output(self) -> bool:
-        return True
 
     def supports_chunking(self) -> bool:
         return True
@@ -87,7 +91,7 @@ class StandardFormat(Experts):
         return (0,), (0,)
 
 
-class BatchedFormat(Experts):
+class BatchedFormat(_Format):
     """Experts that are given the rows of each expert, in place or by reference, and leave weighting to the backend.
 
     Args:
@@ -115,12 +119,6 @@ class BatchedFormat(Experts):
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.BatchedExperts
-
-    def supports_expert_map(self) -> bool:
-        return True
-
-    def supports_f32_output(self) -> bool:
-        return True
 
     def supports_chunking(self) -> bool:
         return False

@@ -118,7 +118,7 @@ def _check(
 # A thread loads 16 bytes at a time. Below this many programs the blocks are made smaller, to occupy a large GPU twice.
 _VECTOR_BYTES = 16
 _WARP = 32
-_ENOUGH_PROGRAMS = 264
+ENOUGH_PROGRAMS = 264
 _MOST_INT32 = (1 << 31) - 1
 
 
@@ -135,7 +135,7 @@ def choose_blocks(num_tokens: int, hidden_size: int, element_size: int) -> tuple
     num_warps = 4
     while num_warps > 1 and (
         per_warp * num_warps // 2 >= hidden_size
-        or num_tokens * -(-hidden_size // (per_warp * num_warps)) < _ENOUGH_PROGRAMS
+        or num_tokens * -(-hidden_size // (per_warp * num_warps)) < ENOUGH_PROGRAMS
     ):
         num_warps //= 2
     return per_warp * num_warps, num_warps

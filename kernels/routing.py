@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from moe_ep.kernels import jit
-from moe_ep.kernels.triton_kernel import TritonKernel, comes_early, is_interpreted, libdevice, take_over, tl, triton_jit
+from moe_ep.kernels.triton_kernel import (
+    TritonKernel,
+    comes_early,
+    is_interpreted,
+    libdevice,
+    next_power_of_2,
+    take_over,
+    tl,
+    triton_jit,
+)
 from moe_ep.routing.topk import topk_reference
 
 # A row's experts stay in registers of one program.
@@ -162,15 +171,10 @@ def fused_topk(
     has_bias = e_score_correction_bias is not None
     if num_experts > MAX_EXPERTS:
         return topk_reference(
-            router_logits,
-            top_k,
-            scoring_func=scoring_func,
-            renormalize=renormalize,
-            num_expert_group=num_expert_group,
-            topk_group=topk_group,
-            e_score_correction_bias=e_score_correction_bias,
+            router_logits, top_k, scoring_func=scoring_func, renormalize=renormalize,
+            num_expert_group=num_expert_group, topk_group=topk_group, e_score_correction_bias=e_score_correction_bias,
             routed_scaling_factor=routed_scaling_factor,
-        )
+        )  # fmt: skip
     kind, source = scoring_func, router_logits
     if kind == "softmax" and has_bias:
         kind, source = _SCORES, router_logits.float().softmax(dim=-1)
@@ -179,14 +183,14 @@ def fused_topk(
     if num_tokens == 0:
         return weights, ids
     group_size = num_experts // num_expert_group
-    block_groups, block_members = _power_of_2(num_expert_group), _power_of_2(group_size)
+    block_groups, block_members = next_power_of_2(num_expert_group), next_power_of_2(group_size)
     early = comes_early(router_logits.device)
     topk_kernel[(num_tokens,)](
         source, e_score_correction_bias.contiguous() if e_score_correction_bias is not None else None, weights, ids,
         *source.stride(), float(routed_scaling_factor),
         KIND=kind, HAS_BIAS=has_bias, RENORMALIZE=renormalize, TOP_K=top_k, NUM_GROUPS=num_expert_group,
         GROUP_SIZE=group_size, TOPK_GROUP=topk_group, BLOCK_GROUPS=block_groups, BLOCK_MEMBERS=block_members,
-        BLOCK_K=_power_of_2(top_k), PRECISE=not is_interpreted(), EARLY=early,
+        BLOCK_K=next_power_of_2(top_k), PRECISE=not is_interpreted(), EARLY=early,
         launch_pdl=early, num_warps=1 if block_groups * block_members <= 512 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return weights, ids
@@ -267,8 +271,3 @@ def defer_topk(router_logits: torch.Tensor, top_k: int, **options: Any) -> Pendi
     if not fits or router_logits.dtype not in _LOGITS_NUMBERS or not comes_early(router_logits.device):
         return None
     return PendingTopK(router_logits, top_k, **options)
-
-
-def _power_of_2(value: int) -> int:
-    """The smallest that is at least `value`; Triton's own function takes microseconds."""
-    return 1 << (value - 1).bit_length()

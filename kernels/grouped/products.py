@@ -162,9 +162,7 @@ def shared_bytes(device_index: int) -> int:
     """Shared memory that a program may have; -1 is Triton's interpreter, which has no end."""
     if device_index < 0:
         return 1 << 20
-    device = torch.cuda.get_device_properties(device_index)
-    # Older versions of torch tell less.
-    return int(getattr(device, "shared_memory_per_block_optin", device.shared_memory_per_block))
+    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def fitting(block_rows: int, gated: bool, num_bytes: int, has_f32_rows: bool = False) -> Tiles:
