@@ -202,22 +202,13 @@ def run(
         return
     kernel = launches.kernels["experts"]
     multiplying.experts.sync = stream_flags(pair.device, kernel.entry, 2 + pair.num_experts).data_ptr()
-    _set_maps(multiplying, pair, where)
-    kernel.launch(multiplying, (launches.num_blocks, 1, 1), _MULTIPLY_THREADS, launches.shared_bytes)
-
-
-def _set_maps(params: EightBitParams, pair: WeightPair, where: ScratchLayout) -> None:
     for phase, weights in enumerate((pair.w13, pair.w2)):
-        encoded = tensor_map(params.experts.gemm[phase].input, where.capacity, weights.num_columns, torch.uint8)
-        ctypes.memmove(params.tokens[phase], encoded, TENSOR_MAP_BYTES)
-        if reads_from_shared(pair):
+        encoded = tensor_map(multiplying.experts.gemm[phase].input, where.capacity, weights.num_columns, torch.uint8)
+        ctypes.memmove(multiplying.tokens[phase], encoded, TENSOR_MAP_BYTES)
+        if pair.kind.scalar_type == scalar_types.float8_e4m3fn:  # kFromShared of cuda/eight_bit_tile.cuh
             encoded = codes_map(weights.qweight.data_ptr(), pair.num_experts * weights.num_rows, weights.num_columns)
-            ctypes.memmove(params.weights[phase], encoded, TENSOR_MAP_BYTES)
-
-
-def reads_from_shared(pair: WeightPair) -> bool:
-    """Whether weights are operands as they are packed (kFromShared of cuda/eight_bit_tile.cuh)."""
-    return pair.kind.scalar_type == scalar_types.float8_e4m3fn
+            ctypes.memmove(multiplying.weights[phase], encoded, TENSOR_MAP_BYTES)
+    kernel.launch(multiplying, (launches.num_blocks, 1, 1), _MULTIPLY_THREADS, launches.shared_bytes)
 
 
 def prepare(pair: WeightPair, sent: bool) -> None:

@@ -26,13 +26,8 @@ ActivationFunction = Callable[[MoEActivation, torch.Tensor, torch.Tensor], None]
 
 def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.Tensor:
     """Dequantizes one expert to f32 `[rows, columns]` in natural order."""
-    packed = PackedWeights(
-        weights.qweight[expert : expert + 1],
-        weights.scales[expert : expert + 1],
-        None if weights.zeros is None else weights.zeros[expert : expert + 1],
-        None if weights.g_idx is None else weights.g_idx[expert : expert + 1],
-        None if weights.sort_indices is None else weights.sort_indices[expert : expert + 1],
-    )
+    parts = (weights.qweight, weights.scales, weights.zeros, weights.g_idx, weights.sort_indices)
+    packed = PackedWeights._make(None if part is None else part[expert : expert + 1] for part in parts)
     size = group_size_of(kind, weights.num_columns, weights.scales.size(1)) or kind.group_sizes[0]
     codes, scales, zeros = unpack_marlin(packed, kind.scalar_type.id, size, gated=weights.gated)
     return dequantize(
