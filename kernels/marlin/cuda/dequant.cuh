@@ -80,11 +80,7 @@ DEVICE Scales load_scales(const u8* row, const u8* zeros, int index) {
   s.scale[1] = permute_bytes(pair, 0, 0x3232);
   if constexpr (kHasZeros) {
     u32 zero = *reinterpret_cast<const u32*>(zeros + 2 * index) ^ 0x80008000u;
-#if ACT_BF16
-    zero = add_pair(zero, 0xc300c300u);  // -128
-#else
-    zero = add_pair(zero, 0xe400e400u);  // -1024
-#endif
+    zero = add_pair(zero, ACT_BF16 ? 0xc300c300u : 0xe400e400u);  // -128, -1024
     s.offset[0] = permute_bytes(zero, 0, 0x1010);
     s.offset[1] = permute_bytes(zero, 0, 0x3232);
   }
@@ -127,11 +123,7 @@ DEVICE void load_words(u32* words, const u8* from) {
 
 // Four-bit codes j and j + 4 of a word as numbers that are 128 (bf16) or 1024 (f16) too large.
 DEVICE u32 four_bit_pair(u32 word, int j) {
-#if ACT_BF16
-  return and_or(word >> (4 * j), 0x000f000fu, 0x43004300u);  // 128 + code
-#else
-  return and_or(word >> (4 * j), 0x000f000fu, 0x64006400u);  // 1024 + code
-#endif
+  return and_or(word >> (4 * j), 0x000f000fu, ACT_BF16 ? 0x43004300u : 0x64006400u);
 }
 
 // Bytes k and k + 2 of a word as numbers, minus 128.
