@@ -100,10 +100,9 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
         """Writes the results of rows `[*, K]` to their places in the output, `[num_places, K]`."""
         if not blocks.most:
             return
-        name = MoEActivation.parse(step.activation)
-        activation = Activation(name, gate_limit(name, self.moe_config.swiglu_limit))
         w1, w2, quant = step.w1.contiguous(), step.w2.contiguous(), self.quant_config
         hidden = rows.new_empty(blocks.most, w2.size(2), dtype=wide_dtype(rows.dtype))
+        activation = _activation(step, self.moe_config)
         multiply_into_order(rows, row_ids, places_per_row, w1, quant.w1_bias, activation, blocks, hidden)
         multiply_into_places(hidden, w2, quant.w2_bias, blocks, output)
 
@@ -125,7 +124,7 @@ class GroupedExperts(StandardFormat, _GroupedExpertsBase, unchecked=True):
         else:
             results = step.hidden_states.new_empty(ids.numel(), K, dtype=wide_dtype(step.hidden_states.dtype))
         if many and can_multiply(step.hidden_states, step.w2):
-            compute_slots(step, self.quant_config, self.moe_config.swiglu_limit, results)
+            compute_slots(step, self.quant_config, _activation(step, self.moe_config), results)
         else:
             size = self._rows_of_blocks(rows_per_expert)
             places, experts, used = moe_align_block_size(
@@ -154,6 +153,11 @@ class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase, unchecked=True):
         rows = step.hidden_states.reshape(-1, K)
         ids = None if row_ids is None else row_ids.view(-1)
         self._compute(step, rows, ids, 1, blocks, step.output.view(-1, K))
+
+
+def _activation(step: Step, config: FusedMoEConfig) -> Activation:
+    name = MoEActivation.parse(step.activation)
+    return Activation(name, gate_limit(name, config.swiglu_limit))
 
 
 def _blocks(
@@ -188,12 +192,8 @@ def can_multiply(rows: torch.Tensor, w2: torch.Tensor) -> bool:
     )
 
 
-def compute_slots(step: Step, quant: FusedMoEQuantConfig, limit: float | None, results: torch.Tensor) -> None:
-    """Writes the results `[T * topk, K]` of the slots that local experts compute, unweighted, and no others.
-
-    Args:
-        limit: the config's swiglu_limit.
-    """
+def compute_slots(step: Step, quant: FusedMoEQuantConfig, activation: Activation, results: torch.Tensor) -> None:
+    """Writes the results `[T * topk, K]` of the slots that local experts compute, unweighted, and no others."""
     ids = step.topk_ids
     slots, counts = sort_slots_by_expert(ids, step.w1.size(0), step.expert_map)
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -205,7 +205,7 @@ def compute_slots(step: Step, quant: FusedMoEQuantConfig, limit: float | None, r
     move_rows(step.hidden_states, slots // ids.size(1), rows, None, ends[-1:])
     gate_up = _product(rows, step.w1, ends, quant.w1_bias, experts)
     hidden = rows.new_empty(rows.size(0), step.w2.size(2))
-    activate_rows(step.activation, gate_up, hidden, ends[-1:], limit)
+    activate_rows(activation.name, gate_up, hidden, ends[-1:], activation.limit)
     move_rows(_product(hidden, step.w2, ends, quant.w2_bias, experts), None, results, slots, ends[-1:])
 
 

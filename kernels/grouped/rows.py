@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.activation import SITU_BETA, SITU_LINEAR_BETA, SWIGLUOAI_ALPHA, MoEActivation, apply_activation, gate_limit
+from moe_ep.activation import SITU_BETA, SITU_LINEAR_BETA, SWIGLUOAI_ALPHA, MoEActivation, apply_activation
 from moe_ep.kernels.dispatch_rows import as_words, row_blocks
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, constant, tl, triton_jit
 from moe_ep.registry import operator
@@ -37,12 +37,9 @@ def move_rows(
     target[places] = source[origins]
 
 
+@operator("input")
 def activate_rows(
-    activation: MoEActivation | str,
-    input: torch.Tensor,
-    output: torch.Tensor,
-    count: torch.Tensor,
-    clamp_limit: float | None = None,
+    activation: MoEActivation, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor, limit: float | None
 ) -> None:
     """Applies the activation to the first `count` rows, in f32 and rounded once.
 
@@ -50,15 +47,8 @@ def activate_rows(
         input: `[S, 2N]` for a gated activation (gate, then up), `[S, N]` otherwise; contiguous.
         output: `[S, N]`, contiguous; rows from count on are not written.
         count: int32 `[1]`, at most S.
-        clamp_limit: as in `apply_activation`.
+        limit: `gate_limit` of the activation.
     """
-    _activate_rows(MoEActivation.parse(activation), input, output, count, gate_limit(activation, clamp_limit))
-
-
-@operator("input")
-def _activate_rows(
-    activation: MoEActivation, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor, limit: float | None
-) -> None:
     used = int(count)
     apply_activation(activation, input[:used], output[:used], clamp_limit=limit)
 
@@ -179,7 +169,7 @@ def triton_move_rows(source, sources, target, targets, count):
     )  # fmt: skip
 
 
-@_activate_rows.on_gpu
+@activate_rows.on_gpu
 def triton_activate_rows(activation, input, output, count, limit):
     num_rows, num_columns = output.shape
     if num_rows == 0:
