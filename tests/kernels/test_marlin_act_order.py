@@ -132,8 +132,11 @@ def test_unpacking_undoes_packing(name: str) -> None:
     _, g_idx, groups = CASES[name]
     weights = canonical(K, N, g_idx, groups, 6)
     packed: PackedWeights = pack_marlin(*weights[:2], weights.quant_type_id, GROUP, weights.zero_points, g_idx=g_idx)
-    got = unpack_marlin(packed, weights.quant_type_id, GROUP)
-    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(got, weights[:3], strict=True))
+    got, given = (
+        unpack_marlin(packed, weights.quant_type_id, GROUP),
+        (weights.codes, weights.scales, weights.zero_points),
+    )
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(got, given, strict=True))
 
 
 def test_groups_of_unequal_size_are_left_to_the_reference() -> None:
