@@ -7,7 +7,6 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from moe_ep.bench.layers import BenchLayers, SyntheticConfig, make_weights
 from moe_ep.bench.results import facts
 from moe_ep.bench.scaling import measure_row
 from moe_ep.bench.scaling_tables import with_efficiency
-from moe_ep.bench.timing import Ceilings, measure_ceilings, slowest_rank
+from moe_ep.bench.timing import measure_ceilings, slowest_rank
 from moe_ep.bench.workload import parse_routing, recorded_ids
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.distributed.exchange import gather_values
@@ -70,6 +69,9 @@ class Rows:
         about: what all rows of this run say: versions, machine, commit, seed, command, ceilings.
         before: of an earlier run, the same on every rank. Those that say the same of all but command and ceilings are
             taken for measured, where there is a commit to know their code by.
+
+    Attributes:
+        measured: the result of each measurement.
     """
 
     def __init__(self, about: Row, total: int, before: Sequence[Row], *, speaks: bool) -> None:
@@ -77,23 +79,15 @@ class Rows:
         self._found: dict[int, Row] = {}
         same = [key for key in about if key not in (*_CEILINGS, "command")]
         alike = [row for row in before if all(row.get(key) == about[key] for key in same)]
-        if alike and _is_of_any_code(about["commit"]):
+        if alike and (about["commit"] == "unknown" or about["commit"].endswith("-dirty")):
             if speaks:
                 logger.warning(
                     "--resume measures everything anew: the commit is %s, which says nothing of the code that was "
                     "measured before; commit what was changed, or give --commit", about["commit"],
                 )  # fmt: skip
             alike = []
-        self._measured = {_measurement_of(row): row for row in alike}
+        self.measured = {_measurement_of(row): row for row in alike}
         self._written = {(_measurement_of(row), row["scaling"], row["asked_tokens"]) for row in alike}
-
-    def measured(self, what: Measurement) -> Row | None:
-        """The result of a measurement, if there is one."""
-        return self._measured.get(what)
-
-    def keep(self, what: Measurement, result: Row) -> None:
-        """Keeps what came of a measurement."""
-        self._measured[what] = result
 
     def add(self, order: int, what: Measurement, scaling: str, asked_tokens: int) -> None:
         """The row of a measurement that there is.
@@ -102,7 +96,7 @@ class Rows:
             order: its place among all rows, which are not measured in that order.
         """
         about = {"geometry": what.geometry, "ep_size": what.ep_size, "scaling": scaling, "asked_tokens": asked_tokens}
-        row = about | {key: value for key, value in self._measured[what].items() if key not in about}
+        row = about | {key: value for key, value in self.measured[what].items() if key not in about}
         row |= {key: value for key, value in self._about.items() if key not in row}
         # Smaller EP sizes come first, so what a row is compared with is there.
         self._found[order] = row = with_efficiency([*self._found.values(), row])[-1]
@@ -158,11 +152,6 @@ class Clock:
         self._longest[phase] = max(took_s, self._longest.get(phase, 0.0))
 
 
-def _is_of_any_code(commit: str) -> bool:
-    """Whether rows of this commit (`bench.results.facts`) may be of several states of the code."""
-    return commit == "unknown" or commit.endswith("-dirty")
-
-
 def _measurement_of(row: Row) -> Measurement:
     setting = Setting(
         row["phase"], row["tokens_per_rank"], row["asked_backend"], row["wire"], row["routing"], row["eplb"]
@@ -199,87 +188,68 @@ def run_scaling(
     Raises:
         WrongOutputError: a layer computes something else than its weights say.
     """
-    device = torch.device(rank_env.device)
-    bench = ScalingBench(
-        config=config,
-        rank_env=rank_env,
-        device=device,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        groups={size: group_of(rank_env.rank, rank_env.world_size, size) for size in config.ep_sizes},
-    )
-    geometries, clock = _geometries(config, device), Clock(config.seconds, started)
     with torch.inference_mode():
-        compile_kernels(
-            geometries, config.ep_sizes, bench.dtype, [_dtype_of(wire) for wire in config.wire], device,
-            share=(rank_env.local_rank, rank_env.local_world_size),
-        )  # fmt: skip
-        ceilings = measure_ceilings(device, bench.dtype)
-        plan = _plan(config, geometries, tell=rank_env.rank == 0)
+        return ScalingBench(rank_env, config).run(command, started, before)
+
+
+class ScalingBench:
+    """What all rows share; every method is a collective step of all ranks."""
+
+    def __init__(self, rank_env: RankEnv, config: ScalingConfig) -> None:
+        self.rank_env, self.config = rank_env, config
+        self.device = torch.device(rank_env.device)
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.groups = {size: group_of(rank_env.rank, rank_env.world_size, size) for size in config.ep_sizes}
+        self.geometries = _geometries(config, self.device)
+        if self.device.type == "cuda":  # the ranks of a host compile together, into the cache that they share
+            wires = [_dtype_of(wire) for wire in config.wire]
+            kernels = compilations(self.geometries, config.ep_sizes, self.dtype, wires, self.device)
+            for kernel in kernels[rank_env.local_rank :: rank_env.local_world_size]:
+                kernel.compile_ahead(self.device)
+        self.ceilings = measure_ceilings(self.device, self.dtype)
+
+    def run(self, command: str, started: float, before: Sequence[Row]) -> list[Row] | None:
+        """As `run_scaling`."""
+        clock, speaks = Clock(self.config.seconds, started), self.rank_env.rank == 0
+        plan = _plan(self.config, self.geometries, tell=speaks)
         rows = Rows(
-            _about(rank_env, config, command, ceilings),
+            self._about(command),
             sum(len(asked) for *_, asked in plan),
             # Each process that torchrun started has read a file of its own host; rank 0's counts.
             gather_values("rows of before", list(before))[0] if dist.is_initialized() else before,
-            speaks=rank_env.rank == 0,
+            speaks=speaks,
         )
         gc.freeze()  # so that collecting what a row leaves is quick
         for geometry, size, asked in plan:
-            _measure_all(bench, geometry, size, asked, ceilings, rows, clock)
-            if device.type == "cuda":
+            self._measure_all(geometry, size, asked, rows, clock)
+            if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         gc.unfreeze()
-    return rows.finished()
+        return rows.finished()
 
+    def _measure_all(self, geometry: Geometry, ep_size: int, asked: Sequence[Asked], rows: Rows, clock: Clock) -> None:
+        """The rows of one model at one EP size, which share their weights, as far as there is time."""
+        weights: list[SyntheticConfig] = []
+        for row in asked:
+            setting = row.setting
+            what = Measurement(geometry.name, ep_size, setting._replace(routing=Path(setting.routing).name))
+            if what not in rows.measured:
+                if clock.is_over(setting.phase):
+                    continue
+                began = time.monotonic()
+                # Layers of the row before go now, and not on some ranks later: with them goes symmetric memory, which
+                # all ranks of the world make together, though groups of them run side by side.
+                gc.collect()
+                tokens = f"{setting.num_tokens} tokens a rank in {setting.phase}"
+                options = f"{' '.join(setting[2:5])}, EPLB {setting.eplb}"
+                with ending_after(clock.limit_s(), f"{geometry.name} at EP {ep_size}, {tokens}, {options},"):
+                    weights = weights or make_weights(geometry, ep_size, self.device, self.config.seed)
+                    rows.measured[what] = self.measure(geometry, setting, ep_size, weights)
+                clock.note(setting.phase, time.monotonic() - began)
+            rows.add(row.order, what, row.scaling, row.tokens)
 
-def _measure_all(
-    bench: ScalingBench,
-    geometry: Geometry,
-    ep_size: int,
-    asked: Sequence[Asked],
-    ceilings: Ceilings,
-    rows: Rows,
-    clock: Clock,
-) -> None:
-    """The rows of one model at one EP size, which share their weights, as far as there is time."""
-    weights: list[SyntheticConfig] = []
-    for row in asked:
-        setting = row.setting
-        what = Measurement(geometry.name, ep_size, setting._replace(routing=Path(setting.routing).name))
-        if rows.measured(what) is None:
-            if clock.is_over(setting.phase):
-                continue
-            began = time.monotonic()
-            # Layers of the row before go now, and not on some ranks later: with them goes symmetric memory, which all
-            # ranks of the world make together, though groups of them run side by side.
-            gc.collect()
-            tokens = f"{setting.num_tokens} tokens a rank in {setting.phase}"
-            options = f"{' '.join(setting[2:5])}, EPLB {setting.eplb}"
-            with ending_after(clock.limit_s(), f"{geometry.name} at EP {ep_size}, {tokens}, {options},"):
-                weights = weights or make_weights(geometry, ep_size, bench.device, bench.config.seed)
-                rows.keep(what, bench.measure(geometry, setting, ep_size, weights, ceilings))
-            clock.note(setting.phase, time.monotonic() - began)
-        rows.add(row.order, what, row.scaling, row.tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingBench:
-    """The state that all rows share."""
-
-    config: ScalingConfig
-    rank_env: RankEnv
-    device: torch.device
-    dtype: torch.dtype
-    groups: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
-
-    def measure(
-        self,
-        geometry: Geometry,
-        setting: Setting,
-        ep_size: int,
-        weights: list[SyntheticConfig],
-        ceilings: Ceilings,
-    ) -> dict[str, Any]:
-        """One row; a collective step of all ranks."""
+    def measure(self, geometry: Geometry, setting: Setting, ep_size: int, weights: list[SyntheticConfig]) -> Row:
+        """One row."""
         config, group, started = self.config, self.groups[ep_size], time.monotonic()
         if setting.eplb == "on":
             # Balancing moves experts: weights of its own then.
@@ -304,7 +274,7 @@ class ScalingBench:
             layers,
             parse_routing(setting.routing),
             setting.num_tokens,
-            ceilings,
+            self.ceilings,
             chain=min(config.chain, _PREFILL_CHAIN) if prefill else config.chain,
             repeats=max(5, config.repeats // 3) if prefill else config.repeats,
             limit_s=config.repeat_seconds,
@@ -316,6 +286,21 @@ class ScalingBench:
         asked["routing"] = Path(setting.routing).name
         took = {"took_s": round(time.monotonic() - started, 2)}
         return {key: value for key, value in asked.items() if key != "num_tokens"} | row | took
+
+    def _about(self, command: str) -> Row:
+        """What all rows of this run say."""
+        rank_env, config, link = self.rank_env, self.config, self.ceilings.link_bytes_per_s
+        return {
+            "workers": rank_env.world_size,
+            "hosts": rank_env.world_size // rank_env.local_world_size,
+            "launcher": rank_env.source,
+            "input_dtype": config.input_dtype or env.INPUT_DTYPE.get(),
+            "batch_balance": config.batch_balance,
+            "memory_tb_per_s": round(self.ceilings.memory_bytes_per_s / 1e12, 3),
+            "tflop_per_s": round(self.ceilings.flops_per_s / 1e12, 2),
+            "link_gb_per_s": None if link is None else round(link / 1e9, 1),
+            **facts(seed=config.seed, commit=config.commit, command=command),
+        }
 
 
 def _plan(
@@ -399,46 +384,6 @@ def group_of(rank: int, world_size: int, size: int) -> dist.ProcessGroup | None:
     return mine
 
 
-def _about(rank_env: RankEnv, config: ScalingConfig, command: str, ceilings: Ceilings) -> dict[str, Any]:
-    link = ceilings.link_bytes_per_s
-    return {
-        "workers": rank_env.world_size,
-        "hosts": rank_env.world_size // rank_env.local_world_size,
-        "launcher": rank_env.source,
-        "input_dtype": config.input_dtype or env.INPUT_DTYPE.get(),
-        "batch_balance": config.batch_balance,
-        "memory_tb_per_s": round(ceilings.memory_bytes_per_s / 1e12, 3),
-        "tflop_per_s": round(ceilings.flops_per_s / 1e12, 2),
-        "link_gb_per_s": None if link is None else round(link / 1e9, 1),
-        **facts(seed=config.seed, commit=config.commit, command=command),
-    }
-
-
-# ==== Compiling ahead ====
-#
-# Compiles the kernels of layers before they run, by all ranks of a host together.
-
-
-def compile_kernels(
-    geometries: Sequence[Geometry],
-    ep_sizes: Iterable[int],
-    dtype: torch.dtype,
-    wires: Sequence[torch.dtype | None],
-    device: torch.device,
-    share: tuple[int, int],
-) -> None:
-    """Compiles what experts and backends of one host's ranks need into the cache on disk; nothing on a CPU.
-
-    Args:
-        wires: dtypes of rows on the wire, None for the activations' own.
-        share: (which of, how many) ranks of this host, which have the cache in common; each does its part.
-    """
-    if device.type == "cuda":
-        first, step = share
-        for kernel in compilations(geometries, ep_sizes, dtype, wires, device)[first::step]:
-            kernel.compile_ahead(device)
-
-
 def compilations(
     geometries: Sequence[Geometry],
     ep_sizes: Iterable[int],
@@ -449,7 +394,19 @@ def compilations(
     """The kernels of all experts and backends of these layers, each once, the slowest of each layer first."""
     named: list[Sequence[Compilation]] = []
     for geometry, ep_size in itertools.product(geometries, ep_sizes):
-        config, weights = _config_of(geometry, ep_size, dtype), geometry.weights
+        config = FusedMoEConfig(
+            num_experts=geometry.num_experts,
+            experts_per_token=geometry.top_k,
+            hidden_dim=geometry.hidden_size,
+            intermediate_size_per_partition=geometry.intermediate_size,
+            num_local_experts=geometry.num_experts // ep_size,
+            moe_parallel_config=FusedMoEParallelConfig.make(ep_size=ep_size, rank=0, world_size=ep_size),
+            in_dtype=dtype,
+            max_num_tokens=1,
+            activation=geometry.activation,
+            swiglu_limit=geometry.swiglu_limit,
+        )
+        weights = geometry.weights
         scale_dtype = torch.float8_e8m0fnu if weights.scale_bits == 8 else dtype
         of_weights = FusedMoEQuantConfig(
             quant_type_id=weights.quant_type_id,
@@ -462,18 +419,3 @@ def compilations(
             named.append(backend.compilations(config, FusedMoEQuantConfig(dispatch_dtype=wire), device))
     by_cost = itertools.chain.from_iterable(itertools.zip_longest(*named))
     return list(dict.fromkeys(kernel for kernel in by_cost if kernel is not None))
-
-
-def _config_of(geometry: Geometry, ep_size: int, dtype: torch.dtype) -> FusedMoEConfig:
-    return FusedMoEConfig(
-        num_experts=geometry.num_experts,
-        experts_per_token=geometry.top_k,
-        hidden_dim=geometry.hidden_size,
-        intermediate_size_per_partition=geometry.intermediate_size,
-        num_local_experts=geometry.num_experts // ep_size,
-        moe_parallel_config=FusedMoEParallelConfig.make(ep_size=ep_size, rank=0, world_size=ep_size),
-        in_dtype=dtype,
-        max_num_tokens=1,
-        activation=geometry.activation,
-        swiglu_limit=geometry.swiglu_limit,
-    )
