@@ -107,12 +107,11 @@ def _here(config: GangConfig) -> tuple[int, str]:
 
 def _check_together(config: GangConfig) -> None:
     """Raises OptionError for flags that contradict each other."""
-    if config.address and config.launcher != "ray":
-        raise OptionError(f"--address is {config.address!r} with --launcher {config.launcher}; only ray takes it")
-    if config.rdzv_endpoint and config.launcher != "torchrun":
-        raise OptionError(
-            f"--rdzv-endpoint is {config.rdzv_endpoint!r} with --launcher {config.launcher}; only torchrun takes it"
-        )
+    for name, value, launcher in (
+        ("--address", config.address, "ray"), ("--rdzv-endpoint", config.rdzv_endpoint, "torchrun"),
+    ):  # fmt: skip
+        if value and config.launcher != launcher:
+            raise OptionError(f"{name} is {value!r} with --launcher {config.launcher}; only {launcher} takes it")
     if config.nnodes > 1 and config.launcher != "torchrun":
         raise OptionError(f"--nnodes is {config.nnodes}; more than one is for --launcher torchrun, Ray finds its nodes")
     if config.nnodes > 1 and not config.rdzv_endpoint:

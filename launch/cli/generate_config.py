@@ -12,44 +12,25 @@ from moe_ep.env import at_least, number, one_of
 from moe_ep.files import parse_json
 from moe_ep.generation.conversation import TEMPLATE_FIELDS, Conversation
 from moe_ep.launch.cli.gang_options import ElasticOptions
-from moe_ep.launch.cli.options import OptionError, input_file, option, output_file
+from moe_ep.launch.cli.options import OptionError, flag, input_file, option, output_file
 
 _STDIN = Path("-")
-# Settings of a request that hold for all prompts of a command: the option for each, and the values without effect,
-# which are accepted in a prompt's line. Those of chats and completions of OpenAI, and those that servers add.
-_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "temperature": ("--temperature", ()),
-    "top_p": ("--top-p", (1,)),
-    "top_k": ("--top-k", (-1, 0)),
-    "seed": ("--seed", ()),
-    "stop": ("--stop", ([],)),
-    "max_tokens": ("--max-new-tokens", ()),
-    "max_completion_tokens": ("--max-new-tokens", ()),
-    "max_new_tokens": ("--max-new-tokens", ()),
-    "n": ("", (1,)),
-    "min_p": ("", (0,)),
-    "frequency_penalty": ("", (0,)),
-    "presence_penalty": ("", (0,)),
-    "repetition_penalty": ("", (1,)),
-    "logit_bias": ("", ({},)),
-    "logprobs": ("", (False,)),
-    "top_logprobs": ("", (0,)),
-    "response_format": ("", ({"type": "text"},)),
-    "tool_choice": ("", ("auto",)),
-    "functions": ("", ([],)),
-    "function_call": ("", ("auto",)),
-    "modalities": ("", (["text"],)),
-    "verbosity": ("", ("medium",)),
-    "best_of": ("", (1,)),
-    "echo": ("", (False,)),
-    "suffix": ("", ("",)),
-    "stop_token_ids": ("", ([],)),
-    "bad_words": ("", ([],)),
-    "ignore_eos": ("", (False,)),
-    "min_tokens": ("", (0,)),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ("", ())),
-    "structured_outputs": ("", ({},)),
+# Settings of a request that an option gives for all prompts of a command.
+_OPTIONS = {
+    **{name: flag(name) for name in ("temperature", "top_p", "top_k", "seed", "stop")},
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), "--max-new-tokens"),
 }
+# The values without effect of settings, which are accepted in a prompt's line: those of chats and completions of
+# OpenAI, and those that servers add.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,), "top_k": (-1, 0), "stop": ([],), "n": (1,), "min_p": (0,), "frequency_penalty": (0,),
+    "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "logprobs": (False,),
+    "top_logprobs": (0,), "response_format": ({"type": "text"},), "tool_choice": ("auto",), "functions": ([],),
+    "function_call": ("auto",), "modalities": (["text"],), "verbosity": ("medium",), "best_of": (1,),
+    "echo": (False,), "suffix": ("",), "stop_token_ids": ([],), "bad_words": ([],), "ignore_eos": (False,),
+    "min_tokens": (0,), "structured_outputs": ({},),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,9 +141,9 @@ class GenerateConfig(ElasticOptions):
                 f"--num-redundant-experts is {self.num_redundant_experts} without --eplb or --elastic; add one"
             )
         self.check_quantize()
-        for flag, value, default in (("--top-k", self.top_k, 0), ("--top-p", self.top_p, 1.0)):
+        for name, value, default in (("--top-k", self.top_k, 0), ("--top-p", self.top_p, 1.0)):
             if self.temperature == 0 and value != default:
-                raise OptionError(f"{flag} is {value} and --temperature is 0, where nothing is drawn; raise it")
+                raise OptionError(f"{name} is {value} and --temperature is 0, where nothing is drawn; raise it")
 
     def read_prompts(self) -> tuple[list[PromptLine], list[dict[str, Any]]]:
         """Reads the prompts, and the fields of their lines, which the output repeats.
@@ -212,10 +193,10 @@ class GenerateConfig(ElasticOptions):
             "stop": self.stop, "tool_choice": None if line.get("tools") else "none",
             **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), self.max_new_tokens),
         }  # fmt: skip
-        for name, (flag, neutral) in _SETTINGS.items():
+        for name in _OPTIONS | _NEUTRAL:
             value = line.get(name)
-            if value is not None and value not in (*neutral, applied.get(name)):
-                way_out = f"give {flag} for all prompts" if flag else "leave it out"
+            if value is not None and value not in (*_NEUTRAL.get(name, ()), applied.get(name)):
+                way_out = f"give {_OPTIONS[name]} for all prompts" if name in _OPTIONS else "leave it out"
                 raise ValueError(f"{name} is {_shown(value)}, which is not applied to one prompt; {way_out}")
         if "messages" not in line:
             return str(line["prompt"])

@@ -19,7 +19,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from moe_ep import env
 from moe_ep.errors import (
@@ -164,6 +164,12 @@ class Gang(ABC):
     def close(self) -> None:
         """Frees what the gang holds besides its workers. `run` does so too; a second call does nothing."""
         return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def run_elastic(
         self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore

@@ -72,13 +72,12 @@ class RankEnv:
             os.environ.update({_GANG_PREFIX + name.upper(): value for name, value in values.items()})
 
 
-def resolve_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
+def resolve_rank_env(variables: Mapping[str, str] = os.environ) -> RankEnv:
     """Finds the place of this process.
 
     Raises:
         ConfigError: the variables of a launcher are incomplete, not numbers, or contradict each other.
     """
-    variables = os.environ if environ is None else environ
     if is_torchrun_rank(variables):
         return _from_torchrun(variables)
     found = slurm_rank_env(variables)
@@ -90,19 +89,17 @@ def resolve_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
     return found
 
 
-def is_torchrun_rank(environ: Mapping[str, str] | None = None) -> bool:
+def is_torchrun_rank(variables: Mapping[str, str] = os.environ) -> bool:
     """Whether torchrun started this process."""
-    variables = os.environ if environ is None else environ
     return "RANK" in variables or "WORLD_SIZE" in variables
 
 
-def slurm_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
+def slurm_rank_env(variables: Mapping[str, str] = os.environ) -> RankEnv | None:
     """Finds this process's place among the tasks of srun's step; None outside of a step.
 
     Raises:
         ConfigError: Slurm's variables are incomplete, not numbers, or contradict each other.
     """
-    variables = os.environ if environ is None else environ
     in_step = _STEP_NODELIST in variables or _STEP_NUM_TASKS in variables
     # Not so for a batch script or the shell of an allocation.
     is_srun = in_step and _number(variables, _STEP_ID, 0) < _FIRST_SPECIAL_STEP

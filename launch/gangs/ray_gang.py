@@ -792,13 +792,8 @@ def resolve_address(address: str) -> str:
 def _check_listening(address: str, limit_s: float) -> None:
     """Raises GangError at once if nothing or something else listens there, or if the cluster requires a token. Ray
     itself would take minutes."""
-    wait = Wait(f"an answer from {address}", limit_s)
-    silence = f"what listens there said nothing within {limit_s:g} s"
-    try:
-        reason = _why_silent(address) or waiting.call(lambda: why_no_cluster(address, limit_s), wait, lambda: silence)
-    except GangError as error:
-        reason = str(error)
-    if reason:
+    wait = Wait(f"an answer from {address}", 3 * limit_s)  # of three steps
+    if reason := waiting.call(lambda: _why_silent(address) or why_no_cluster(address, limit_s), wait):
         raise GangError(
             f"no Ray cluster answers at {address} ({reason}); give the address that ray start printed, or leave it out "
             f"to start a cluster on this machine"

@@ -21,6 +21,7 @@ from moe_ep.launch.cli.options import (
     add_command,
     check_apart,
     check_backends,
+    flag,
     from_args,
     refusing,
 )
@@ -47,16 +48,15 @@ def main(args: argparse.Namespace) -> int:
     _check_together(config)
     before = _rows_before(config)
     config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
+    config = replace(config, ep_sizes=_ep_sizes(config, gang.world_size))
+    on_item = ignore if config.json is None else partial(append_line, config.json)
     try:
-        config = replace(config, ep_sizes=_ep_sizes(config, gang.world_size))
-        on_item = ignore if config.json is None else partial(append_line, config.json)
-        results = gang.run(work, config, args.shown, started, before, on_item=on_item)
+        with gang:
+            results = gang.run(work, config, args.shown, started, before, on_item=on_item)
     except BaseException:
         if config.json is not None and gang.is_driver and config.json.is_file() and config.json.stat().st_size:
             print(f"{config.json} has the rows so far; --resume measures the rest", file=sys.stderr)
         raise
-    finally:
-        gang.close()
     if gang.is_driver:
         show(as_text(next(rows for rows in results if rows is not None)))
     return 0
@@ -93,11 +93,11 @@ def _check_together(config: ScalingConfig) -> None:
             f"--variant-tokens has {min(unknown)}, which is neither in --decode-tokens nor in --prefill-tokens; pass "
             f"tokens that are measured"
         )
-    for flag, values in {name: getattr(config, name) for name in _LISTS}.items():
+    for name in _LISTS:
         # A row names a file without its folder.
-        names = [Path(value).name if flag == "routing" else str(value) for value in values]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise OptionError(f"--{flag.replace('_', '-')} has {twice} twice; rows would not be told apart")
+        values = [Path(value).name if name == "routing" else str(value) for value in getattr(config, name)]
+        if twice := next((value for value in values if values.count(value) > 1), None):
+            raise OptionError(f"{flag(name)} has {twice} twice; rows would not be told apart")
     if len(config.routing) == 1 and config.routing[0].endswith(".npz"):
         _check_recorded(config)
 

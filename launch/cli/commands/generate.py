@@ -55,7 +55,8 @@ def main(args: argparse.Namespace) -> int:
         lines.take(completion)
 
     try:
-        results, recoveries = config.run_in(gang, work, prompts, finished.lines, on_item=take)
+        with gang:
+            results, recoveries = config.run_in(gang, work, prompts, finished.lines, on_item=take)
     except BaseException:
         lines.close()
         if lines.num_written:
@@ -65,14 +66,16 @@ def main(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         raise
-    finally:
-        gang.close()
     if not gang.is_driver:
         return 0
     report = GenerationReport(config, args.shown, results, recoveries, list(completions.values()))
     if config.return_routed_experts is not None:
         report.routing(recorded).save(config.return_routed_experts)
-    _tell(lines, report)
+    for rank in report.ranks:
+        for told in (*rank.refused, *rank.completions):
+            lines.take(told)
+    lines.end(report.summary())
+    print("\n".join(report.lines()), file=sys.stderr, flush=True)
     return 1 if report.refused or report.failed or finished.failures else 0
 
 
@@ -97,11 +100,3 @@ def _finished(config: GenerateConfig, fields: Sequence[dict[str, Any]]) -> Finis
         return Finished()
     with refusing(f"--output is {str(config.output)!r} and --resume is given; "):
         return Finished.read(config.output, fields)
-
-
-def _tell(lines: CompletionLines, report: GenerationReport) -> None:
-    for rank in report.ranks:
-        for told in (*rank.refused, *rank.completions):
-            lines.take(told)
-    lines.end(report.summary())
-    print("\n".join(report.lines()), file=sys.stderr, flush=True)

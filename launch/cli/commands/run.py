@@ -39,15 +39,13 @@ def main(args: argparse.Namespace) -> int:
     config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
     report = RunReport(config, args.shown)
     try:
-        results, report.recoveries = config.run_in(gang, work, on_item=report.take)
+        with gang:
+            results, report.recoveries = config.run_in(gang, work, on_item=report.take)
     except BaseException:
-        gang.close()
         if report.num_steps:
             report.tell()
             print(f"ended after {report.num_steps} measured steps; the report covers these", file=sys.stderr)
         raise
-    finally:
-        gang.close()
     if not gang.is_driver:
         return 0
     report.complete(results)
