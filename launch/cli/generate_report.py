@@ -338,18 +338,15 @@ class CompletionLines:
         elif self._output is None:
             show(line)
         else:
-            self._to_file(self._output, line)
-
-    def _to_file(self, output: Path, line: str) -> None:
-        if self._file is None:
-            # Stays open to the end: the reader of a pipe takes a close for the end.
-            self._file = output.open("r+b" if self._finished.lines else "wb", buffering=0)
-            if self._finished.lines:
-                self._file.truncate(self._finished.size)
-                self._file.seek(self._finished.size)
-        with naming(output):
-            write_whole(self._file, f"{line}\n")
-        self.num_written += 1
+            if self._file is None:
+                # Stays open to the end: the reader of a pipe takes a close for the end.
+                self._file = self._output.open("r+b" if self._finished.lines else "wb", buffering=0)
+                if self._finished.lines:
+                    self._file.truncate(self._finished.size)
+                    self._file.seek(self._finished.size)
+            with naming(self._output):
+                write_whole(self._file, f"{line}\n")
+            self.num_written += 1
 
 
 class CompletionRelay:

@@ -257,14 +257,11 @@ class RunReport:
                     "ms": {stage: max(times) for stage, times in per_rank.items()},
                     "ms_per_rank": per_rank,
                 }
-                self._keep(line)
-
-    def _keep(self, line: dict[str, Any]) -> None:
-        if self._lines is None:
-            # It stays open as long as the report lives.
-            self._lines = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
-        with naming("the folder for temporary files"):
-            self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+                if self._lines is None:
+                    # It stays open as long as the report lives.
+                    self._lines = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+                with naming("the folder for temporary files"):
+                    self._lines.write(json.dumps(line, allow_nan=False) + "\n")
 
     def mean_loads(self) -> list[list[float]]:
         """Mean expert assignments to each rank in a step, `[L][R]`."""

@@ -73,7 +73,7 @@ class Peer:
             raise ValueError("a line without end")
         return lines + [_message(line) for line in complete]
 
-    def answer(self, wait_for: Wait, why: Callable[[], str] | None = None) -> dict[str, Any]:
+    def answer(self, wait_for: Wait, why: str = "") -> dict[str, Any]:
         """Waits for the next line."""
         while not self._lines:
             self._lines = self.receive()
@@ -255,10 +255,8 @@ class Node:
                 why = f"nobody answers at {where} ({error})"
             wait_for.pause(
                 RETRY_S,
-                lambda why=why: (  # type: ignore[misc]
-                    f"{why}, for {limit_s:g} s; check that the command runs on the node that --rdzv-endpoint names, "
-                    f"and that no firewall is between"
-                ),
+                f"{why}, for {limit_s:g} s; check that the command runs on the node that --rdzv-endpoint names, and "
+                f"that no firewall is between",
             )
 
     @classmethod
@@ -268,10 +266,8 @@ class Node:
                 peer.send(node=socket.gethostname(), **description)
             banner = peer.answer(
                 wait_for,
-                lambda: (
-                    f"what listens at {where} has not answered as a node of this job does within {limit_s:g} s; see "
-                    f"what it is, or choose another port for --rdzv-endpoint"
-                ),
+                f"what listens at {where} has not answered as a node of this job does within {limit_s:g} s; see what "
+                f"it is, or choose another port for --rdzv-endpoint",
             )
             peer.name = str(banner["node"])[:256]
             answer = peer.answer(Wait(f"the other nodes to come to {where}", limit_s))

@@ -33,7 +33,12 @@ from moe_ep.errors import (
 )
 from moe_ep.launch.gangs import interrupts, mailbox, progress
 from moe_ep.launch.gangs.rank_env import RankEnv
-from moe_ep.launch.gangs.rendezvous import destroy_process_group, init_process_group, use_interface_of
+from moe_ep.launch.gangs.rendezvous import (
+    destroy_process_group,
+    init_process_group,
+    open_clients_store,
+    use_interface_of,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -239,14 +244,12 @@ def run_member(
     rank_env: RankEnv,
     fn: Callable[..., Any],
     args: Sequence[Any],
-    store: dist.Store,
     *,
     on_membership: Callable[[Membership], None] = _leave_on_signal,
 ) -> Outcome:
-    """As `run_rank`, for an elastic gang.
+    """As `run_rank`, for an elastic gang, whose launcher serves the store.
 
     Args:
-        store: the gang's store, which the launcher serves.
         on_membership: called with this rank's membership before `fn`; by default it lets SIGUSR1 ask to leave.
     """
 
@@ -254,6 +257,7 @@ def run_member(
         from moe_ep.distributed.membership import Membership
 
         use_interface_of(rank_env)
+        store = open_clients_store(rank_env.master_addr, rank_env.master_port)
         membership = Membership(store, rank_env.rank, device=rank_env.device)
         progress.set_receiver(mailbox.ItemSender(membership))
         on_membership(membership)
@@ -323,8 +327,7 @@ def not_enough(kind: str, asked: int, there: str, way_out: str = _SMALLER) -> No
 
 def check_room(num_workers: int, device: str) -> None:
     """Raises NoRoomError for more workers than this machine has GPUs, or than its cores can serve."""
-    if device == "cuda" and num_local_gpus() < num_workers:
-        found = num_local_gpus()
+    if device == "cuda" and (found := num_local_gpus()) < num_workers:
         way_out = _SMALLER if found else "leave out --device cuda to run on CPUs, or check CUDA_VISIBLE_DEVICES"
         raise not_enough("GPUs", num_workers, f"{found} on this machine", way_out)
     if device == "cpu" and num_workers > WORKERS_PER_CORE * num_cpus():

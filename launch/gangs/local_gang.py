@@ -37,7 +37,7 @@ from moe_ep.launch.gangs.gang import (
 )
 from moe_ep.launch.gangs.processes import Process, children
 from moe_ep.launch.gangs.rank_env import LOOPBACK, RankEnv
-from moe_ep.launch.gangs.rendezvous import listen_store, open_clients_store
+from moe_ep.launch.gangs.rendezvous import listen_store
 from moe_ep.launch.gangs.waiting import Wait
 
 if TYPE_CHECKING:
@@ -376,17 +376,13 @@ def _serve(
     try:
         try:
             connection.send(("started", None))
-            store = None
             if port is not None:
-                store = open_clients_store(rank_env.master_addr, port)
-                outcome = run_member(replace(rank_env, master_port=port), fn, args, store)
+                outcome = run_member(replace(rank_env, master_port=port), fn, args)
             else:
-                if rank_env.rank == 0:
-                    store = listen_store(rank_env.master_addr)
-                    port = store.port
-                    connection.send(("port", port))
-                else:
-                    port = connection.recv()
+                store = listen_store(rank_env.master_addr) if rank_env.rank == 0 else None
+                if store is not None:
+                    connection.send(("port", store.port))
+                port = connection.recv() if store is None else store.port
                 outcome = run_rank(replace(rank_env, master_port=port), fn, args, store)
             progress.set_sink(None)
             connection.send(("outcome", outcome))

@@ -55,7 +55,7 @@ from moe_ep.launch.gangs.processes import (
     start_guard,
 )
 from moe_ep.launch.gangs.rank_env import LOOPBACK, RankEnv
-from moe_ep.launch.gangs.rendezvous import listen_store, open_clients_store
+from moe_ep.launch.gangs.rendezvous import listen_store
 from moe_ep.launch.gangs.waiting import Wait
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ _START_QUIET_S = 15.0
 # Ray frees the resources of an earlier gang a moment after its workers have ended.
 FREE_LIMIT_S = 5.0
 # Prefixes of the driver's variables that workers of a running cluster get; those of a private one inherit all.
-_PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING")
+_PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING", "HF_HUB_OFFLINE")
 # Limit after ctrl-C: while Ray looks for a cluster, no signal is handled.
 _JOIN_LIMIT_S = 1.5
 # Limit for a server's answer.
@@ -424,8 +424,7 @@ class _Worker:
         def note(membership: Membership) -> None:
             self._membership = membership
 
-        store = open_clients_store(rank_env.master_addr, rank_env.master_port)
-        return run_member(rank_env, fn, args, store, on_membership=note)
+        return run_member(rank_env, fn, args, on_membership=note)
 
     def news(self) -> tuple[list[progress.Progress], list[Any]]:
         """The reports and the items since the last call."""
@@ -467,7 +466,7 @@ def _get(ref: Any, rank: int, node: str, wait: Wait) -> Any:
 
     try:
         while not ray.wait([ref], timeout=POLL_S)[0]:
-            wait.look(lambda: f"rank {rank} on node {node} failed: the worker did not start within {wait.limit_s:g} s")
+            wait.look(f"rank {rank} on node {node} failed: the worker did not start within {wait.limit_s:g} s")
         return ray.get(ref)
     except ray.exceptions.RayError as error:
         raise gang_error(actor_failure(error, rank, node)) from None
@@ -550,10 +549,8 @@ def slots(resource: str, count: int) -> Iterator[list[Slot]]:
             wait, ready = Wait("Ray to place the workers", env.DISPATCH_TIMEOUT_S.get()), group.ready()
             while not ray.wait([ready], timeout=POLL_S)[0]:
                 wait.look(
-                    lambda: (
-                        f"Ray did not place {count} workers within {wait.limit_s:g} s; others took the resources: try "
-                        f"again or lower --ep-size"
-                    )
+                    f"Ray did not place {count} workers within {wait.limit_s:g} s; others took the resources: try "
+                    f"again or lower --ep-size"
                 )
         table = placement_group_table(group)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}

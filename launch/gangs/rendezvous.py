@@ -156,10 +156,8 @@ def open_store(rank_env: RankEnv, timeout: timedelta) -> dist.Store:
     return waiting.call(
         lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False),
         wait,
-        lambda: (
-            f"what listens at {host}:{port} does not answer as a rendezvous store within "
-            f"{timeout.total_seconds():g} s; set MASTER_PORT to a port that nothing else has"
-        ),
+        f"what listens at {host}:{port} does not answer as a rendezvous store within {timeout.total_seconds():g} s; "
+        f"set MASTER_PORT to a port that nothing else has",
     )
 
 
@@ -234,7 +232,7 @@ def _await_listener(host: str, port: int, wait: Wait) -> str:
                 f"nothing listens at {host}:{port} ({error}), where rank 0 should; check that it runs there, and that "
                 f"MASTER_ADDR and MASTER_PORT, if they are set, are right"
             )
-        wait.pause(_RETRY_S, lambda why=why: why)  # type: ignore[misc]
+        wait.pause(_RETRY_S, why)
 
 
 def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
@@ -254,7 +252,7 @@ def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
         # Rank 0 reports who is missing.
         wait = Wait(f"rank 0 of {world_size}", limit_s, quiet_s=float("inf"))
         while not store.check([answer]):
-            wait.pause(_POLL_S, lambda: f"rank 0 of {world_size} did not answer within {limit_s:g} s")
+            wait.pause(_POLL_S, f"rank 0 of {world_size} did not answer within {limit_s:g} s")
         name = store.get(answer).decode()
         store.set(f"{name}/here/{rank}", "")
         return name
@@ -270,10 +268,8 @@ def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
         if missing:
             wait.pause(
                 _POLL_S,
-                lambda: (
-                    f"{rank_list(sorted(missing))} of {world_size} did not arrive within {limit_s:g} s; see why on "
-                    f"their nodes, or allow more time with {env.DISPATCH_TIMEOUT_S.name}"
-                ),
+                f"{rank_list(sorted(missing))} of {world_size} did not arrive within {limit_s:g} s; see why on their "
+                f"nodes, or allow more time with {env.DISPATCH_TIMEOUT_S.name}",
             )
     return name
 

@@ -40,11 +40,11 @@ class Wait:
     def left_s(self) -> float:
         return self._started + self.limit_s - time.monotonic()
 
-    def look(self, why: Callable[[], str] | None = None) -> None:
+    def look(self, why: str = "") -> None:
         """Checks the limit and signals; to be called in every turn of the loop.
 
         Args:
-            why: returns the message at the limit; None names what was waited for.
+            why: the message at the limit; by default it names what was waited for.
 
         Raises:
             GangError: the limit is reached.
@@ -52,17 +52,16 @@ class Wait:
         """
         interrupts.check()
         if self.left_s <= 0:
-            if why is not None:
-                raise GangError(why())
             raise GangError(
-                f"waited {self.limit_s:g} s in vain for {self._what()}; find out what keeps it, or allow more time "
+                why
+                or f"waited {self.limit_s:g} s in vain for {self._what()}; find out what keeps it, or allow more time "
                 f"with {env.DISPATCH_TIMEOUT_S.name}"
             )
         if time.monotonic() >= self._says_at:
             self._says_at = float("inf")
             progress.say(f"waiting for {self._what()}, for at most {self.limit_s:g} s")
 
-    def pause(self, seconds: float = _POLL_S, why: Callable[[], str] | None = None) -> None:
+    def pause(self, seconds: float = _POLL_S, why: str = "") -> None:
         """As `look`, and sleeps until the next turn."""
         self.look(why)
         time.sleep(max(0.0, min(seconds, self.left_s)))
@@ -73,7 +72,7 @@ def said(what: str, quiet_s: float = QUIET_S) -> AbstractContextManager[None]:
     return interrupts.calling_after(quiet_s, progress.say, f"waiting for {what}")
 
 
-def call(function: Callable[[], T], wait: Wait, why: Callable[[], str] | None = None) -> T:
+def call(function: Callable[[], T], wait: Wait, why: str = "") -> T:
     """Runs a function that no signal interrupts, such as one of a C++ library, in a thread, and returns its result.
 
     At the wait's limit, or after a signal, the thread is abandoned.

@@ -94,12 +94,12 @@ def run_generate(
     relay = CompletionRelay(rank_env.rank, len(prompts), refused, is_elastic=membership is not None)
 
     def leave(completion: Completion) -> None:
-        told = _told(tokenizer, completion, rank_env.rank, config.stop)
+        line = _line_of(tokenizer, completion, rank_env.rank, config.stop)
         # Otherwise it would be lost with this rank.
         if membership is not None and completion.routing is not None:
             ids, weights = completion.routing
-            told["routing"] = ids.numpy(), None if weights is None else weights.numpy()
-        relay.leave(told)
+            line["routing"] = ids.numpy(), None if weights is None else weights.numpy()
+        relay.leave(line)
 
     generation = Generation(
         model,
@@ -143,7 +143,7 @@ def run_generate(
         model=str(folder),
         load_s=load_s,
         versions=versions() | {"transformers": transformers.__version__},
-        completions=[_told(tokenizer, completion, rank_env.rank, config.stop) for completion in completions],
+        completions=[_line_of(tokenizer, completion, rank_env.rank, config.stop) for completion in completions],
         not_applied=_not_applied(model.generation_config),
         refused=[
             told for told in refused if told["rank"] == rank_env.rank and (membership is None or not membership.ep_rank)
@@ -225,8 +225,8 @@ def _not_applied(settings: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value not in (None, _OTHER_SETTINGS[name])}
 
 
-def _told(tokenizer: ModelTokenizer, completion: Completion, rank: int, stop: str | None) -> dict[str, Any]:
-    told: dict[str, Any] = {
+def _line_of(tokenizer: ModelTokenizer, completion: Completion, rank: int, stop: str | None) -> dict[str, Any]:
+    line: dict[str, Any] = {
         "index": completion.index,
         "text": tokenizer.text(completion.token_ids, stop),
         "num_prompt_tokens": completion.num_prompt_tokens,
@@ -235,15 +235,15 @@ def _told(tokenizer: ModelTokenizer, completion: Completion, rank: int, stop: st
         "rank": rank,
     }
     if completion.error:
-        told["error"] = completion.error
+        line["error"] = completion.error
     if completion.tokens_hit:
-        told["tokens_hit"] = sorted(set(completion.tokens_hit))
+        line["tokens_hit"] = sorted(set(completion.tokens_hit))
     if completion.logprobs:
-        told["logprobs"] = [
+        line["logprobs"] = [
             _token(tokenizer, index, found.chosen) | {"top": [_token(tokenizer, *best) for best in found.best]}
             for index, found in zip(completion.token_ids, completion.logprobs, strict=True)
         ]
-    return told
+    return line
 
 
 def _records(config: GenerateConfig) -> Records:

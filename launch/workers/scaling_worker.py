@@ -74,13 +74,13 @@ class Rows:
         measured: the result of each measurement.
     """
 
-    def __init__(self, about: Row, total: int, before: Sequence[Row], *, speaks: bool) -> None:
-        self._about, self._total, self._speaks = about, total, speaks
+    def __init__(self, about: Row, total: int, before: Sequence[Row], *, is_rank_0: bool) -> None:
+        self._about, self._total, self._is_rank_0 = about, total, is_rank_0
         self._found: dict[int, Row] = {}
         same = [key for key in about if key not in (*_CEILINGS, "command")]
         alike = [row for row in before if all(row.get(key) == about[key] for key in same)]
         if alike and (about["commit"] == "unknown" or about["commit"].endswith("-dirty")):
-            if speaks:
+            if is_rank_0:
                 logger.warning(
                     "--resume measures everything anew: the commit is %s, which says nothing of the code that was "
                     "measured before; commit what was changed, or give --commit", about["commit"],
@@ -100,14 +100,14 @@ class Rows:
         row |= {key: value for key, value in self._about.items() if key not in row}
         # Smaller EP sizes come first, so what a row is compared with is there.
         self._found[order] = row = with_efficiency([*self._found.values(), row])[-1]
-        if self._speaks:
+        if self._is_rank_0:
             progress.report("measuring", len(self._found), self._total)
             if (what, scaling, asked_tokens) not in self._written:
                 progress.hand_over(row)
 
     def finished(self) -> list[Row] | None:
         """All rows in the order in which they were asked for, where this is rank 0."""
-        if not self._speaks:
+        if not self._is_rank_0:
             return None
         if len(self._found) < self._total:
             logger.warning(
@@ -210,14 +210,14 @@ class ScalingBench:
 
     def run(self, command: str, started: float, before: Sequence[Row]) -> list[Row] | None:
         """As `run_scaling`."""
-        clock, speaks = Clock(self.config.seconds, started), self.rank_env.rank == 0
-        plan = _plan(self.config, self.geometries, tell=speaks)
+        clock, is_rank_0 = Clock(self.config.seconds, started), self.rank_env.rank == 0
+        plan = _plan(self.config, self.geometries, warns=is_rank_0)
         rows = Rows(
             self._about(command),
             sum(len(asked) for *_, asked in plan),
             # Each process that torchrun started has read a file of its own host; rank 0's counts.
             gather_values("rows of before", list(before))[0] if dist.is_initialized() else before,
-            speaks=speaks,
+            is_rank_0=is_rank_0,
         )
         gc.freeze()  # so that collecting what a row leaves is quick
         for geometry, size, asked in plan:
@@ -304,13 +304,13 @@ class ScalingBench:
 
 
 def _plan(
-    config: ScalingConfig, geometries: Sequence[Geometry], *, tell: bool
+    config: ScalingConfig, geometries: Sequence[Geometry], *, warns: bool
 ) -> list[tuple[Geometry, int, list[Asked]]]:
     """(geometry, EP size, rows), those of the same weights together: of every geometry first what others are compared
     with, then variants and other scaling, which a limit of time may cut."""
     first, later, order = [], [], itertools.count()
     for geometry in geometries:
-        routings = _routings(config, geometry, tell=tell)
+        routings = _routings(config, geometry, warns=warns)
         for size in config.ep_sizes:
             asked = list(_asked(config, routings, size, order))
             kind = asked[0].setting[2:] if asked else ()
@@ -340,7 +340,7 @@ def _asked(config: ScalingConfig, routings: Sequence[str], ep_size: int, order: 
                     yield Asked(next(order), scaling, tokens, Setting(phase, each, *values))
 
 
-def _routings(config: ScalingConfig, geometry: Geometry, *, tell: bool) -> list[str]:
+def _routings(config: ScalingConfig, geometry: Geometry, *, warns: bool) -> list[str]:
     """The routings that fit this geometry; recorded choices are those of one model's experts."""
     fitting = []
     for name in config.routing:
@@ -351,7 +351,7 @@ def _routings(config: ScalingConfig, geometry: Geometry, *, tell: bool) -> list[
         except ValueError as error:
             if len(config.routing) == 1:
                 raise ConfigError(f"--routing is {name}: {error}") from None
-            if tell:
+            if warns:
                 logger.warning("%s is measured without --routing %s: %s", geometry.name, name, error)
         else:
             fitting.append(name)

@@ -335,17 +335,16 @@ def main_report(args: argparse.Namespace) -> int:
         {"before": before.slot_loads, f"after ({config.policy})": after.slot_loads}, config.ep_size, title, config.out
     )
     moved = experts_moved(present, planned, config.ep_size)
-    layers = zip(before.layer_balancedness, after.layer_balancedness, moved, strict=True)
-    rows = [(str(layer), *found) for layer, found in enumerate(layers)]
-    rows.append(("all", before.balancedness, after.balancedness, moved.sum()))
-    columns = ("layer", "balancedness before", "after", "experts moved")
-    cells = [
-        dict(zip(columns, (layer, f"{old:.3f}", f"{new:.3f}", int(count)), strict=True))
-        for layer, old, new, count in rows
+    rows = [
+        {"layer": layer, "balancedness before": f"{old:.3f}", "after": f"{new:.3f}", "experts moved": int(count)}
+        for layer, old, new, count in (
+            *zip(range(len(moved)), before.layer_balancedness, after.layer_balancedness, moved, strict=True),
+            ("all", before.balancedness, after.balancedness, moved.sum()),
+        )
     ]
     show(title)
     show(f"{describe_parts(trace, config)}; policy {config.policy}, rule {config.rule}")
-    show(table(cells, {name: name for name in columns}))
+    show(table(rows, {name: name for name in rows[0]}))
     show(f"heat maps in {config.out}")
     return 0
 

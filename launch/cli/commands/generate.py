@@ -37,11 +37,15 @@ def main(args: argparse.Namespace) -> int:
     check_apart(written, {"--prompts": config.prompts})
     with refusing("--prompts: "):
         prompts, fields = config.read_prompts()
-    finished = _finished(config, fields)
+    finished = Finished()
+    if config.resume and config.output is not None:
+        with refusing(f"--output is {str(config.output)!r} and --resume is given; "):
+            finished = Finished.read(config.output, fields)
     if finished.lines == len(prompts):  # on the node that has the output
         print(f"{config.output} has all {len(prompts)} prompts", file=sys.stderr)
         return 1 if finished.failures else 0
-    _leave_hub_alone()
+    # Keeps transformers from asking the hub for kernels of some families. The hub's library reads it on import.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     preload("moe_ep.launch.workers.generate_worker")
     config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
     lines = CompletionLines(fields, config.output, finished)
@@ -79,24 +83,10 @@ def main(args: argparse.Namespace) -> int:
     return 1 if report.refused or report.failed or finished.failures else 0
 
 
-def _leave_hub_alone() -> None:
-    """Keeps transformers from asking the hub for kernels of some families. The hub's library reads it on import."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
 def work(
     rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine], first: int, membership: Any = None
 ) -> RankGeneration:
     """The worker's part. It imports what it needs, so that the driver starts without torch."""
-    _leave_hub_alone()
     from moe_ep.launch.workers.generate_worker import run_generate
 
     return run_generate(rank_env, config, prompts, first, membership)
-
-
-def _finished(config: GenerateConfig, fields: Sequence[dict[str, Any]]) -> Finished:
-    """The lines that --output has already, if --resume asks to keep them."""
-    if not config.resume or config.output is None:
-        return Finished()
-    with refusing(f"--output is {str(config.output)!r} and --resume is given; "):
-        return Finished.read(config.output, fields)
