@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
-from moe_ep.bench.results import checkout_commit
+from moe_ep.bench.results import as_line, checkout_commit
 from moe_ep.files import naming
 from moe_ep.launch.cli.outputs import tell
 from moe_ep.launch.cli.run_config import RunConfig
@@ -261,7 +261,7 @@ class RunReport:
                     # It stays open as long as the report lives.
                     self._lines = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
                 with naming("the folder for temporary files"):
-                    self._lines.write(json.dumps(line, allow_nan=False) + "\n")
+                    self._lines.write(as_line(line))
 
     def mean_loads(self) -> list[list[float]]:
         """Mean expert assignments to each rank in a step, `[L][R]`."""
@@ -314,14 +314,8 @@ class RunReport:
             "bytes_read_per_rank": [rank.bytes_read for rank in self.ranks],
             "verify": None
             if worst is None
-            else {
-                "max_relative_error": worst if math.isfinite(worst) else None,
-                "tolerance": first.tolerance,
-                "passed": self.verified,
-            }
-            | (
-                {} if quantizing is None else {"error_of_quantizing": quantizing if math.isfinite(quantizing) else None}
-            ),
+            else {"max_relative_error": worst, "tolerance": first.tolerance, "passed": self.verified}
+            | ({} if quantizing is None else {"error_of_quantizing": quantizing}),
             "seed": self.config.seed,
             "text": None if self.config.text is None else str(self.config.text),
             "routing": self.config.routing,
@@ -340,11 +334,9 @@ class RunReport:
             self._lines.seek(0)
             for position, line in enumerate(self._lines):
                 if position < len(self.layers) and self.layers[position] in errors:
-                    error = errors[self.layers[position]]
-                    told = json.loads(line) | {"max_relative_error": error if math.isfinite(error) else None}
-                    line = json.dumps(told, allow_nan=False) + "\n"
+                    line = as_line(json.loads(line) | {"max_relative_error": errors[self.layers[position]]})
                 yield line
-        yield json.dumps(self.summary(), allow_nan=False) + "\n"
+        yield as_line(self.summary())
 
     def tell(self) -> None:
         """Prints the report and appends it to --json."""

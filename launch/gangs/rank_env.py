@@ -3,16 +3,17 @@ for its workers. A process with none of them is alone."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from moe_ep.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-# A gang sets these for its own workers; they are not for users.
-_GANG_PREFIX = "MOE_EP_GANG_"
+# A gang sets it for its own workers: their `RankEnv` as JSON. It is not for users.
+_GANG_RANK = "MOE_EP_GANG_RANK"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Slurm sets variables of the job, which batch scripts and shells of an allocation see too, and of the step,
 # SLURM_STEP_*. Only the latter describe the processes that were started together with this one.
@@ -65,11 +66,11 @@ class RankEnv:
         `resolve_rank_env` returns it again."""
         for name in (*_TORCHRUN, "GROUP_RANK", *_SLURM_STEP):
             os.environ.pop(name, None)
-        values = {field.name: str(getattr(self, field.name)) for field in fields(self)}
         if self.source == "torchrun":
-            os.environ.update({name: values[name.lower()] for name in _TORCHRUN}, GROUP_RANK=values["node_rank"])
+            values = {name: str(getattr(self, name.lower())) for name in _TORCHRUN}
+            os.environ.update(values, GROUP_RANK=str(self.node_rank))
         else:
-            os.environ.update({_GANG_PREFIX + name.upper(): value for name, value in values.items()})
+            os.environ[_GANG_RANK] = json.dumps(asdict(self))
 
 
 def resolve_rank_env(variables: Mapping[str, str] = os.environ) -> RankEnv:
@@ -82,8 +83,8 @@ def resolve_rank_env(variables: Mapping[str, str] = os.environ) -> RankEnv:
         return _from_torchrun(variables)
     found = slurm_rank_env(variables)
     if found is None or found.world_size == 1:
-        if _GANG_PREFIX + "RANK" in variables:
-            return _from_gang(variables)
+        if gang_rank := variables.get(_GANG_RANK):
+            return RankEnv(**json.loads(gang_rank))
         found = RankEnv()  # one task, such as `srun --pty bash`, starts a gang as any shell does
     _check_mpi(variables, found.world_size)
     return found
@@ -175,17 +176,7 @@ def _check_mpi(variables: Mapping[str, str], world_size: int) -> None:
             )
 
 
-def _from_gang(variables: Mapping[str, str]) -> RankEnv:
-    names = [_GANG_PREFIX + field.name.upper() for field in fields(RankEnv)]
-    _require(variables, names, "a gang")
-    values = dict(zip((field.name for field in fields(RankEnv)), names, strict=True))
-    texts = ("master_addr", "source", "device")
-    return RankEnv(
-        **{key: variables[name] if key in texts else _number(variables, name) for key, name in values.items()}  # type: ignore[arg-type]
-    )
-
-
-def _require(variables: Mapping[str, str], names: tuple[str, ...] | list[str], launcher: str) -> None:
+def _require(variables: Mapping[str, str], names: Sequence[str], launcher: str) -> None:
     missing = [name for name in names if not variables.get(name)]
     if missing:
         found = [name for name in names if variables.get(name)]
