@@ -176,6 +176,7 @@ class Gang(ABC):
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @abstractmethod
     def run_elastic(
         self, fn: Callable[..., Any], *args: Any, config: ElasticConfig, on_item: OnItem = ignore
     ) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -191,7 +192,6 @@ class Gang(ABC):
             GangError: fewer ranks remain than config allows, or their slots are too few for all experts.
             ConfigError: this launcher does not support it, or as `run`.
         """
-        raise ConfigError(f"--elastic is given and {type(self).__name__} has no ranks that come and go")
 
     @abstractmethod
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:

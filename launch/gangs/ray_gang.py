@@ -76,9 +76,8 @@ _JOIN_LIMIT_S = 1.5
 _ANSWER_LIMIT_S = 20.0
 # A call without effect, which every cluster answers if the caller is authorized.
 _HARMLESS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-# The first bytes of a gRPC client, and the type of frame that the server answers with (RFC 9113, 3.4 and 6.5).
-_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-_SETTINGS = 4
+_HOST_PORT = re.compile(r"(.+):(\d+)", re.ASCII)
+_NO_TOKEN = "this process sends no token"
 # The processes that a cluster of one machine cannot do without.
 _SERVERS = ("gcs_server", "raylet")
 
@@ -789,69 +788,48 @@ def resolve_address(address: str) -> str:
 def _check_listening(address: str, limit_s: float) -> None:
     """Raises GangError at once if nothing or something else listens there, or if the cluster requires a token. Ray
     itself would take minutes."""
-    wait = Wait(f"an answer from {address}", 3 * limit_s)  # of three steps
-    if reason := waiting.call(lambda: _why_silent(address) or why_no_cluster(address, limit_s), wait):
+    reason = waiting.call(lambda: why_no_cluster(address, limit_s), Wait(f"an answer from {address}", 2 * limit_s))
+    if reason == _NO_TOKEN:
+        raise GangError(
+            f"the Ray cluster at {address} wants a token; set RAY_AUTH_MODE=token, and see ray get-auth-token"
+        )
+    if reason:
         raise GangError(
             f"no Ray cluster answers at {address} ({reason}); give the address that ray start printed, or leave it out "
             f"to start a cluster on this machine"
         )
-    if os.environ.get("RAY_AUTH_MODE") != "token" and waiting.call(lambda: _wants_token(address, limit_s), wait):
-        raise GangError(
-            f"the Ray cluster at {address} wants a token; set RAY_AUTH_MODE=token, and see ray get-auth-token"
-        )
-
-
-def _host_and_port(address: str) -> tuple[str, int] | None:
-    """Splits HOST:PORT; None for anything else."""
-    host, _, port = address.rpartition(":")
-    return (host, int(port)) if host and port.isdecimal() else None
 
 
 def _why_silent(address: str) -> str:
     """Why nothing can be reached there; empty if something listens, or if the address is not HOST:PORT."""
-    if (place := _host_and_port(address)) is not None:
+    if place := _HOST_PORT.fullmatch(address):
         try:
-            socket.create_connection(place, timeout=5).close()
+            socket.create_connection((place[1], int(place[2])), timeout=5).close()
         except (OSError, OverflowError) as error:
             return str(error)
     return ""
 
 
-def _uses_tls() -> bool:
-    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-
-
 def why_no_cluster(address: str, limit_s: float = _ANSWER_LIMIT_S) -> str:
-    """Why the server there is not a gRPC server, as a cluster's is; empty if it is one, or cannot be asked."""
-    if (place := _host_and_port(address)) is None or _uses_tls():
-        return ""
-    try:
-        with socket.create_connection(place, timeout=limit_s) as connection:
-            connection.sendall(_HTTP2_PREFACE)
-            answer = connection.recv(16)
-    except TimeoutError:
-        return f"what listens there said nothing within {limit_s:g} s"
-    except OSError as error:
-        return str(error)
-    if answer[3:4] == bytes([_SETTINGS]):
-        return ""
-    return "something else listens there, such as Ray's dashboard, to which ray job submit sends jobs"
+    """Why the server there is not a cluster that this process may use; empty if it is one, or cannot be asked."""
+    import grpc
 
-
-def _wants_token(address: str, limit_s: float) -> bool:
-    """Whether the cluster requires a token."""
-    try:
-        import grpc
-    except ImportError:
-        return False
-    if _host_and_port(address) is None or _uses_tls():
-        return False
-    with grpc.insecure_channel(address) as channel:
+    if reason := _why_silent(address):
+        return reason
+    if not _HOST_PORT.fullmatch(address) or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return ""
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             channel.unary_unary(_HARMLESS_CALL)(b"", timeout=limit_s)
         except grpc.RpcError as error:
-            return error.code() == grpc.StatusCode.UNAUTHENTICATED
-    return False
+            reasons = {
+                grpc.StatusCode.DEADLINE_EXCEEDED: f"what listens there said nothing within {limit_s:g} s",
+                grpc.StatusCode.UNAVAILABLE: "something else listens there, such as Ray's dashboard, to which ray job "
+                "submit sends jobs",
+                grpc.StatusCode.UNAUTHENTICATED: "" if os.environ.get("RAY_AUTH_MODE") == "token" else _NO_TOKEN,
+            }
+            return reasons.get(error.code(), "")
+    return ""
 
 
 @contextlib.contextmanager
