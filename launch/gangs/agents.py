@@ -137,7 +137,8 @@ class Node:
         was_stopped: this node may have been taken for one that is out of reach, as all others of it then.
         check_reach: on a leader, called with the ranks of a node that cannot be reached; raises if they are too many.
         record: called with the outcome of each rank; by default it adds to `outcomes`.
-        to_start: ranks that the leader has asked this node to start.
+        to_start: ranks that the leader has asked this node to start; to be removed when they are.
+        ports: ports of the store that the leader has announced; to be removed when they are used.
     """
 
     node_rank: int
@@ -160,6 +161,7 @@ class Node:
         )
         self.check_reach: Callable[[Sequence[int]], None] = lambda ranks: None
         self.to_start: list[int] = []
+        self.ports: list[int] = []
         # On the leader: the node of each rank that joined, and of all ranks if it has taken over.
         self.places: dict[int, int] = {}
         # This machine's address in its connection to the leader.
@@ -176,6 +178,7 @@ class Node:
     def follow(self, leader: int, address: str, peer: Peer) -> None:
         """Makes another node the leader."""
         self.leader, self.master_addr, self.peers, self.lost_leader = leader, address, {leader: peer}, False
+        self.ports = []
 
     @classmethod
     def meet(cls, description: dict[str, Any], endpoint: str) -> contextlib.closing[Node]:
@@ -310,13 +313,13 @@ class Node:
         else:
             self._send_all(rank=rank, failure=None if failure is None else asdict(failure))
 
-    def receive(self) -> Iterator[int]:
-        """Handles the messages of the other agents; yields the port of the store when it is announced."""
+    def receive(self) -> None:
+        """Handles the messages of the other agents."""
         for node_rank, peer in list(self.peers.items()):
             try:
                 for message in peer.receive():
                     if "port" in message:
-                        yield int(message["port"])
+                        self.ports.append(int(message["port"]))
                     elif "over" in message:
                         if (why := message["over"]) is not None:
                             self.error = (ConfigError if message["is_refusal"] else GangError)(str(why))
@@ -350,10 +353,10 @@ class Node:
         """
         wait_for = Wait("the node that listens to tell where the ranks meet", env.DISPATCH_TIMEOUT_S.get())
         while True:
-            ports = list(self.receive())
+            self.receive()
             self.check()
-            if ports:
-                return ports[0]
+            if self.ports:
+                return self.ports.pop(0)
             wait_for.look()
             wait(self.sockets, timeout=RETRY_S)
 
@@ -362,8 +365,7 @@ class Node:
         wait_for = Wait("the node that listens to say why it ended", _CONNECT_LIMIT_S)
         while not (self.is_over or self.lost_leader):
             wait_for.pause()
-            for _ in self.receive():
-                pass
+            self.receive()
 
     def check(self) -> None:
         """Raises the error that has ended the job, if any."""
@@ -376,8 +378,7 @@ class Node:
         until = time.monotonic() + _CONNECT_LIMIT_S
         while self.peers and time.monotonic() < until:
             wait(self.sockets, timeout=RETRY_S)
-            for _ in self.receive():
-                pass
+            self.receive()
 
     def _tell_end(self, error: MoeEpError | None) -> None:
         self.error, self.is_over = error, True

@@ -128,8 +128,7 @@ class ElasticAgent:
             look_at_clock()
             yield from workers.outcomes(timeout_s, also=node.sockets)
             look_at_clock()
-            for _ in node.receive():
-                pass
+            node.receive()
 
         try:
             if takes_over:
@@ -168,8 +167,7 @@ class ElasticAgent:
             except dist.DistError:
                 self._asked_at = math.inf
                 node.await_end()
-            for _ in node.receive():
-                pass
+            node.receive()
             while node.to_start:
                 rank = node.to_start.pop()
                 self._ranks.add(rank)

@@ -153,8 +153,9 @@ class TorchrunGang(Gang):
                     if rank == 0:
                         results = outcome.value or []
                     node.add(rank, outcome.failure)
-                for port in node.receive():
-                    workers.tell(port)
+                node.receive()
+                while node.ports:
+                    workers.tell(node.ports.pop())
         node.check()
         return results
 
