@@ -73,7 +73,9 @@ def start_gang(config: G, check: Check = lambda world_size, device: None) -> tup
         OptionError: flags contradict each other.
         GangError: the machines cannot hold the gang.
     """
-    config = replace(config, launcher=_launcher(config))
+    if config.launcher is None:  # the one that started this process, if any
+        source = resolve_rank_env().source
+        config = replace(config, launcher=source if source in ("torchrun", "slurm") else "ray")
     _check_together(config)
     check(*_foreseen(config))
     gang = make_gang(config)
@@ -118,14 +120,6 @@ def _check_together(config: GangConfig) -> None:
         raise OptionError(f"--nnodes is {config.nnodes} without --rdzv-endpoint; give the HOST:PORT where they meet")
     if config.ep_size and config.ep_size % config.nnodes:
         raise OptionError(f"--ep-size is {config.ep_size}; it must be a multiple of --nnodes ({config.nnodes})")
-
-
-def _launcher(config: GangConfig) -> str:
-    """The launcher of --launcher, or else the one that started this process."""
-    if config.launcher is not None:
-        return config.launcher
-    source = resolve_rank_env().source
-    return source if source in ("torchrun", "slurm") else "ray"
 
 
 def _started_as(config: GangConfig) -> RankEnv | None:
@@ -310,9 +304,3 @@ class ControlConfig:
     token: str | None = option(
         None, str, "the gang's token (default: the one stored in MOE_EP_CACHE_DIR on the gang's machine)", "TEXT"
     )
-
-    def checked_address(self) -> str:
-        """The address; OptionError if it is missing."""
-        if self.address is None:
-            raise OptionError("--address is missing; give the HOST:PORT of the gang's line `control:`")
-        return self.address

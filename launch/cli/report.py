@@ -187,9 +187,9 @@ class RunReport:
         self._tokens_hit: dict[int, list[list[int]]] = {}
         self._load, self._phases = _Load(), dict[str, _Load]()
         self._stage_ms = {stage: Times() for stage in STAGES}
-        # Sums over the last `_num_loads` steps, those of the present ranks.
-        self._layer_loads: list[list[int]] = []
-        self._num_loads = 0
+        # Assignments to each rank by layer: sums over the last `num_loads` steps, those of the present ranks.
+        self.layer_loads: list[list[int]] = []
+        self.num_loads = 0
         self._lines: IO[str] | None = None
 
     @property
@@ -227,18 +227,18 @@ class RunReport:
     def complete(self, ranks: Sequence[RankReport]) -> None:
         """Takes the final reports of the ranks."""
         self.ranks, self.is_complete = list(ranks), True
-        if self._layer_loads and len(self._layer_loads[0]) != len(self.ranks):  # lost after the last step
-            self._layer_loads, self._num_loads = [[0] * len(self.ranks) for _ in self._layer_loads], 1
+        if self.layer_loads and len(self.layer_loads[0]) != len(self.ranks):  # lost after the last step
+            self.layer_loads, self.num_loads = [[0] * len(self.ranks) for _ in self.layer_loads], 1
 
     def _add(self, step: StepReport) -> None:
         self._load.add(step)
         if any(step.tokens_hit):
             self._tokens_hit[step.step] = step.tokens_hit
         self._phases.setdefault(step.phase, _Load()).add(step)
-        if not self._layer_loads or len(self._layer_loads[0]) != len(step.loads[0]):  # other ranks
-            self._layer_loads, self._num_loads = [[0] * len(layer) for layer in step.loads], 0
-        self._num_loads += 1
-        for sums, layer in zip(self._layer_loads, step.loads, strict=True):
+        if not self.layer_loads or len(self.layer_loads[0]) != len(step.loads[0]):  # other ranks
+            self.layer_loads, self.num_loads = [[0] * len(layer) for layer in step.loads], 0
+        self.num_loads += 1
+        for sums, layer in zip(self.layer_loads, step.loads, strict=True):
             sums[:] = [a + b for a, b in zip(sums, layer, strict=True)]
         for position, layer_ms in enumerate(zip(*step.stage_ms, strict=True)):
             per_rank = {stage: [rank.get(stage, 0.0) for rank in layer_ms] for stage in STAGES}
@@ -262,10 +262,6 @@ class RunReport:
                     self._lines = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
                 with naming("the folder for temporary files"):
                     self._lines.write(as_line(line))
-
-    def mean_loads(self) -> list[list[float]]:
-        """Mean expert assignments to each rank in a step, `[L][R]`."""
-        return [[load / self._num_loads for load in layer] for layer in self._layer_loads]
 
     def summary(self) -> dict[str, Any]:
         """The last JSON line."""
@@ -418,7 +414,7 @@ def _held(rank: RankReport) -> str:
 
 
 def _loads(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
-    means = report.mean_loads()
+    means = [[load / report.num_loads for load in layer] for layer in report.layer_loads]
     if len(report.ranks) <= _MOST_COLUMNS:
         names, rows = [f"r{rank.rank}" for rank in report.ranks], means
     else:

@@ -46,7 +46,10 @@ def main(args: argparse.Namespace) -> int:
     config = from_args(ScalingConfig, args)
     set_up_logging()
     _check_together(config)
-    before = _rows_before(config)
+    before: list[dict[str, Any]] = []
+    if config.resume and config.json is not None and config.json.exists():
+        with refusing("--resume cannot go on from --json: "):
+            before = read_lines(config.json)
     config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
     config = replace(config, ep_sizes=_ep_sizes(config, gang.world_size))
     on_item = ignore if config.json is None else partial(append_line, config.json)
@@ -99,31 +102,18 @@ def _check_together(config: ScalingConfig) -> None:
         if twice := next((value for value in values if values.count(value) > 1), None):
             raise OptionError(f"{flag(name)} has {twice} twice; rows would not be told apart")
     if len(config.routing) == 1 and config.routing[0].endswith(".npz"):
-        _check_recorded(config)
+        from moe_ep.bench.geometries import preset
+        from moe_ep.bench.workload import recorded_ids
 
-
-def _check_recorded(config: ScalingConfig) -> None:
-    """Raises OptionError if the only routing is a recorded one that does not fit every geometry."""
-    from moe_ep.bench.geometries import preset
-    from moe_ep.bench.workload import recorded_ids
-
-    for geometry in map(preset, config.geometry):
-        with refusing(f"--routing has nothing for {geometry.name}: "):
-            recorded_ids(Path(config.routing[0]), geometry.num_experts, geometry.top_k)
+        for geometry in map(preset, config.geometry):
+            with refusing(f"--routing has nothing for {geometry.name}: "):
+                recorded_ids(Path(config.routing[0]), geometry.num_experts, geometry.top_k)
 
 
 def _check_fits(config: ScalingConfig, world_size: int | None, device: str | None) -> None:
     """Raises OptionError for options that such a gang cannot serve."""
     sizes = (1,) if world_size is None else _ep_sizes(config, world_size)
     check_backends(config.backend, max(sizes), device)
-
-
-def _rows_before(config: ScalingConfig) -> list[dict[str, Any]]:
-    """The rows of an earlier run, if this one resumes it."""
-    if not config.resume or config.json is None or not config.json.exists():
-        return []
-    with refusing("--resume cannot go on from --json: "):
-        return read_lines(config.json)
 
 
 def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:

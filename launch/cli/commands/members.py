@@ -6,7 +6,7 @@ import argparse
 
 from moe_ep.env import at_least
 from moe_ep.launch.cli.gang_options import ControlConfig
-from moe_ep.launch.cli.options import Parser, add_command, from_args, parsed
+from moe_ep.launch.cli.options import OptionError, Parser, add_command, from_args, parsed
 from moe_ep.launch.gangs import control
 
 
@@ -27,5 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def main(args: argparse.Namespace) -> int:
     config = from_args(ControlConfig, args)
     rank = parsed("RANK", args.rank, at_least(0)) if args.command == "leave" else -1
-    print(control.ask(config.checked_address(), config.token, args.command, rank))
+    if config.address is None:
+        raise OptionError("--address is missing; give the HOST:PORT of the gang's line `control:`")
+    print(control.ask(config.address, config.token, args.command, rank))
     return 0
