@@ -33,14 +33,12 @@ class RankGeneration:
     """The results of one rank, as plain values.
 
     Attributes:
+        about: what the summary says of the model and its layers, the same on every rank.
         completions: index, text, num_prompt_tokens, num_tokens, finish and rank of each of its prompts, and the error
             of those that failed.
         refused: index, finish, error and rank of the prompts that the model refuses.
-        not_applied: settings of the model's generation_config.json that change which token is the likeliest, and that
-            are ignored.
         step_s: seconds of its steps by kind: prefill, decode (both eager), prefill_replayed, replayed (decode; both in
             CUDA graphs), serve.
-        passes: whether prefill and decode run in CUDA graphs, or why not.
         elapsed_s: from the first step to the last, the same steps on every rank.
         rank_loads: rows that it sent to each rank, by layer, over all steps since the ranks last changed.
         memory_bytes: peak memory of the GPU, or of the process on CPUs.
@@ -51,19 +49,11 @@ class RankGeneration:
     node: str
     device: str
     device_name: str
-    backends: tuple[str, str]
-    experts_name: str
-    dtype: str
-    model: str
-    num_layers: int
-    num_experts: int
+    about: dict[str, Any]
     load_s: float
-    versions: dict[str, str]
     completions: list[dict[str, Any]]
     refused: list[dict[str, Any]]
-    not_applied: dict[str, Any]
     step_s: dict[str, list[float]]
-    passes: dict[str, str]
     elapsed_s: float
     rank_loads: list[list[int]]
     memory_bytes: int
@@ -129,30 +119,22 @@ class GenerationReport:
         num_tokens = [rank.num_tokens for rank in self.ranks]
         return {
             "kind": "summary",
-            "model": first.model,
-            "num_layers": first.num_layers,
-            "num_experts": first.num_experts,
+            **first.about,
             "launcher": self.config.launcher,
             "ep_size": len(self.ranks),
-            "backend": {"prefill": first.backends[0], "decode": first.backends[1]},
-            "experts": first.experts_name,
-            "dtype": first.dtype,
             "devices": sorted({rank.device_name for rank in self.ranks}),
             "batch_size": self.config.batch_size,
             "prompts_per_rank": [len(rank.completions) for rank in self.ranks],
             "prompts_refused": len(self.refused),
             "prompts_failed": len(self.failed),
-            "not_applied": first.not_applied,
             "tokens_per_rank": num_tokens,
             "elapsed_s": self.elapsed_s,
             "tokens_per_s_per_rank": [count / self.elapsed_s for count in num_tokens],
             "tokens_per_s": self._num_tokens / self.elapsed_s,
             "step_ms": {kind: self.step_ms(kind) for kind in first.step_s},
-            "passes": first.passes,
             "balancedness": self._balancedness(),
             "load_s": max(rank.load_s for rank in self.ranks),
             "memory_bytes_per_rank": [rank.memory_bytes for rank in self.ranks],
-            "versions": first.versions,
             "commit": checkout_commit(),
             "command": self.command,
             "recoveries": self.recoveries,

@@ -135,21 +135,23 @@ def run_generate(
         node=platform.node(),
         device=rank_env.device,
         device_name=device_name(device),
-        backends=_backends(steps, config.batch_size),
-        experts_name=EXPERTS.name_of(steps.layers[0].modular_kernel.fused_experts),
-        dtype=str(dtype).removeprefix("torch."),
-        num_layers=len(steps.layers),
-        num_experts=steps.layers[0].num_experts,
-        model=str(folder),
+        about={
+            "model": str(folder),
+            "num_layers": len(steps.layers),
+            "num_experts": steps.layers[0].num_experts,
+            "backend": _backends(steps, config.batch_size),
+            "experts": EXPERTS.name_of(steps.layers[0].modular_kernel.fused_experts),
+            "dtype": str(dtype).removeprefix("torch."),
+            "passes": generation.how_passes_run(),
+            "not_applied": _not_applied(model.generation_config),
+            "versions": versions() | {"transformers": transformers.__version__},
+        },
         load_s=load_s,
-        versions=versions() | {"transformers": transformers.__version__},
         completions=[_line_of(tokenizer, completion, rank_env.rank, config.stop) for completion in completions],
-        not_applied=_not_applied(model.generation_config),
         refused=[
             told for told in refused if told["rank"] == rank_env.rank and (membership is None or not membership.ep_rank)
         ],
         step_s=generation.times,
-        passes=generation.how_passes_run(),
         elapsed_s=elapsed_s,
         rank_loads=_rank_loads(steps),
         memory_bytes=peak_memory(device),
@@ -270,12 +272,12 @@ def _token(tokenizer: ModelTokenizer, index: int, logprob: float) -> dict[str, A
     return {"token_id": index, "token": tokenizer.tokenizer.decode([index]), "logprob": logprob}
 
 
-def _backends(steps: StepCoordinator, batch_size: int) -> tuple[str, str]:
+def _backends(steps: StepCoordinator, batch_size: int) -> dict[str, str]:
     """Names of the backends of prompts and of decoding."""
     layer = steps.layers[0]
     prefill = ALL2ALL_BACKENDS.name_of(layer.prepare_finalize)
     with steps.pretending(batch_size):
-        return prefill, ALL2ALL_BACKENDS.name_of(layer.prepare_finalize)
+        return {"prefill": prefill, "decode": ALL2ALL_BACKENDS.name_of(layer.prepare_finalize)}
 
 
 def _rank_loads(steps: StepCoordinator) -> list[list[int]]:

@@ -321,7 +321,7 @@ def test_settings_that_are_not_applied_are_told(demo: Path, tmp_path: Path) -> N
     file.write_text(json.dumps(json.loads(file.read_text()) | settings | {"do_sample": True, "top_k": 20}))
     config = GenerateConfig(model=folder, prompt=("import",), max_new_tokens=1)
     (result,) = ranks(1).run(answer, config, config.read_prompts()[0])
-    assert result.not_applied == {"repetition_penalty": 1.05, "min_new_tokens": 2}
+    assert result.about["not_applied"] == {"repetition_penalty": 1.05, "min_new_tokens": 2}
 
 
 def test_a_special_token_stops_a_text_that_is_shown_without_it(demo: Path) -> None:
