@@ -430,10 +430,9 @@ def _loads(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
 
 def _times(summary: dict[str, Any]) -> Iterator[str]:
     yield f"{'ms, slowest rank':<24}{'median':>10}{'p99':>10}{'max':>10}"
-    for stage, ms in summary["ms"].items():
-        yield f"{stage + ', per layer':<24}{ms['median']:>10.3f}{ms['p99']:>10.3f}{ms['max']:>10.3f}"
-    whole = summary["step_ms"]
-    yield f"{'whole step':<24}{whole['median']:>10.3f}{whole['p99']:>10.3f}{whole['max']:>10.3f}"
+    of_stages = {f"{stage}, per layer": ms for stage, ms in summary["ms"].items()}
+    for name, ms in (of_stages | {"whole step": summary["step_ms"]}).items():
+        yield f"{name:<24}{ms['median']:>10.3f}{ms['p99']:>10.3f}{ms['max']:>10.3f}"
     steps = f"{summary['steps']} step{'s' if summary['steps'] > 1 else ''}"
     rate, mean = summary["tokens_per_s"], summary["mean_tokens_per_s"]
     beside = f" ({mean:,.0f} in the mean)" if abs(mean - rate) > _NOTICEABLE * rate else ""

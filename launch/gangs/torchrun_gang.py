@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep.errors import ConfigError
 from moe_ep.launch.gangs import interrupts, mailbox, progress
-from moe_ep.launch.gangs.agents import Node
-from moe_ep.launch.gangs.elastic_agent import ElasticAgent
+from moe_ep.launch.gangs.agents import ElasticAgent, Node
 from moe_ep.launch.gangs.gang import (
     ECHO_GRACE_S,
     Gang,
