@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,24 +152,27 @@ class GenerateConfig(ElasticOptions):
         Raises:
             ValueError: there is no valid prompt; the message says what is wrong with the first line.
         """
-        found: list[tuple[str, dict[str, Any] | ValueError]]
+        found: Sequence[tuple[str, dict[str, Any] | bytes]]
+        are_json = False
         if self.prompts is None:
             found = [("--prompt", {"prompt": prompt}) for prompt in self.prompt]
         elif self.prompts == _STDIN:
             if sys.stdin is None:
                 raise ValueError("stdin is closed; name a file, or give --prompt")
-            found = _lines_of("stdin", sys.stdin.buffer.read(), are_json=None)
+            found = raw_lines = _lines_of("stdin", sys.stdin.buffer.read())
+            are_json = raw_lines[0][1].lstrip()[:1] in (b"{", b'"')
         else:
-            found = _lines_of(str(self.prompts), self.prompts.read_bytes(), are_json=self.prompts.suffix == ".jsonl")
+            found = _lines_of(str(self.prompts), self.prompts.read_bytes())
+            are_json = self.prompts.suffix == ".jsonl"
         lines, fields = [], []
-        for index, (where, line) in enumerate(found):
+        for index, (where, raw) in enumerate(found):
+            line: dict[str, Any] = {}
             try:
-                if isinstance(line, ValueError):
-                    raise line
+                line = raw if isinstance(raw, dict) else _object_of(raw, is_json=are_json)
                 lines.append(PromptLine(index, where, self.prompt_of(line)))
             except ValueError as error:
                 lines.append(PromptLine(index, where, None, f"{where}: {error}"))
-            fields.append({} if isinstance(line, ValueError) else line)
+            fields.append(line)
         if all(line.prompt is None for line in lines):
             raise ValueError(lines[0].error)
         return lines, fields
@@ -203,39 +207,35 @@ class GenerateConfig(ElasticOptions):
         return replace(Conversation.from_line(line), is_text="prompt" in line)
 
 
-def _lines_of(name: str, data: bytes, *, are_json: bool | None) -> list[tuple[str, dict[str, Any] | ValueError]]:
-    """Parses the lines that are not blank; each comes with its position, and is an object or an error.
-
-    Args:
-        are_json: whether lines are JSON or texts; None decides by the first line.
-    """
+def _lines_of(name: str, data: bytes) -> list[tuple[str, bytes]]:
+    """The lines that are not blank, each with its position."""
     if name.endswith(".json"):
         raise ValueError(f"{name}: expected a prompt a line, found one JSON value; write each on a line of a .jsonl")
     # Not splitlines, which also splits at characters that a prompt may contain.
-    raw = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    numbered = [(f"line {at}", line) for at, line in enumerate(raw, start=1) if line.strip()]
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    numbered = [(f"line {at}", line) for at, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise ValueError(f"{name}: expected a prompt a line, found none")
-    if are_json is None:
-        are_json = numbered[0][1].lstrip()[:1] in (b"{", b'"')
-    return [(where, _object_of(line, is_json=are_json)) for where, line in numbered]
+    return numbered
 
 
-def _object_of(raw: bytes, *, is_json: bool) -> dict[str, Any] | ValueError:
+def _object_of(raw: bytes, *, is_json: bool) -> dict[str, Any]:
     try:
         text = raw.decode()
     except UnicodeDecodeError:
-        return ValueError("it must be text in UTF-8")
+        raise ValueError("it must be text in UTF-8") from None
     if not is_json:
         return {"prompt": text.removesuffix("\r")}
     try:
         value = parse_json(text)
         json.dumps(value, allow_nan=False)  # the output repeats it
     except ValueError:
-        return ValueError(f"expected JSON with finite numbers, found {_shown(text)}")
+        raise ValueError(f"expected JSON with finite numbers, found {_shown(text)}") from None
     if isinstance(value, str):
         value = {"prompt": value}
-    return value if isinstance(value, dict) else ValueError(f"expected a string or an object, found {_shown(text)}")
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a string or an object, found {_shown(text)}")
+    return value
 
 
 def _shown(value: Any) -> str:
