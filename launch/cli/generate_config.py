@@ -36,12 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One prompt, or the error in its line.
-
-    Attributes:
-        where: where it was read, for messages.
-        prompt: None if the line is wrong; `error` says why.
-    """
+    """One prompt with its place, for messages; or None and the error in its line."""
 
     index: int
     where: str
@@ -147,11 +142,8 @@ class GenerateConfig(ElasticOptions):
                 raise OptionError(f"{name} is {value} and --temperature is 0, where nothing is drawn; raise it")
 
     def read_prompts(self) -> tuple[list[PromptLine], list[dict[str, Any]]]:
-        """Reads the prompts, and the fields of their lines, which the output repeats.
-
-        Raises:
-            ValueError: there is no valid prompt; the message says what is wrong with the first line.
-        """
+        """Reads the prompts, and the fields of their lines, which the output repeats; ValueError, that of the first
+        line, if no prompt is valid."""
         found: Sequence[tuple[str, dict[str, Any] | bytes]]
         are_json = False
         if self.prompts is None:

@@ -226,13 +226,8 @@ _OUTPUT_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class Finished:
-    """The lines that an output file already has, from an interrupted run.
-
-    Attributes:
-        lines: number of prompts, from the first one on.
-        size: bytes of these lines.
-        failures: lines without a completion.
-    """
+    """How many lines, from the first prompt on, an output file has from an interrupted run; their bytes, and how many
+    have no completion."""
 
     lines: int = 0
     size: int = 0
@@ -240,11 +235,7 @@ class Finished:
 
     @classmethod
     def read(cls, output: Path, prompts: Sequence[dict[str, Any]]) -> Finished:
-        """Counts the complete lines of prompts in an output file, without its summary.
-
-        Raises:
-            ValueError: a line does not belong to its prompt.
-        """
+        """Counts the complete lines of prompts in an output file; ValueError for one that is not its prompt's."""
         lines = size = failures = 0
         for raw in output.read_bytes().splitlines(keepends=True) if output.is_file() else ():
             try:

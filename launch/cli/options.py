@@ -151,11 +151,8 @@ def _shown_default(default: Any) -> str:
 
 
 def from_args(config: type[C], args: argparse.Namespace) -> C:
-    """Makes the configuration from the flags, and from --config for flags that are not given.
-
-    Raises:
-        OptionError: a value that its flag does not allow, or a file that does not hold options of this command.
-    """
+    """Makes the configuration from the flags, and from --config for flags that are not given; OptionError for a value
+    that its flag does not allow, or a file that does not hold options of this command."""
     file = getattr(args, "config", None)
     given = {} if file is None else _read_config(file, config)
     values = {}

@@ -111,11 +111,7 @@ class EplbOptions:
             raise ConfigError(str(error)) from None
 
     def redundant_experts(self, num_experts: int, ep_size: int) -> int | None:
-        """Physical experts beyond `num_experts`; None without --eplb.
-
-        Raises:
-            ConfigError: --load-placement names no placement.
-        """
+        """Physical experts beyond `num_experts`, None without --eplb; ConfigError if --load-placement names none."""
         if not self.eplb:
             return None
         if self.num_redundant_experts is not None:

@@ -206,12 +206,7 @@ class Node:
 
     @classmethod
     def meet(cls, description: dict[str, Any], endpoint: str) -> contextlib.closing[Node]:
-        """Connects all nodes.
-
-        Raises:
-            GangError: nodes do not arrive within the timeout, or something else listens at the endpoint.
-            ConfigError: nodes have different options.
-        """
+        """Connects all nodes; GangError if they do not arrive in time, ConfigError if their options differ."""
         host, _, port = endpoint.rpartition(":")
         host, limit_s = host.strip("[]"), env.DISPATCH_TIMEOUT_S.get()
         try:
@@ -370,11 +365,8 @@ class Node:
         return place
 
     def await_port(self) -> int:
-        """Waits for the port of the store, which the leader announces.
-
-        Raises:
-            GangError, ConfigError: the leader has ended, or does not announce it within the timeout.
-        """
+        """Waits for the port of the store, which the leader announces; GangError or ConfigError if it ended, or does
+        not in time."""
         wait_for = Wait("the node that listens to tell where the ranks meet", env.DISPATCH_TIMEOUT_S.get())
         while True:
             self.receive()
@@ -645,11 +637,7 @@ class ElasticAgent:
                     self._successors[node] = str(host), int(port)
 
     def _succeed(self) -> None:
-        """Makes the first remaining agent the leader: this one, or another one, which is told of this node.
-
-        Raises:
-            GangError: the leading agent was lost before all agents knew each other.
-        """
+        """Makes the first remaining agent the leader: this one, or another one, which is told of this node."""
         node = self._node
         for other in sorted(self._successors):
             if other == node.node_rank:

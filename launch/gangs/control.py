@@ -35,11 +35,7 @@ def _token_file(port: int) -> Path:
 
 
 class Request:
-    """One request to the gang; `answer` ends it.
-
-    Attributes:
-        kind: "join" or "leave".
-    """
+    """One request to the gang, of the kind "join" or "leave"; `answer` ends it."""
 
     def __init__(self, kind: str, rank: int) -> None:
         self.kind, self.rank = kind, rank
@@ -57,11 +53,7 @@ class Request:
 
 
 class ControlServer:
-    """Listens for requests on a free port of loopback; a context manager.
-
-    Attributes:
-        address: host:port.
-    """
+    """Listens for requests at `address`, a free port of loopback; a context manager."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server((LOOPBACK, 0))

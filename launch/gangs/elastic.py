@@ -123,11 +123,7 @@ class ElasticOutcomes:
         return [self._values[rank] for rank in self._epoch.ranks], self.recoveries
 
     def add(self, rank: int, outcome: Outcome) -> None:
-        """Records a rank's outcome, and removes the rank if it failed.
-
-        Raises:
-            ConfigError, GangError: a failure after which the gang cannot go on.
-        """
+        """Records a rank's outcome, and removes the rank if it failed; raises the gang's error if that is final."""
         if outcome.failure is not None and rank in self._joining:
             if (request := self._joining.pop(rank)) is None:
                 self._start_replacement()

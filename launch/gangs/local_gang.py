@@ -131,15 +131,10 @@ class LocalWorkers:
     ends all of them.
 
     Args:
-        port: of the elastic gang's store; None if rank 0 serves the store.
+        port: of the elastic gang's store, which may be replaced for workers that are started later; None if rank 0
+            serves the store.
         on_item: called with each item of rank 0.
         on_port: called with the port of the store that rank 0 serves, after the other ranks here are told.
-
-    Attributes:
-        port: as given. It may be replaced, for workers that are started later.
-
-    Raises:
-        ConfigError: the function cannot be imported by another process.
     """
 
     def __init__(
@@ -209,11 +204,7 @@ class LocalWorkers:
         """Waits for messages of workers and handles them; yields the outcomes. That of a worker that died is a failure.
 
         Args:
-            timeout_s: how long to wait for the first message.
             also: sockets that end the wait too when they are readable.
-
-        Raises:
-            GangError: workers did not start within the limit.
         """
         interrupts.check()
         if self._silent:
@@ -292,10 +283,6 @@ def warm_fork_server() -> ForkServerContext:
     """Starts the server process that local workers are forked from; it begins to import torch at once.
 
     The server and the workers ignore ctrl-C, which the driver handles.
-
-    Raises:
-        GangError: its socket cannot be made, for example because the path of the folder for temporary files is too
-            long.
     """
     if getattr(process.current_process(), "_inheriting", False):
         os._exit(_UNGUARDED)

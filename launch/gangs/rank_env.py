@@ -96,11 +96,8 @@ def is_torchrun_rank(variables: Mapping[str, str] = os.environ) -> bool:
 
 
 def slurm_rank_env(variables: Mapping[str, str] = os.environ) -> RankEnv | None:
-    """Finds this process's place among the tasks of srun's step; None outside of a step.
-
-    Raises:
-        ConfigError: Slurm's variables are incomplete, not numbers, or contradict each other.
-    """
+    """Finds this process's place among the tasks of srun's step, None outside of a step; ConfigError as
+    `resolve_rank_env`."""
     in_step = _STEP_NODELIST in variables or _STEP_NUM_TASKS in variables
     # Not so for a batch script or the shell of an allocation.
     is_srun = in_step and _number(variables, _STEP_ID, 0) < _FIRST_SPECIAL_STEP

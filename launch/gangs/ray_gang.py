@@ -205,12 +205,7 @@ class RayGang(Gang):
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an actor's process.
-
-    Attributes:
-        gpu: its GPU's index on the node, -1 for none.
-        host: the node's name.
-    """
+    """The place of an actor's process: its GPU's index on the node (-1 for none), and the node's name and address."""
 
     gpu: int
     device: str
@@ -728,11 +723,8 @@ def _own_sigterm_handler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loopback_cluster() -> Iterator[None]:
-    """Makes all servers of a cluster that is started in the block listen on loopback only.
-
-    Ray does so on systems where it supports one machine only. This sets that switch for its processes, and for this
-    one, which has already read it.
-    """
+    """Makes all servers of a cluster that is started in the block listen on loopback only, as Ray does on systems where
+    it supports one machine only: sets that switch for its processes, and for this one, which has already read it."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER

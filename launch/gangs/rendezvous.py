@@ -179,11 +179,8 @@ def addresses_of(host: str) -> list[str]:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listens on the one interface of this machine that has the host's address.
-
-    Raises:
-        OSError: the address is not of this machine, or the port is taken.
-    """
+    """Listens on the one interface of this machine that has the host's address; OSError if none has, or the port is
+    taken."""
     address = addresses_of(host)[0]
     return socket.create_server((address, port), family=_family(address), backlog=socket.SOMAXCONN)
 

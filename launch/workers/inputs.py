@@ -19,12 +19,7 @@ from moe_ep.rollouts.routing_file import RoutingFile
 
 
 class TokenSource:
-    """Activations of this rank, step by step; every rank and step has tokens of its own.
-
-    Raises:
-        CheckpointError: a text is asked for and the checkpoint has no tokenizer.
-        ConfigError: the tokenizer makes no tokens of the text.
-    """
+    """Activations of this rank, step by step; every rank and step has tokens of its own."""
 
     def __init__(
         self, config: RunConfig, reader: CheckpointReader, spec: MoEModelSpec, rank: int, world_size: int
@@ -74,11 +69,8 @@ _CHOSEN, _STEP_DOWN = 4.0, 0.125
 
 
 class RoutingSource:
-    """Logits f32 `[T, E]` for every step, layer and rank, the same wherever they are asked for.
-
-    Raises:
-        ConfigError: the recorded run is of another model.
-    """
+    """Logits f32 `[T, E]` for every step, layer and rank, the same wherever they are asked for; ConfigError if the
+    recorded run is of another model."""
 
     def __init__(self, config: RunConfig, spec: MoEModelSpec, model: str, world_size: int) -> None:
         self._config, self._spec, self._world_size = config, spec, world_size

@@ -90,11 +90,8 @@ class Rows:
         self._written = {(_measurement_of(row), row["scaling"], row["asked_tokens"]) for row in alike}
 
     def add(self, order: int, what: Measurement, scaling: str, asked_tokens: int) -> None:
-        """The row of a measurement that there is.
-
-        Args:
-            order: its place among all rows, which are not measured in that order.
-        """
+        """Adds the row of a measurement that there is, at its place among all rows, which are measured in another
+        order."""
         about = {"geometry": what.geometry, "ep_size": what.ep_size, "scaling": scaling, "asked_tokens": asked_tokens}
         row = about | {key: value for key, value in self.measured[what].items() if key not in about}
         row |= {key: value for key, value in self._about.items() if key not in row}
@@ -118,12 +115,8 @@ class Rows:
 
 
 class Clock:
-    """Whether there is time for another row, the same on every rank.
-
-    Args:
-        seconds: that the command may take; None for any number.
-        started: when it began, as `time.time` has it.
-    """
+    """Whether there is time for another row, the same on every rank: of the seconds that the command may take (None for
+    any number) since it started, as `time.time` has it."""
 
     def __init__(self, seconds: float | None, started: float) -> None:
         self._seconds, self._started = seconds, started
@@ -163,11 +156,8 @@ _PREFILL_CHAIN = 4
 
 
 class Asked(NamedTuple):
-    """A row that was asked for; rows of weak and strong scaling may have their setting in common.
-
-    Attributes:
-        order: its place among all rows, which are not measured in that order.
-    """
+    """A row that was asked for, and its place among all rows, which are measured in another order. Rows of weak and
+    strong scaling may have their setting in common."""
 
     order: int
     scaling: str

@@ -552,11 +552,8 @@ def pass_through(stack: MoEStack, x: torch.Tensor, logits: Sequence[torch.Tensor
 
 
 class Balancing:
-    """EPLB in a run: the manager of its layers, which begin where --load-placement says.
-
-    Raises:
-        ConfigError: that placement is of another model, or for other ranks.
-    """
+    """EPLB in a run: the manager of its layers, which begin where --load-placement says; ConfigError if that is of
+    another model, or for other ranks."""
 
     def __init__(self, run: Run) -> None:
         config = self._config = run.config
@@ -637,11 +634,7 @@ class Balancing:
 
 @contextmanager
 def _observing(rank_env: RankEnv, config: RunConfig) -> Iterator[LayerMonitor | None]:
-    """Serves metrics, and writes a trace of what happens inside the block; yields the monitor of the metrics, if any.
-
-    Raises:
-        ConfigError: the port is taken.
-    """
+    """Serves metrics, and writes a trace of what happens inside the block; yields the metrics' monitor, if any."""
     with ExitStack() as stack:
         monitor = None
         if config.metrics_port is not None:

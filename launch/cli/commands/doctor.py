@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -17,20 +18,12 @@ from moe_ep.launch.cli.options import Parser, add_command
 from moe_ep.launch.cli.outputs import show
 from moe_ep.launch.gangs.gang import num_cpus
 
-# Shown name -> the distributions that may provide it.
-_PACKAGES = {
-    "torch": ("torch",),
-    "ray": ("ray",),
-    "triton": ("triton",),
-    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-    "nvshmem": ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
-    "nvshmem4py": ("nvshmem4py-cu13", "nvshmem4py-cu12"),
-    "cuda-core": ("cuda-core",),
-    "cuda-bindings": ("cuda-bindings",),
-    "safetensors": ("safetensors",),
-    "tokenizers": ("tokenizers",),
-    "transformers": ("transformers",),
-}
+_PACKAGES = (
+    "torch", "ray", "triton", "nccl", "nvshmem", "nvshmem4py", "cuda-core", "cuda-bindings", "safetensors",
+    "tokenizers", "transformers",
+)  # fmt: skip
+# The distributions that may provide a package, without the CUDA version in their names.
+_DISTRIBUTIONS = {"nccl": "nvidia-nccl-cu", "nvshmem": "nvidia-nvshmem-cu", "nvshmem4py": "nvshmem4py-cu"}
 _FIXES = {
     "torch": "pip install torch",
     "ray": "pip install 'ray[default]'",
@@ -65,7 +58,7 @@ def examine() -> dict[str, Any]:
         "cpus": num_cpus(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cache": {"folder": str(env.CACHE_DIR.get()), "unusable": _why_unwritable(env.CACHE_DIR.get())},
-        "versions": {name: _version(distributions) for name, distributions in _PACKAGES.items()},
+        "versions": {name: _version(name) for name in _PACKAGES},
         **_gpus(),
         "backends": {name: why_unusable(ALL2ALL_BACKENDS, name) for name in ALL2ALL_BACKENDS},
         "experts": {name: why_unusable(EXPERTS, name) for name in EXPERTS},
@@ -82,12 +75,11 @@ def why_unusable(registry: Any, name: str) -> str | None:
     return None if reason is None else " ".join(str(reason).split())
 
 
-def _version(distributions: tuple[str, ...]) -> str | None:
-    for distribution in distributions:
-        try:
+def _version(package: str) -> str | None:
+    name = _DISTRIBUTIONS.get(package)
+    for distribution in (package,) if name is None else (f"{name}13", f"{name}12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 

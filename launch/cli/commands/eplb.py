@@ -85,12 +85,8 @@ def trace_file(raw: str) -> Path:
 
 
 def read_trace(raw: str, config: SceneConfig) -> RoutingTrace:
-    """Reads a recorded trace, or a file of plain choices, which is split into steps.
-
-    Raises:
-        OptionError: there is no such file, or the options do not fit it.
-        ValueError: it is neither.
-    """
+    """Reads a recorded trace, or a file of plain choices, which is split into steps; ValueError if it is neither, and
+    OptionError if the options do not fit it."""
     from moe_ep.eplb.trace import RoutingTrace, from_choices, is_trace, plain_choices, read_arrays
 
     path = trace_file(raw)
