@@ -107,7 +107,7 @@ class TorchrunGang(Gang):
         if self._env is not None:
             raise ConfigError(
                 f"--elastic is given under {self._env.source}, which ends all ranks when one fails; start moe-ep by "
-                f"itself, or under Ray"
+                f"itself, with --launcher torchrun or ray"
             )
         if self._num_nodes == 1:
             gang = LocalGang(self._num_local, self.device, source="torchrun")

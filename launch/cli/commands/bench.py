@@ -101,13 +101,6 @@ def _check_together(config: ScalingConfig) -> None:
         values = [Path(value).name if name == "routing" else str(value) for value in getattr(config, name)]
         if twice := next((value for value in values if values.count(value) > 1), None):
             raise OptionError(f"{flag(name)} has {twice} twice; rows would not be told apart")
-    if len(config.routing) == 1 and config.routing[0].endswith(".npz"):
-        from moe_ep.bench.geometries import preset
-        from moe_ep.bench.workload import recorded_ids
-
-        for geometry in map(preset, config.geometry):
-            with refusing(f"--routing has nothing for {geometry.name}: "):
-                recorded_ids(Path(config.routing[0]), geometry.num_experts, geometry.top_k)
 
 
 def _check_fits(config: ScalingConfig, world_size: int | None, device: str | None) -> None:
