@@ -48,14 +48,13 @@ def _serve_store(listener: socket.socket, address: str, timeout: timedelta) -> d
     )
 
 
-def init_process_group(rank_env: RankEnv, device: str | None = None, store: dist.Store | None = None) -> dist.Store:
+def init_process_group(rank_env: RankEnv, store: dist.Store | None = None) -> dist.Store:
     """Joins the default process group: gloo for CPU tensors, and NCCL too where the device is a GPU.
 
     A second call for the same rank does nothing. The ranks of each attempt meet under a new prefix of the store, so
     that they do not see what an attempt before a restart by torchrun has left there.
 
     Args:
-        device: "cpu" or "cuda:<index>"; None takes rank_env.device.
         store: the rendezvous store, if this process serves it; None connects to the one of rank_env.
 
     Returns:
@@ -76,7 +75,7 @@ def init_process_group(rank_env: RankEnv, device: str | None = None, store: dist
                 f"{rank_env.rank} of {rank_env.world_size}; call destroy_process_group first"
             )
         return dist.distributed_c10d._get_default_store()
-    where = torch.device(device or rank_env.device)
+    where = torch.device(rank_env.device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if rank_env.local_world_size == rank_env.world_size:
