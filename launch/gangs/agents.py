@@ -169,7 +169,6 @@ class Node:
     master_addr: str
     peers: dict[int, Peer]
     num_local: int
-    outcomes: Outcomes
     leader: int = 0
     is_over: bool = False
     outlives_leader: bool = False
@@ -180,6 +179,7 @@ class Node:
     left_s: float = POLL_S
 
     def __post_init__(self) -> None:
+        self.outcomes = Outcomes(range(self.num_local * (1 + len(self.peers))))
         self.record: Callable[[int, WorkerFailure | None], None] = lambda rank, failure: self.outcomes.add(
             rank, Outcome(failure=failure)
         )
@@ -259,8 +259,7 @@ class Node:
             raise
         for peer in arriving:
             peer.close()
-        num_local = description["--ep-size"] // num_nodes
-        return cls(0, address, joined, num_local, Outcomes(range(description["--ep-size"])))
+        return cls(0, address, joined, description["--ep-size"] // num_nodes)
 
     @classmethod
     def _join(cls, description: dict[str, Any], host: str, port: int, limit_s: float) -> Node:
@@ -297,7 +296,6 @@ class Node:
                 raise ConfigError(f"the node that listens at {where} refuses this one: {answer['refused']}")
             if "ended" in answer:
                 raise GangError(f"the node that listens at {where} gave up: {answer['ended']}")
-            num_local = description["--ep-size"] // description["--nnodes"]
             node_rank, address = int(answer["node_rank"]), str(answer["address"])
         except BaseException as error:
             peer.close()
@@ -307,8 +305,7 @@ class Node:
                     f"--rdzv-endpoint"
                 ) from None
             raise
-        first = node_rank * num_local
-        return cls(node_rank, address, {0: peer}, num_local, Outcomes(range(first, first + num_local)))
+        return cls(node_rank, address, {0: peer}, description["--ep-size"] // description["--nnodes"])
 
     @property
     def sockets(self) -> list[Any]:
