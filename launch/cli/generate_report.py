@@ -84,12 +84,12 @@ class GenerationReport:
         self.config, self.command, self.ranks = config, command, list(ranks)
         self.recoveries = list(recoveries)
         self.elapsed_s = max(rank.elapsed_s for rank in ranks)
-        self.refused = [told for rank in ranks for told in rank.refused]
-        completed = {told["index"]: told for rank in ranks for told in rank.completions}
-        self.of_lost = [told for told in handed_over if told["index"] not in completed and told["finish"] != "refused"]
+        self.refused = [line for rank in ranks for line in rank.refused]
+        completed = {line["index"]: line for rank in ranks for line in rank.completions}
+        self.of_lost = [line for line in handed_over if line["index"] not in completed and line["finish"] != "refused"]
         everything = (*completed.values(), *self.of_lost)
-        self.failed = [told for told in everything if told["finish"] == "failed"]
-        self._prompts_hit = sorted(told["index"] for told in everything if told.get("tokens_hit"))
+        self.failed = [line for line in everything if line["finish"] == "failed"]
+        self._prompts_hit = sorted(line["index"] for line in everything if line.get("tokens_hit"))
 
     def routing(self, handed_over: Mapping[int, Recorded]) -> RoutingFile:
         """The recorded routing of all prompts.
@@ -154,7 +154,7 @@ class GenerationReport:
     @property
     def _num_tokens(self) -> int:
         """Generated tokens, including those of lost ranks."""
-        return sum(rank.num_tokens for rank in self.ranks) + sum(told["num_tokens"] for told in self.of_lost)
+        return sum(rank.num_tokens for rank in self.ranks) + sum(line["num_tokens"] for line in self.of_lost)
 
     def lines(self) -> Iterator[str]:
         """The report for the terminal."""
@@ -197,7 +197,7 @@ class GenerationReport:
         total = len(self.refused) + sum(summary["prompts_per_rank"]) + len(self.of_lost)
         for what, several in (("refused", self.refused), ("failed at", self.failed)):
             if several:
-                first = min(several, key=lambda told: told["index"])["error"]
+                first = min(several, key=lambda line: line["index"])["error"]
                 yield f"{what} {len(several)} of {total} prompts: {first}"
 
     @staticmethod
@@ -344,8 +344,8 @@ class CompletionRelay:
             from moe_ep.distributed.store import rendezvous_store
 
             self._store = rendezvous_store()
-        for told in refused if self._hands_over else ():
-            progress.hand_over(told)
+        for line in refused if self._hands_over else ():
+            progress.hand_over(line)
 
     def leave(self, completion: dict[str, Any]) -> None:
         """Passes on a completion of this rank."""

@@ -233,14 +233,14 @@ class Node:
             while len(joined) < num_nodes - 1:
                 wait_for.look()
                 timeout_s = min(0.2, max(wait_for.left_s, 0.0))
-                for peer, told in _arrivals(listener, arriving, timeout_s, node=socket.gethostname()):
-                    peer.name = str(told.get("node"))[:256]
-                    wrong = next((name for name, value in description.items() if told.get(name) != value), None)
+                for peer, message in _arrivals(listener, arriving, timeout_s, node=socket.gethostname()):
+                    peer.name = str(message.get("node"))[:256]
+                    wrong = next((name for name, value in description.items() if message.get(name) != value), None)
                     if wrong is None:
                         joined[len(joined) + 1] = peer
                         continue
                     refusal = (
-                        f"{wrong} is {told.get(wrong)!r} on {peer.name} and {description[wrong]!r} on "
+                        f"{wrong} is {message.get(wrong)!r} on {peer.name} and {description[wrong]!r} on "
                         f"{socket.gethostname()}; all nodes run the same command"
                     )
                     with contextlib.suppress(OSError):
@@ -451,12 +451,12 @@ def _connected(host: str, port: int) -> socket.socket:
     raise error
 
 
-def _failure_from(told: dict[str, Any] | None) -> WorkerFailure | None:
+def _failure_from(message: dict[str, Any] | None) -> WorkerFailure | None:
     """Reads a failure from another agent's message."""
-    if told is None:
+    if message is None:
         return None
     kinds = {"rank": int, "echo": bool, "refusal": bool, "is_final": bool}
-    return WorkerFailure(**{item.name: kinds.get(item.name, str)(told[item.name]) for item in fields(WorkerFailure)})
+    return WorkerFailure(**{item.name: kinds.get(item.name, str)(message[item.name]) for item in fields(WorkerFailure)})
 
 
 # ==== The agent of an elastic gang ====
@@ -671,10 +671,10 @@ class ElasticAgent:
         nodes: dict[int, int] = {}
         arriving: list[Any] = []
         while expected - node.peers.keys() and time.monotonic() < until:
-            for peer, told in _arrivals(self._listener, arriving, _RETRY_S):
+            for peer, message in _arrivals(self._listener, arriving, _RETRY_S):
                 try:
-                    other = int(told["node_rank"])
-                    nodes |= {int(rank): other for rank in told["ranks"]}
+                    other = int(message["node_rank"])
+                    nodes |= {int(rank): other for rank in message["ranks"]}
                 except (ValueError, KeyError, TypeError):
                     peer.close()
                 else:

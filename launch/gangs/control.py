@@ -92,13 +92,13 @@ class ControlServer:
         with connection, contextlib.suppress(OSError), connection.makefile("rb") as lines:
             connection.settimeout(_REQUEST_S)
             try:
-                told = json.loads(lines.readline(_MOST_BYTES))
-                if not hmac.compare_digest(str(told["token"]), self._token):
+                message = json.loads(lines.readline(_MOST_BYTES))
+                if not hmac.compare_digest(str(message["token"]), self._token):
                     raise ValueError("the token is another gang's")
-                kind = str(told["kind"])
+                kind = str(message["kind"])
                 if kind not in ("join", "leave"):
                     raise ValueError(f"{kind!r} is neither join nor leave")
-                request = Request(kind, int(told.get("rank", -1)))
+                request = Request(kind, int(message.get("rank", -1)))
             except (ValueError, KeyError, TypeError) as error:
                 answer = {"error": f"the gang did not take the request: {error}"}
             else:

@@ -41,7 +41,7 @@ class Wait:
         return self._started + self.limit_s - time.monotonic()
 
     def look(self, why: str = "") -> None:
-        """Checks the limit and signals; to be called in every turn of the loop.
+        """Checks the limit and signals; to be called in every pass of the loop.
 
         Args:
             why: the message at the limit; by default it names what was waited for.
@@ -62,7 +62,7 @@ class Wait:
             progress.say(f"waiting for {self._what()}, for at most {self.limit_s:g} s")
 
     def pause(self, seconds: float = _POLL_S, why: str = "") -> None:
-        """As `look`, and sleeps until the next turn."""
+        """As `look`, and sleeps until the next pass."""
         self.look(why)
         time.sleep(max(0.0, min(seconds, self.left_s)))
 

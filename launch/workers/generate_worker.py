@@ -149,7 +149,7 @@ def run_generate(
         load_s=load_s,
         completions=[_line_of(tokenizer, completion, rank_env.rank, config.stop) for completion in completions],
         refused=[
-            told for told in refused if told["rank"] == rank_env.rank and (membership is None or not membership.ep_rank)
+            line for line in refused if line["rank"] == rank_env.rank and (membership is None or not membership.ep_rank)
         ],
         step_s=generation.times,
         elapsed_s=elapsed_s,
@@ -160,7 +160,7 @@ def run_generate(
 
 
 def _tokenized(tokenizer: ModelTokenizer, rank: int, prompts: Sequence[PromptLine]) -> dict[str, Any]:
-    """The requests of these prompts, and what is told of those that the model cannot take, as JSON has them."""
+    """The requests of these prompts, and the lines of those that the model cannot take, as JSON has them."""
     requests: list[Any] = []
     refused: list[dict[str, Any]] = []
     for line in prompts:
@@ -184,8 +184,8 @@ def _together(by_rank: Sequence[dict[str, Any]]) -> tuple[list[Request], list[di
     everything = [
         Request(index, torch.tensor(ids), tuple(ends)) for found in by_rank for index, ids, ends in found["requests"]
     ]
-    refused = [told for found in by_rank for told in found["refused"]]
-    refused.sort(key=lambda told: told["index"])
+    refused = [line for found in by_rank for line in found["refused"]]
+    refused.sort(key=lambda line: line["index"])
     if not everything:
         raise ConfigError(refused[0]["error"])
     return sorted(everything, key=lambda request: request.index), refused

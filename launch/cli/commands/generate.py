@@ -76,8 +76,8 @@ def main(args: argparse.Namespace) -> int:
     if config.return_routed_experts is not None:
         report.routing(recorded).save(config.return_routed_experts)
     for rank in report.ranks:
-        for told in (*rank.refused, *rank.completions):
-            lines.take(told)
+        for line in (*rank.refused, *rank.completions):
+            lines.take(line)
     lines.end(report.summary())
     print("\n".join(report.lines()), file=sys.stderr, flush=True)
     return 1 if report.refused or report.failed or finished.failures else 0
