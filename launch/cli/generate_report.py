@@ -17,7 +17,7 @@ from moe_ep.files import naming, parse_json, write_whole
 from moe_ep.launch.cli.generate_config import GenerateConfig
 from moe_ep.launch.cli.outputs import show
 from moe_ep.launch.cli.report import percentile
-from moe_ep.launch.gangs import progress
+from moe_ep.launch.gangs import mailbox, progress
 from moe_ep.launch.gangs.progress import workers
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ class CompletionRelay:
         if self._hands_over:
             progress.hand_over(completion)
         else:
-            self._store.set(self._key(self._rank, self._num_left), json.dumps(completion))
+            mailbox.put(self._store, f"completion/{self._rank}/{self._num_left}", completion)
             self._num_left += 1
 
     def collect(self, finished: Sequence[int]) -> None:
@@ -361,12 +361,6 @@ class CompletionRelay:
             return
         for rank, count in () if self._is_elastic else enumerate(finished[1:], start=1):
             for number in range(self._collected.get(rank, 0), count):
-                key = self._key(rank, number)
-                progress.hand_over(json.loads(self._store.get(key)))
-                self._store.delete_key(key)
+                progress.hand_over(mailbox.take(self._store, f"completion/{rank}/{number}"))
             self._collected[rank] = count
         progress.report("sequences", sum(finished), self._num_prompts)
-
-    @staticmethod
-    def _key(rank: int, number: int) -> str:
-        return f"moe_ep/completion/{rank}/{number}"

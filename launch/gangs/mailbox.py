@@ -1,4 +1,4 @@
-"""Values that the workers of an elastic gang leave for the driver in the gang's store, which outlives them.
+"""Values that workers leave for each other or, in an elastic gang, for the driver in the gang's store.
 
 A value survives even if the worker is killed right after `put`: the kernel delivers what was sent. Values are plain
 data (`moe_ep.distributed.plain_data`), because any process that reaches the store can write to it.

@@ -377,9 +377,10 @@ class Run:
             progress.report("verifying layers", count, len(mine))
             online = getattr(block.moe.quant_method, "as_quantized", None)
             # Against the values that weights were quantized to and, if --quantize did that, against those on disk.
-            for errors, as_quantized in ((report.errors, online), (report.errors_of_quantizing, None))[
-                : 2 if online else 1
-            ]:
+            compared = [(report.errors, online)]
+            if online is not None:
+                compared.append((report.errors_of_quantizing, None))
+            for errors, as_quantized in compared:
                 # Each rank's tokens by themselves: router logits then have the very bits they had there.
                 outputs = [
                     verify.reference_moe(
