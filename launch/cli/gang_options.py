@@ -13,6 +13,7 @@ from moe_ep.env import INPUT_DTYPE_NAMES, at_least, one_of, one_of_these
 from moe_ep.launch.cli.options import (
     BACKEND_NAMES,
     OptionError,
+    check_backends,
     check_needs,
     checkpoint_folder,
     endpoint,
@@ -57,30 +58,31 @@ class GangConfig:
     ep_size: int | None = option(None, at_least(1), "number of workers (default: one for each GPU, or 4 without GPUs)")
     device: str = option("auto", one_of("auto", "cpu", "cuda"), "auto, cpu or cuda; auto takes GPUs if there are any")
 
+    def check_fits(self, world_size: int | None, device: str | None) -> None:
+        """Raises OptionError for options that this many workers on a device ("cpu", "cuda") cannot serve.
+
+        It is called before anything starts, with None for what only a cluster knows, and again with the gang's values.
+        """
+
 
 G = TypeVar("G", bound=GangConfig)
-Check = Callable[[int | None, str | None], None]
 
 
-def start_gang(config: G, check: Check = lambda world_size, device: None) -> tuple[G, Gang]:
+def start_gang(config: G) -> tuple[G, Gang]:
     """Returns the configuration with its launcher filled in, and the gang. Workers start with the gang's first run.
 
-    Args:
-        check: raises OptionError for options that this number of workers on a device ("cpu", "cuda") cannot serve. It
-            is called before anything starts, with None for what only a cluster knows, and again with the gang's values.
-
     Raises:
-        OptionError: flags contradict each other.
+        OptionError: flags contradict each other, or do not fit the gang.
         GangError: the machines cannot hold the gang.
     """
     if config.launcher is None:  # the one that started this process, if any
         source = resolve_rank_env().source
         config = replace(config, launcher=source if source in ("torchrun", "slurm") else "ray")
     _check_together(config)
-    check(*_foreseen(config))
+    config.check_fits(*_foreseen(config))
     gang = make_gang(config)
     try:
-        check(gang.world_size, gang.device)
+        config.check_fits(gang.world_size, gang.device)
     except BaseException:
         gang.close()
         raise
@@ -226,6 +228,9 @@ class ModelConfig(GangConfig):
     input_dtype: str | None = input_dtype_option()
     batch_balance: str = batch_balance_option()
     allow_nonfinite: bool = option(False, None, "accept weights with NaN or infinity, which are refused otherwise")
+
+    def check_fits(self, world_size: int | None, device: str | None) -> None:
+        check_backends([self.backend], world_size, device)
 
     def check_quantize(self) -> None:
         """Raises OptionError if --quantize is given for a checkpoint that is already quantized."""

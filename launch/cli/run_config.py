@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from moe_ep.env import at_least, number, one_of, one_of_these, whole
-from moe_ep.errors import ConfigError, EplbError
+from moe_ep.errors import ConfigError, EplbError, missing_extra
 from moe_ep.files import parse_json
 from moe_ep.launch.cli.gang_options import ElasticOptions
 from moe_ep.launch.cli.options import (
     OptionError,
+    check_apart,
     check_needs,
     flag,
     host,
@@ -122,6 +124,8 @@ class EplbOptions:
         return ep_size + -num_experts % ep_size
 
 
+# A step on CPUs makes megabytes of trace, and several times as much memory while it is written.
+_MOST_TRACED_STEPS = 128
 # Options that --elastic refuses: why, and what to do instead.
 _NOT_ELASTIC = {
     "load_placement": "its workers have spare slots, which no placement file names; let --eplb plan anew",
@@ -176,11 +180,53 @@ class RunConfig(ElasticOptions, EplbOptions):
         None, output_file, f"write JSON lines: one for each layer and step, and a summary{ADDS_LINES}", "FILE"
     )
 
-    def check_elastic(self) -> None:
-        super().check_elastic()
+    def check(self) -> None:
+        """Raises OptionError for options that contradict each other."""
+        if self.graphs and self.trace is not None:
+            raise OptionError(
+                "--trace shows what the host does between layers, and with --graphs it does nothing; leave one out"
+            )
+        if self.trace is not None and self.steps > _MOST_TRACED_STEPS:
+            raise OptionError(
+                f"--steps is {self.steps} with --trace, which keeps every operation of every step in memory; pass at "
+                f"most {_MOST_TRACED_STEPS}, or leave --trace out"
+            )
+        if self.text is not None and self.model is not None and not (self.model / "tokenizer.json").is_file():
+            raise OptionError(f"--text needs a tokenizer and {self.model} has no tokenizer.json; leave --text out")
+        if self.metrics_port is None and self.metrics_host != RunConfig.metrics_host:
+            raise OptionError(
+                f"--metrics-host is {self.metrics_host!r} without --metrics-port, and no metrics are served; add "
+                f"--metrics-port or leave it out"
+            )
+        if self.metrics_port is not None and importlib.util.find_spec("prometheus_client") is None:
+            raise missing_extra("prometheus-client", "metrics", "a metrics endpoint")
+        self.check_quantize()
+        results = {"--json": self.json, "--record-routing": self.record_routing}
+        recorded = (self.routing or "").removeprefix("recorded:")
+        check_apart(results | {"--save-placement": self.save_placement}, {"--text": self.text, "--routing": recorded})
+        check_apart(results, {"--load-placement": self.load_placement})  # --save-placement may replace it
+        self.check_eplb()
+        self.check_elastic()
         for name, why in _NOT_ELASTIC.items():
             if self.elastic and getattr(self, name):
                 raise OptionError(f"{flag(name)} is given with --elastic, and {why}; or leave --elastic out")
+
+    def check_fits(self, world_size: int | None, device: str | None) -> None:
+        if self.graphs and device == "cpu":
+            raise OptionError("--graphs was given and the workers run on CPUs; CUDA graphs need GPUs, leave it out")
+        super().check_fits(world_size, device)
+        if world_size is None:
+            return
+        if len(self.tokens_per_rank) not in (1, world_size):
+            raise OptionError(
+                f"--tokens-per-rank has {len(self.tokens_per_rank)} numbers; it must be one number, or one for each "
+                f"of the {world_size} workers"
+            )
+        if self.metrics_port is not None and self.metrics_port + world_size > 65536:
+            raise OptionError(
+                f"--metrics-port is {self.metrics_port}; with a port for each of {world_size} workers it must be at "
+                f"most {65536 - world_size}"
+            )
 
     def num_tokens(self, rank: int) -> int:
         """Tokens of one rank in a step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +12,12 @@ from moe_ep.launch.cli.gang_options import GangConfig, batch_balance_option, inp
 from moe_ep.launch.cli.options import (
     BACKEND_NAMES,
     GEOMETRY_NAMES,
+    OptionError,
     Parse,
+    check_apart,
+    check_backends,
     checkpoint_folder,
+    flag,
     geometry_name,
     option,
     output_file,
@@ -38,6 +44,12 @@ def _routing(raw: str) -> str:
     # Workers may have another working directory.
     recorded = parse_routing(raw).recorded
     return raw if recorded is None else str(recorded)
+
+
+_LISTS = (
+    "geometry", "ep_sizes", "scaling", "decode_tokens", "prefill_tokens", "backend", "wire", "routing", "eplb",
+    "variant_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +116,51 @@ class ScalingConfig(GangConfig):
     resume: bool = option(
         False, None, "skip rows that --json FILE already has of this commit, these versions and machines"
     )
+
+    def check(self) -> None:
+        """Raises OptionError for options that contradict each other."""
+        if self.geometry and self.model is not None:
+            raise OptionError(f"--model is {self.model} and --geometry {','.join(self.geometry)}; pass one of them")
+        if not self.decode_tokens and not self.prefill_tokens:
+            raise OptionError("--decode-tokens and --prefill-tokens are none; pass numbers for one of them")
+        for recorded in self.routing:
+            check_apart({"--json": self.json}, {"--routing": recorded})
+        if self.resume and self.json is None:
+            raise OptionError("--resume was given without --json; give the FILE that has the rows of the run before")
+        unknown = set(self.variant_tokens) - {*self.decode_tokens, *self.prefill_tokens}
+        if unknown:
+            raise OptionError(
+                f"--variant-tokens has {min(unknown)}, which is neither in --decode-tokens nor in --prefill-tokens; "
+                f"pass tokens that are measured"
+            )
+        for name in _LISTS:
+            # A row names a file without its folder.
+            values = [Path(value).name if name == "routing" else str(value) for value in getattr(self, name)]
+            if twice := next((value for value in values if values.count(value) > 1), None):
+                raise OptionError(f"{flag(name)} has {twice} twice; rows would not be told apart")
+
+    def check_fits(self, world_size: int | None, device: str | None) -> None:
+        sizes = (1,) if world_size is None else self.sizes_for(world_size)
+        check_backends(self.backend, max(sizes), device)
+
+    def sizes_for(self, world_size: int) -> tuple[int, ...]:
+        """The EP sizes to measure with so many workers; OptionError for one that does not fit."""
+        sizes = self.ep_sizes or divisors(world_size)
+        if unfit := [size for size in sizes if world_size % size]:
+            raise OptionError(
+                f"--ep-sizes has {unfit[0]} and there are {world_size} workers; a size must divide them, so that "
+                f"groups of it run side by side: pass such sizes, or other --ep-size workers"
+            )
+        if "strong" in self.scaling:
+            for tokens, size in itertools.product((*self.decode_tokens, *self.prefill_tokens), sizes):
+                if tokens % size and tokens >= size:
+                    raise OptionError(
+                        f"--scaling is strong and {tokens} tokens do not divide over {size} ranks; pass multiples"
+                    )
+        return tuple(sorted(sizes))
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending; fast even for huge numbers, which are refused later."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))

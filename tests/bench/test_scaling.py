@@ -21,8 +21,7 @@ from moe_ep.bench.results import read_lines
 from moe_ep.bench.timing import Ceilings
 from moe_ep.checkpoint import model_spec
 from moe_ep.errors import ConfigError
-from moe_ep.launch.cli import gang_options
-from moe_ep.launch.cli.commands import bench
+from moe_ep.launch.cli import gang_options, scaling_config
 from moe_ep.launch.cli.main import main
 from moe_ep.launch.cli.scaling_config import ScalingConfig
 from moe_ep.launch.gangs import progress
@@ -283,4 +282,4 @@ P = 2**31 - 1  # a prime
 
 @pytest.mark.parametrize(("number", "sizes"), [(1, (1,)), (12, (1, 2, 3, 4, 6, 12)), (49, (1, 7, 49)), (P, (1, P))])
 def test_every_ep_size_that_divides_the_workers(number: int, sizes: tuple[int, ...]) -> None:
-    assert bench.divisors(number) == sizes
+    assert scaling_config.divisors(number) == sizes

@@ -13,7 +13,7 @@ from moe_ep.errors import missing_extra
 from moe_ep.launch.cli.gang_options import start_gang
 from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
 from moe_ep.launch.cli.generate_report import CompletionLines, Finished, GenerationReport, RankGeneration, Recorded
-from moe_ep.launch.cli.options import Parser, add_command, check_apart, check_backends, from_args, refusing
+from moe_ep.launch.cli.options import Parser, add_command, check_apart, from_args, refusing
 from moe_ep.launch.gangs.gang import set_up_logging
 from moe_ep.launch.gangs.local_gang import preload
 from moe_ep.launch.gangs.rank_env import RankEnv
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     # Keeps transformers from asking the hub for kernels of some families. The hub's library reads it on import.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     preload("moe_ep.launch.workers.generate_worker")
-    config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
+    config, gang = start_gang(config)
     lines = CompletionLines(fields, config.output, finished)
     completions: dict[int, dict[str, Any]] = {}
     recorded: dict[int, Recorded] = {}
