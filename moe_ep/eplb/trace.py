@@ -1,8 +1,8 @@
 """Routing traces: which experts the tokens of a run chose.
 
-A trace is written as a file of recorded routing (`moe_ep.rollouts.routing_file`), or, where its name ends in .npz, as
-the arrays ids `[N, top_k]`, layer, step and rank `[N]`, and the scalars num_experts and model; a row is one token in
-one layer. Ids are logical, so a trace says nothing about placement and serves to try any.
+A trace is read from a file of recorded routing (`moe_ep.rollouts.routing_file`), or from an .npz file of the arrays ids
+`[N, top_k]`, layer, step and rank `[N]`, and the scalars num_experts and model; a row is one token in one layer. Ids
+are logical, so a trace says nothing about placement and serves to try any.
 """
 
 from __future__ import annotations
@@ -91,10 +91,7 @@ class RoutingTrace:
         return np.bincount(flat, minlength=shape[0] * shape[1] * shape[2]).reshape(shape)
 
     def save(self, path: Path | str) -> None:
-        """Writes the file; one that is there is replaced whole or not at all."""
-        if Path(path).suffix != ".npz":
-            self._as_routing_file().save(path)
-            return
+        """Writes an .npz file; one that is there is replaced whole or not at all."""
         kind = np.int16 if self.num_experts <= np.iinfo(np.int16).max else np.int32
         with replacing(path) as partial, partial.open("wb") as file:
             np.savez_compressed(
@@ -104,23 +101,6 @@ class RoutingTrace:
                 model=np.str_(self.model),
                 **{name: getattr(self, name).astype(np.int32) for name in _ROWS},
             )
-
-    def _as_routing_file(self) -> RoutingFile:
-        """One prompt for each step and rank; a rank without tokens in a step has one without rows."""
-        num_ranks = int(self.rank.max(initial=0)) + 1
-        prompt = self.step.astype(np.int64) * num_ranks + self.rank
-        # The rows of a prompt and layer keep their order.
-        order = np.lexsort((self.layer, prompt))
-        ids, sizes = self.ids[order], np.bincount(prompt, minlength=self.num_steps * num_ranks)
-        parts = np.split(ids, np.cumsum(sizes)[:-1])
-        by_layer = [part.reshape(self.num_layers, -1, ids.shape[1]).transpose(1, 0, 2) for part in parts]
-        return RoutingFile(
-            ids=dict(enumerate(by_layer)),
-            weights={},
-            num_experts=self.num_experts,
-            model=self.model,
-            num_ranks=num_ranks,
-        )
 
     @classmethod
     def load(cls, path: Path | str) -> RoutingTrace:

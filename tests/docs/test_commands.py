@@ -12,6 +12,7 @@ import pytest
 
 from moe_ep.eplb.simulate import zipf_trace
 from moe_ep.launch.cli.main import main, make_parser
+from moe_ep.rollouts.routing_file import RoutingFile
 from tests.checkpoint.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -128,9 +129,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     of_one_model = [row for row in (SCALING / "scaling_4xh200.jsonl").open() if '"deepseek-v3"' in row]
     (made / "results.jsonl").write_text("".join(of_one_model))
     shutil.copy(SCALING / "scaling_4xh200.jsonl", made)
-    zipf_trace(
-        num_layers=1, num_experts=32, top_k=2, exponent=0.5, num_steps=32, num_tokens=64, seed=0
-    ).save(made / "trace.safetensors")  # fmt: skip
+    trace = zipf_trace(num_layers=1, num_experts=32, top_k=2, exponent=0.5, num_steps=32, num_tokens=64, seed=0)
+    steps = dict(enumerate(trace.ids.reshape(32, 64, 1, 2)))
+    file = RoutingFile(ids=steps, weights={}, num_experts=32, model=trace.model, num_ranks=1)
+    file.save(made / "trace.safetensors")
     return made
 
 
