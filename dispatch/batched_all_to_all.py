@@ -162,7 +162,7 @@ class OpenedMessages(NamedTuple):
 def open_messages(
     messages: torch.Tensor,
     layout: MessageLayout,
-    expert_map: torch.Tensor | None,
+    expert_map: torch.Tensor,
     batch: torch.Tensor,
     code_dtype: torch.dtype | None,
 ) -> OpenedMessages:
@@ -170,7 +170,7 @@ def open_messages(
 
     Args:
         messages: uint8 `[R, message_bytes]`, one from every rank.
-        expert_map: int32 `[E]`, global -> local; None for the identity.
+        expert_map: int32 `[E]`, global -> local.
         batch: `[El, R * C, K]`, written: an expert's rows by (source rank, token), nothing behind them.
         code_dtype: rows are int8 or e4m3 with scales and are dequantized to the batch's dtype; None for rows that are
             copied as they are.
@@ -194,12 +194,9 @@ def open_messages(
 
 @open_messages.on_gpu
 def _open_by_kernel(
-    messages: torch.Tensor,
-    layout: MessageLayout,
-    expert_map: torch.Tensor | None,
-    batch: torch.Tensor,
+    messages: torch.Tensor, layout: MessageLayout, expert_map: torch.Tensor, batch: torch.Tensor,
     code_dtype: torch.dtype | None,
-) -> OpenedMessages:
+) -> OpenedMessages:  # fmt: skip
     views = layout.rows(messages), layout.meta(messages), layout.header(messages)
     return OpenedMessages(*triton_open_messages(*views, expert_map, batch, code_dtype))
 

@@ -95,9 +95,8 @@ def destinations(topk_ids: torch.Tensor, owners: torch.Tensor, num_ranks: int) -
     return (owner_of(topk_ids, owners)[:, :, None] == ranks).any(dim=1)
 
 
-def ids_for_rank(topk_ids: torch.Tensor, owners: torch.Tensor, rank: torch.Tensor | int) -> torch.Tensor:
-    """topk_ids with -1 for every expert that `rank` does not own; `rank` may be `[T]`, one for each row."""
-    rank = rank[:, None] if isinstance(rank, torch.Tensor) else rank
+def ids_for_rank(topk_ids: torch.Tensor, owners: torch.Tensor, rank: int) -> torch.Tensor:
+    """topk_ids with -1 for every expert that `rank` does not own."""
     return torch.where(owner_of(topk_ids, owners) == rank, topk_ids, -1)
 
 
@@ -143,7 +142,7 @@ def make_batch_plan(
     ids: torch.Tensor,
     positions: torch.Tensor,
     counts: torch.Tensor,
-    expert_map: torch.Tensor | None,
+    expert_map: torch.Tensor,
     num_local_experts: int,
     max_rows: int,
 ) -> BatchPlan:
@@ -155,13 +154,12 @@ def make_batch_plan(
         ids: int32 `[R, C, topk]`, global, -1 where the expert is not on this rank.
         positions: int32 `[R, C, topk]`, within the source.
         counts: int32 `[R, E]`, tokens of each source for each global expert.
-        expert_map: int32 `[E]`, global -> local; None for the identity.
+        expert_map: int32 `[E]`, global -> local.
     """
-    num_sources, num_experts = counts.shape
     before = counts.cumsum(dim=0) - counts
     column = ids.long()  # An id of -1 looks up the last expert, and is masked below.
-    source = torch.arange(num_sources, device=ids.device)[:, None, None].expand_as(column)
-    local_of = torch.arange(num_experts, device=ids.device) if expert_map is None else expert_map.long()
+    source = torch.arange(len(counts), device=ids.device)[:, None, None].expand_as(column)
+    local_of = expert_map.long()
     local = torch.where(ids >= 0, local_of[column], -1)
     rows = local * max_rows + before[source, column] + positions
     slots = torch.where(local >= 0, rows, -1).to(torch.int32)

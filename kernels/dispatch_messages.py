@@ -142,8 +142,8 @@ def triton_pack_messages(
 def open_messages_kernel(
     rows_ptr, scales_ptr, meta_ptr, headers_ptr, map_ptr, batch_ptr, slots_ptr, weights_ptr, totals_ptr,
     num_experts, num_columns, max_rows, row_stride, rank_stride, meta_row_stride, meta_rank_stride, capacity,
-    NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, HAS_MAP: tl.constexpr,
-    QUANTIZED: tl.constexpr, INT8: tl.constexpr, GROUP: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, QUANTIZED: tl.constexpr,
+    INT8: tl.constexpr, GROUP: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies received rows to the experts that they are for, and dequantizes QUANTIZED ones, of INT8 or e4m3 codes.
 
@@ -161,7 +161,7 @@ def open_messages_kernel(
         if block == 0:
             _total_rows(
                 headers_ptr, map_ptr, totals_ptr, row - NUM_RANKS * capacity, num_experts, meta_rank_stride,
-                NUM_RANKS, HAS_MAP, BLOCK_EXPERTS,
+                NUM_RANKS, BLOCK_EXPERTS,
             )  # fmt: skip
         return
     source = (row // capacity).to(tl.int64)
@@ -170,11 +170,8 @@ def open_messages_kernel(
     in_slots = slot < TOPK
     meta = meta_ptr + source * meta_rank_stride + token * meta_row_stride + slot
     expert = tl.load(meta, mask=in_slots, other=-1)
-    wanted = expert >= 0
-    local = expert
-    if HAS_MAP:
-        local = tl.load(map_ptr + expert, mask=wanted, other=-1)
-        wanted = wanted & (local >= 0)
+    local = tl.load(map_ptr + expert, mask=expert >= 0, other=-1)
+    wanted = local >= 0
     position = tl.load(meta + TOPK, mask=wanted, other=0)
     for earlier in tl.static_range(NUM_RANKS):
         header = headers_ptr + tl.full([], earlier, tl.int64) * meta_rank_stride
@@ -206,15 +203,13 @@ def open_messages_kernel(
 def _total_rows(
     headers_ptr, map_ptr, totals_ptr,
     local_expert, num_experts, rank_stride,
-    NUM_RANKS: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """totals[e] = rows that all ranks send for local expert e."""
     total = 0
     for start in range(0, num_experts, BLOCK_EXPERTS):
         expert = start + tl.arange(0, BLOCK_EXPERTS)
-        local = expert
-        if HAS_MAP:
-            local = tl.load(map_ptr + expert, mask=expert < num_experts, other=-1)
+        local = tl.load(map_ptr + expert, mask=expert < num_experts, other=-1)
         mine = (local == local_expert) & (expert < num_experts)
         for rank in tl.static_range(NUM_RANKS):
             header = headers_ptr + tl.full([], rank, tl.int64) * rank_stride
@@ -226,7 +221,7 @@ def triton_open_messages(
     message_rows: torch.Tensor,
     message_meta: torch.Tensor,
     headers: torch.Tensor,
-    expert_map: torch.Tensor | None,
+    expert_map: torch.Tensor,
     batch: torch.Tensor,
     code_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -246,13 +241,11 @@ def triton_open_messages(
     num_columns = target.size(2)
     block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
     open_messages_kernel[(num_rows + num_local_experts, cdiv(num_columns, block))](
-        message_rows, scales, message_meta, headers,
-        None if expert_map is None else expert_map.to(torch.int32).contiguous(), target, slots, weights, totals,
+        message_rows, scales, message_meta, headers, expert_map, target, slots, weights, totals,
         headers.size(1), num_columns, max_rows, message_rows.stride(1), message_rows.stride(0), message_meta.stride(1),
         message_meta.stride(0), capacity,
-        NUM_RANKS=num_ranks, TOPK=topk, BLOCK_TOPK=next_power_of_2(topk), HAS_MAP=expert_map is not None,
-        QUANTIZED=code_dtype is not None, INT8=code_dtype == torch.int8, GROUP=GROUP_SIZE, BLOCK_EXPERTS=_OPEN_EXPERTS,
-        BLOCK=block,
+        NUM_RANKS=num_ranks, TOPK=topk, BLOCK_TOPK=next_power_of_2(topk), QUANTIZED=code_dtype is not None,
+        INT8=code_dtype == torch.int8, GROUP=GROUP_SIZE, BLOCK_EXPERTS=_OPEN_EXPERTS, BLOCK=block,
         num_warps=num_warps,
     )  # fmt: skip
     return slots, weights, totals

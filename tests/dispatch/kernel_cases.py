@@ -188,7 +188,8 @@ def _check_open(
         gone[0, 0] = -1
         layout.header(received)[source, chose] -= 1
     num_local, expert_map, _ = determine_expert_map(case.num_ranks, receiver, case.num_experts, case.placement)
-    expert_map = None if expert_map is None else expert_map.to(sent.device)
+    every = torch.arange(case.num_experts, dtype=torch.int32)
+    expert_map = (every if expert_map is None else expert_map).to(sent.device)
     made = []
     for name in ("plain", "triton"):
         batch = torch.zeros(

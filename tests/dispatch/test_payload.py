@@ -41,7 +41,7 @@ def test_ids_that_do_not_exist_go_nowhere() -> None:
 def test_two_sources_share_an_expert() -> None:
     ids = torch.tensor([[[0], [0]], [[0], [-1]]], dtype=torch.int32)
     positions = torch.tensor([[[0], [1]], [[0], [0]]], dtype=torch.int32)
-    plan = make_batch_plan(ids, positions, torch.tensor([[2], [1]], dtype=torch.int32), None, 1, 4)
+    plan = make_batch_plan(ids, positions, torch.tensor([[2], [1]], dtype=torch.int32), torch.tensor([0]), 1, 4)
     assert plan.slots.flatten().tolist() == [0, 1, 2, -1]
     assert plan.expert_num_tokens.tolist() == [3]
 
@@ -188,9 +188,9 @@ def test_messages_there_and_back(routing: dict) -> None:
         num_local, expert_map, _ = determine_expert_map(num_ranks, rank, num_experts, routing["placement"])
         batch = torch.full((num_local, num_ranks * capacity, hidden_size), float("nan"))
         received = torch.stack([messages[rank] for messages in sent])
+        expert_map = torch.arange(num_experts) if expert_map is None else expert_map
         opened = open_messages(received, layout, expert_map, batch, None)
-        for expert in range(num_experts):
-            local = expert if expert_map is None else int(expert_map[expert])
+        for expert, local in enumerate(expert_map.tolist()):
             if local < 0:
                 continue
             expected = [

@@ -32,7 +32,7 @@ def test_messages_compile(arch: int, quantized: bool, int8: bool) -> None:
         "weights_ptr": "*fp32", "totals_ptr": "*i32",
     }  # fmt: skip
     open_constants = {
-        "NUM_RANKS": 8, "TOPK": 8, "BLOCK_TOPK": 8, "HAS_MAP": True, "QUANTIZED": quantized, "INT8": int8,
+        "NUM_RANKS": 8, "TOPK": 8, "BLOCK_TOPK": 8, "QUANTIZED": quantized, "INT8": int8,
         "GROUP": 128, "BLOCK_EXPERTS": 128, "BLOCK": 1024 if quantized else 512,
     }  # fmt: skip
     rows = ("rows_ptr", "num_columns", "row_stride", "rank_stride", "batch_ptr")
