@@ -333,7 +333,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             if handle.is_combined:
                 raise RuntimeError("this batch was combined already; dispatch it again to combine it again")
             # Two-level dispatch adds up a host's results in f32.
-            is_wide = isinstance(output, torch.Tensor) and output.dtype == self._results_dtype(handle.dtype)
+            is_wide = isinstance(output, torch.Tensor) and output.dtype == wire_dtype(handle.dtype)
             dtype = output.dtype if is_wide else handle.dtype
             check_tensor("output", output, handle.shape, dtype, handle.device)
             if _stream_of(output) != handle.stream:
@@ -351,7 +351,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         """
         output, expert_output, dispatched, reduce_impl = call
         check_tensors(fused_expert_output=expert_output)
-        reduce_impl, dtype, rows = undelegated(reduce_impl), self._results_dtype(output.dtype), None
+        reduce_impl, dtype, rows = undelegated(reduce_impl), wire_dtype(output.dtype), None
         ids: Any = dispatched.topk_ids  # which every backend of this format returns
         weights: Any = dispatched.topk_weights
         if expert_output.dtype != dtype and not isinstance(reduce_impl, TopKWeightAndReduceNoOP):
@@ -368,7 +368,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         weights and adds them in slot order. So no sum depends on the placement of experts."""
         output, expert_output, dispatched, _ = call
         ids: Any = dispatched.topk_ids
-        dtype, hidden_size = self._results_dtype(output.dtype), output.size(1)
+        dtype, hidden_size = wire_dtype(output.dtype), output.size(1)
         check_tensor("fused_expert_output", expert_output, (*ids.shape, hidden_size), dtype, output.device)
         rows = expert_output.reshape(-1, hidden_size)[(ids.flatten() >= 0).nonzero().flatten()]
         returned = rows.new_empty((sum(sent.returning), hidden_size))
@@ -376,10 +376,6 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         steps.all_to_all(returned, rows, sent.returning, sent.arrived)
         weights = None if dispatched.rows_are_weighted else sent.weights
         return steps.then(lambda: sum_rows(returned, sent.slots, output, weights))
-
-    def _results_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of results in flight, for an output of this one."""
-        return wire_dtype(dtype) if self.accepts_f32_output() else dtype
 
     def _wire(self, quant_config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
         return quant_config if self.quant_config is None else self.quant_config

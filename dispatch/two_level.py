@@ -151,25 +151,19 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         levels: tuple[str, str] | None = None,
     ) -> None:
         group = process_group or dist.distributed_c10d._get_default_group()
-        grid, *groups = groups_of(group)
-        config = moe_config
-        owners = owners_of(config)
+        grid, across, within = groups_of(group)
+        config, capacity, num_hosts = moe_config, moe_config.max_num_tokens, len(grid.members)
         if levels is None:
-            levels = (choose_levels(config, len(grid.members), group), choose_levels(config, len(grid.within), group))
+            levels = (choose_levels(config, num_hosts, group), choose_levels(config, len(grid.within), group))
+        hosts, local_ranks = grid.owners(owners_of(config))
+        self.across = _level(levels[0], config, capacity, hosts, quant_config, across)
         # Rows come from every host's rank with this local rank.
-        capacities = (config.max_num_tokens, config.max_num_tokens * len(grid.members))
-        ranks = ((grid.host, len(grid.members)), (grid.local_rank, len(grid.within)))
-        wires = (quant_config, FusedMoEQuantConfig.unquantized())
-        self.across, self.within = (
-            _level(name, config, rank, size, capacity, table, wire, its_group)
-            for name, (rank, size), capacity, table, wire, its_group in zip(
-                levels, ranks, capacities, grid.owners(owners), wires, groups, strict=True
-            )
-        )
+        unquantized = FusedMoEQuantConfig.unquantized()
+        self.within = _level(levels[1], config, capacity * num_hosts, local_ranks, unquantized, within)
         for level in (self.across, self.within):
             level.ranks.is_part_of(group)
         has_room_for_any = all(level.max_num_tokens_per_rank() is None for level in (self.across, self.within))
-        self._capacity = None if has_room_for_any else config.max_num_tokens
+        self._capacity = None if has_room_for_any else capacity
         self._ranks, self.by_host = RankGroup(config, group), grid.members
         self._is_batch_invariant = config.batch_invariant
 
@@ -197,7 +191,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         return True
 
     def accepts_f32_output(self) -> bool:
-        return self.within.accepts_f32_output()
+        return True
 
     def batch_exchange(self) -> BatchExchange | None:
         return RankExchange(self._ranks)  # an expert may be copied to any host
@@ -243,9 +237,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         with self.across.ranks.detector:
             handle = across.handle
             check_tensor("output", output, handle.shape, handle.dtype, handle.device)
-            is_wide = all(level.accepts_f32_output() for level in (self.within, self.across))
-            dtype = wire_dtype(output.dtype) if is_wide else output.dtype
-            here = replace(dispatched, handle=within)
+            dtype, here = wire_dtype(output.dtype), replace(dispatched, handle=within)
             if self._is_batch_invariant:
                 of_host = output.new_empty((*across.topk_ids.shape, output.size(1)), dtype=dtype)
                 self.within.combine_slots(of_host, expert_output, here)
@@ -268,16 +260,15 @@ def choose_levels(moe_config: FusedMoEConfig, num_ranks: int, group: dist.Proces
 def _level(
     name: str,
     moe_config: FusedMoEConfig,
-    rank: int,
-    size: int,
     capacity: int,
     owners: torch.Tensor,
     quant_config: FusedMoEQuantConfig | None,
     group: dist.ProcessGroup,
 ) -> Any:
-    """A backend whose ranks are hosts, or the ranks of one."""
+    """A backend whose ranks, those of the group, are hosts or the ranks of one."""
+    rank = dist.get_rank(group)
     parallel = replace(
-        FusedMoEParallelConfig.make(ep_size=size, rank=rank),
+        FusedMoEParallelConfig.make(ep_size=dist.get_world_size(group), rank=rank),
         expert_placement_strategy=moe_config.moe_parallel_config.expert_placement_strategy,
     )
     config = replace(
