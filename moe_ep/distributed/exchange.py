@@ -10,7 +10,6 @@ All messages are text or numbers; nothing is unpickled. Each call is a collectiv
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import threading
@@ -146,12 +145,12 @@ def check_agreement(name: str, settings: Mapping[str, object], group: dist.Proce
         ValueError: they differ; the message is the same on every rank, and names what differs and where.
         DispatchTimeoutError: a rank did not come.
     """
-    told = [json.loads(text) for text in gather_texts(name, json.dumps(settings, default=str), group)]
+    told = gather_values(name, {key: str(value) for key, value in settings.items()}, group)
     differences = []
     for key in dict.fromkeys(key for of_rank in told for key in of_rank):
         values: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(told):
-            values.setdefault(str(of_rank.get(key, "nothing")), []).append(rank)
+            values.setdefault(of_rank.get(key, "nothing"), []).append(rank)
         if len(values) > 1:
             who = ", ".join(f"{value} on rank {' '.join(map(str, holders))}" for value, holders in values.items())
             differences.append(f"{key} is {who}")
@@ -164,14 +163,13 @@ def answers_of_ranks(question: Hashable, mine: Any, process_group: dist.ProcessG
 
     Args:
         question: the same on every rank; of a tuple, the first item says its kind. A rank's answer never changes.
-        mine: this rank's answer, as JSON allows.
+        mine: this rank's answer, as `gather_values` takes it.
     """
     group = process_group or dist.distributed_c10d._get_default_group()
     known = _answers.setdefault(group, {})
     if question not in known:
         kind = question[0] if isinstance(question, tuple) else question
-        texts = gather_texts(f"question {kind}", json.dumps(mine), group)
-        known[question] = tuple(json.loads(text) for text in texts)
+        known[question] = tuple(gather_values(f"question {kind}", mine, group))
     return known[question]
 
 
@@ -240,10 +238,9 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
     """
     if group is None:
         return value
-    exchange = _exchanges.get(group)
-    if exchange is None:
-        exchange = _exchanges[group] = open_exchange(group, 1)
-    return max(number for (number,) in exchange.gather("their numbers of tokens", [value]))
+    if group not in _exchanges:
+        _exchanges[group] = open_exchange(group, 1)
+    return max(number for (number,) in _exchanges[group].gather("their numbers of tokens", [value]))
 
 
 class SharedMemoryExchange:

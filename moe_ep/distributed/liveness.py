@@ -91,7 +91,6 @@ class _Peer:
         self._connection: PeerConnection | None = None
         self._is_here = told["space"] == _process_space()
         address = told["address"]
-        self.name = f"process {self._pid}" if self._is_here else f"process {self._pid} on {told['space'].split()[0]}"
         if not self._is_here and address is not None and not ipaddress.ip_address(address[0]).is_loopback:
             # A peer that cannot be reached so is waited for until the deadline.
             with suppress(OSError):
@@ -114,7 +113,7 @@ class Processes:
         self._prefix = f"moe_ep/process/{name_in_store(group)}"
         self._peers: dict[int, _Peer] = {}
         self._wanted: set[int] = set()
-        self._ended: dict[int, str] = {}
+        self._ended: set[int] = set()
         self._looked, self._lock = 0.0, threading.Lock()
         self._rank = dist.get_rank(group)
         self._listening: socket.socket | None = None
@@ -130,17 +129,15 @@ class Processes:
             _processes[group] = Processes(group)
         return _processes[group]
 
-    def ended(self, ranks: Iterable[int]) -> dict[int, str]:
-        """The ranks of the default group whose processes have ended or are out of reach, each with its process."""
+    def ended(self, ranks: Iterable[int]) -> set[int]:
+        """The ranks of the default group whose processes have ended or are out of reach."""
         ranks = set(ranks) - {self._rank}
         self._wanted |= ranks
         with self._lock:
             if time.monotonic() - self._looked > _LOOK_S:
-                for rank, peer in self._peers.items():
-                    if rank not in self._ended and peer.has_ended():
-                        self._ended[rank] = peer.name
+                self._ended |= {r for r, peer in self._peers.items() if r not in self._ended and peer.has_ended()}
                 self._looked = time.monotonic()
-            return {rank: name for rank, name in self._ended.items() if rank in ranks}
+            return self._ended & ranks
 
     def unreachable(self) -> set[int]:
         """Those ranks of `ended` that are out of reach, and may live."""
