@@ -249,8 +249,8 @@ DEVICE void finish(const Common& c, u32 epoch) {
 // links have delivered all stores in flight, and the senders need not wait for it.
 //
 // A warp that has stored a row writes the addresses of its flags to its own slots in shared memory, one per rank (SLOTS:
-// eight, in turns), once they are empty. The releasing warp takes all that it finds and sets them behind one fence. It waits for no other
-// rank, so no sender waits long.
+// eight, in turns), once they are empty. The releasing warp takes all that it finds and sets them behind one fence. It
+// waits for no other rank, so no sender waits long.
 
 constexpr int kQueuedFlags = SLOTS ? 8 : RANKS;  // of a warp
 

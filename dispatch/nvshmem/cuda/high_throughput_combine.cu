@@ -1,9 +1,9 @@
 // High-throughput (prefill) combine: sends each rank's result rows to the ranks of their tokens, which add them up as
 // they arrive.
 //
-// Layout in:   results [received rows, HIDDEN] of this rank's experts, already weighted and summed per row, in bf16, or in f32
-//              beside f16 rows; the slots of this rank's tokens. SLOTS: results [received rows, TOPK, HIDDEN] in bf16, neither
-//              weighted nor summed. OVERLAP: the experts still write them, and a flag per expert
+// Layout in:   results [received rows, HIDDEN] of this rank's experts, already weighted and summed per row, in bf16, or
+//              in f32 beside f16 rows; the slots of this rank's tokens. SLOTS: results [received rows, TOPK, HIDDEN] in
+//              bf16, neither weighted nor summed. OVERLAP: the experts still write them, and a flag per expert
 //              (kernels/cuda/arrival.cuh).
 // Layout out:  output [T, HIDDEN], the sum over ranks in rank order, in f32, rounded once; zeros for a token without
 //              any. This rank's own results are read in place; OVERLAP: they are stored like the others'.

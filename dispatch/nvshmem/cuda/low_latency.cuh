@@ -1,6 +1,6 @@
 // Buffers of one low-latency (decode) batch, and what dispatch and combine share.
 //
-// Every rank has the same buffers at the same offsets (layout.py computes them); part [s] of each is written by rank s.
+// Every rank has the same buffers at the same offsets (low_latency.py computes them); part [s] of each is written by rank s.
 // R ranks, capacity C tokens per rank, K = HIDDEN columns, TOPK slots per token, M lines of meta per token. Results,
 // 8-bit rows, and rows of ranks with at most `row_packet_tokens` tokens are sent as flag-in-data packets (protocol.cuh),
 // others as plain rows with a flag.
@@ -10,9 +10,8 @@
 //                                  (0xffff for slots of other ranks), then those with two weights each
 //   row_flags       [R, C, 2]      u32, the epoch once that half of the row has arrived
 //   rows            [R, C]         row_bytes each; 8-bit codes, then scales, if quantized
-//   row_packets     [R, L, ...]    rows as packets, L = row_packet_tokens; of 8-bit rows the eighth thread's line holds the
-//                   scales
-//                                  of the group that the packet's first code belongs to, and of the next
+//   row_packets     [R, L, ...]    rows as packets, L = row_packet_tokens; of 8-bit rows the eighth thread's line holds
+//                                  the scales of the group that the packet's first code belongs to, and of the next
 //   result_packets  [R, C, ...]    results as packets
 //
 // If the layer is batch-invariant (SLOT_RESULTS) a result is that of one slot, unweighted, and there are

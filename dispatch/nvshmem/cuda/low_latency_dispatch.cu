@@ -2,12 +2,11 @@
 // rows each expert has.
 //
 // Layout in:   rows [T, K], topk_ids and weights [T, TOPK] on each rank.
-// Layout out:  nothing (positions == null) where the experts' kernel reads rows and meta itself (low_latency_layer.cuh): then
-//              the dispatch has waited for all of them. Else,
-//              on the rank of expert e: expert_num_tokens [El]; its rows in the order (source, token), either copied to
+// Layout out:  on the rank of expert e: expert_num_tokens [El]; its rows in the order (source, token), either copied to
 //              out [El, R * C, K], or by reference, as numbers s * C + t in expert_row_ids [El, R * C], of rows that
-//              stay where they arrive (8-bit ones, dequantized, in out [R * C, K]); positions [R * C, TOPK]: the row of its
-//              expert that each slot is, for the combine.
+//              stay where they arrive (8-bit ones, dequantized, in out [R * C, K]); positions [R * C, TOPK]: the row of
+//              its expert that each slot is, for the combine. Where the experts' kernel reads rows and meta itself
+//              (positions == null, low_latency_layer.cuh) nothing: the dispatch has only waited for all of them.
 // Warp roles:  16 warps. 0 to 7 send: they draw tasks by tickets (Tickets, protocol.cuh): meta of 16 tokens, or a part
 //              of a token's row, as flag-in-data packets (as NCCL's LL128) or plain with a flag. 8 to 15 receive: they
 //              read headers and meta, list the experts' rows, and wait for rows and copy them.
