@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from harness import use_gpu_of_rank
 
+from moe_ep.dispatch.nvshmem import kernels
 from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena
-from moe_ep.dispatch.nvshmem.high_throughput import Layout, common_type, kernel_source, params_type, senders_of
+from moe_ep.dispatch.nvshmem.high_throughput import Layout, common_type, kernel_source, senders_of
 from moe_ep.kernels import jit
 from moe_ep.kernels.quantize import dequantize_rows, quantize_rows
 
@@ -132,9 +133,9 @@ class Kernel:
         self.status = torch.zeros(2, dtype=torch.int32, device="cuda")
         self.record = torch.zeros(3 + num_ranks, dtype=torch.int32, device="cpu", pin_memory=True)
         where = exchange.target if name == "dispatch" else exchange.sender
-        pointers, first = region.peer_pointers.tolist(), self.numbers.data_ptr()
+        first = self.numbers.data_ptr()
         common = common_type(num_ranks)(
-            peers=(ctypes.c_uint64 * num_ranks)(*(pointers[where(gpu, rank)[0]] for rank in range(num_ranks))),
+            peers=(ctypes.c_uint64 * num_ranks)(*(region.peers[where(gpu, rank)[0]] for rank in range(num_ranks))),
             **layout.offsets,
             status=self.status.data_ptr(),
             record=self.record.data_ptr(),
@@ -158,7 +159,7 @@ class Kernel:
             tensors = [load.rows[gpu], load.topk_ids, load.weights, load.owners, slots, self.received]
             numbers = [load.owners.numel(), len(slots), 0, 0, 0]
         self._layout, self._tensors = layout, tensors
-        self.params = params_type(num_ranks, len(tensors), len(numbers))(common=common)
+        self.params = kernels.params_type(type(common), len(tensors), len(numbers))(common=common)
         self.params.pointers[:], self.params.numbers[:] = [tensor.data_ptr() for tensor in tensors], numbers
         self.kernel = jit.load(kernel_source(name, layout, DTYPE), torch.device("cuda", torch.cuda.current_device()))
 

@@ -15,7 +15,6 @@ of an elastic gang (`moe_ep.distributed.membership`) share memory of CUDA's own 
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import weakref
@@ -50,13 +49,12 @@ class Region:
 
     Attributes:
         local: uint8 `[nbytes]`, this rank's copy; zero when it is handed out, on every rank.
-        peer_pointers: int64 `[R]` on the device: where each rank's copy is mapped here, 0 where it cannot be.
+        peers: where each rank's copy is mapped here, 0 where it cannot be.
         pes: the PE number of each rank, as NVSHMEM's device library takes it (cuda/device_api.cuh).
     """
 
-    name: str
     local: torch.Tensor
-    peer_pointers: torch.Tensor
+    peers: list[int]
     pes: tuple[int, ...]
 
 
@@ -80,7 +78,6 @@ class SymmetricArena:
     """The symmetric memory of one process group on this process's current device; `of` gives the one there is.
 
     Attributes:
-        rank, world_size: of this process in the group.
         device: the CUDA device.
         order: of kernels that wait for other ranks, one for all arenas of the process.
     """
@@ -88,14 +85,13 @@ class SymmetricArena:
     def __init__(self, runtime: Runtime, process_group: dist.ProcessGroup) -> None:
         self._runtime = runtime
         self._pes = dist.get_process_group_ranks(process_group)
-        self.rank, self.world_size = dist.get_rank(process_group), len(self._pes)
         self.device, self.order = runtime.device, runtime.order
 
     @property
     def is_mapped(self) -> bool:
         """Whether the group's ranks are on one host, so that each can have the others' memory mapped."""
         hosts = {self._runtime.hosts[pe] for pe in self._pes}
-        return len(hosts) == 1 and (self.world_size == 1 or not env.NVSHMEM_FORCE_DEVICE_API.get())
+        return len(hosts) == 1 and (len(self._pes) == 1 or not env.NVSHMEM_FORCE_DEVICE_API.get())
 
     @property
     def carries_packets(self) -> bool:
@@ -128,8 +124,8 @@ class SymmetricArena:
             torch.OutOfMemoryError: there is not that much left.
         """
         local = self._runtime.allocate(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, name)
-        pointers = [self._runtime.peer_pointer(local.data_ptr(), pe) for pe in self._pes]
-        return Region(name, local, torch.tensor(pointers, dtype=torch.int64, device=self.device), tuple(self._pes))
+        peers = [self._runtime.peer_pointer(local.data_ptr(), pe) for pe in self._pes]
+        return Region(local, peers, tuple(self._pes))
 
     @staticmethod
     def close() -> None:
@@ -228,11 +224,7 @@ class Runtime(ABC):
 
 
 class NvshmemRuntime(Runtime):
-    """NVSHMEM in this process.
-
-    Args:
-        core, bindings: nvshmem.core and nvshmem.bindings.
-    """
+    """NVSHMEM in this process; core and bindings are modules of nvshmem4py."""
 
     def __init__(self, core: Any, bindings: Any, device: torch.device) -> None:
         super().__init__(device)
@@ -381,16 +373,6 @@ def _nvshmem() -> tuple[Any, Any]:
     except (ImportError, RuntimeError) as error:
         raise missing_extra("nvshmem4py-cu13", "cuda", "the NVSHMEM dispatch") from error
     return nvshmem.core, bindings
-
-
-def collect_garbage(num_ranks: int) -> None:
-    """Ends layers that only the garbage collector would, if a group of so many ranks is a part of the default group.
-
-    Groups that divide it make symmetric memory together, so what each keeps for the next layer of a shape must not
-    depend on when its processes happened to collect.
-    """
-    if dist.is_initialized() and num_ranks < dist.get_world_size():
-        gc.collect()
 
 
 def unusable_reason() -> str | None:

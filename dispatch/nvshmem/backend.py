@@ -8,13 +8,15 @@ of running kernels too.
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
@@ -26,8 +28,7 @@ from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.distributed.exchange import check_agreement, gather_texts
 from moe_ep.errors import BackendUnavailableError, DispatchTimeoutError, RanksChangedError, rank_list
 from moe_ep.kernels import jit
-from moe_ep.kernels.jit import Kernel
-from moe_ep.modular_kernel.contracts import BatchExchange
+from moe_ep.modular_kernel.contracts import BatchExchange, Compilation
 
 # Words of the record, as in kernels/cuda/deadline.cuh; one word for each rank follows.
 _FAILED, _PHASE, _EPOCH, _ENDED, _RANKS = range(5)
@@ -98,7 +99,8 @@ class SymmetricBuffers(ABC):
 
     Attributes:
         NAME, INSTEAD: of the backend, and of one that takes what this one refuses.
-        region: the buffers; `peers` has the address of each rank's, 0 where it is out of reach.
+        layout: of the buffers.
+        region: the buffers.
         record: failed waits, for the host.
         alive: the EP ranks that take part.
         status: int32 `[2]`, of the kernels' waits: whether one has failed, and the ranks that are alive, a bit each.
@@ -111,14 +113,14 @@ class SymmetricBuffers(ABC):
 
     NAME: ClassVar[str]
     INSTEAD: ClassVar[str]
+    layout: BufferLayout
 
     @torch.inference_mode(False)
     def __init__(self, symmetric: arena.SymmetricArena, layout: BufferLayout, ranks: RankGroup) -> None:
         self.ranks, self.device, self.order = ranks, symmetric.device, symmetric.order
-        self._layout = layout
+        self.layout = layout
         self.region = symmetric.reserve(layout.symmetric_bytes, self.NAME)
-        self.peers: list[int] = self.region.peer_pointers.tolist()
-        unreachable = [str(rank) for rank, pointer in enumerate(self.peers) if not pointer]
+        unreachable = [str(rank) for rank, pointer in enumerate(self.region.peers) if not pointer]
         if unreachable and not layout.device_api:
             raise BackendUnavailableError(
                 f"{self.NAME} needs every rank's memory within reach and EP rank {ranks.rank} cannot reach "
@@ -144,7 +146,10 @@ class SymmetricBuffers(ABC):
         """
         symmetric = arena.SymmetricArena.of(ranks.group)
         check_agreement(cls.NAME, settings, ranks.group)
-        arena.collect_garbage(ranks.size)
+        # Groups that divide the default group make symmetric memory together, so what each still has of a shape must
+        # not depend on when its processes happened to collect garbage.
+        if dist.is_initialized() and ranks.size < dist.get_world_size():
+            gc.collect()
         known, key = _made.setdefault(symmetric, WeakValueDictionary()), f"{cls.NAME} {layout} {more}"
         found = known.get(key)
         everywhere = gather_texts(f"buffers of {cls.NAME}", "lacks" if found is None else "has", ranks.group)
@@ -154,8 +159,8 @@ class SymmetricBuffers(ABC):
 
     def part(self, batch: int, name: str) -> torch.Tensor:
         """A view: the bytes of a buffer of a batch."""
-        start = batch * self._layout.batch_bytes + self._layout.offsets[name]
-        return self.region.local[start : start + self._layout.sizes[name]]
+        start = batch * self.layout.batch_bytes + self.layout.offsets[name]
+        return self.region.local[start : start + self.layout.sizes[name]]
 
     def recover(self, dead: Sequence[int]) -> None:
         """Goes on without the EP ranks in `dead`; collective over the others, which must give up open batches too."""
@@ -202,28 +207,58 @@ def check_of_batch(memory: SymmetricBuffers) -> Callable[[], None]:
     return check
 
 
+Memory = TypeVar("Memory", bound=SymmetricBuffers)
+
+
 class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
-    """A backend whose kernels write into the other ranks' memory; a subclass sets the last three.
+    """A backend whose kernels write into the other ranks' memory; a subclass makes a layout and shares memory.
 
     Attributes:
         NAME: of the backend.
         INSTEAD: a backend that takes what this one refuses.
         MAX_RANKS: of a group.
+        LAYOUT: the class of `layout`.
         memory: what the layers of this shape share.
         layout: of the buffers in it.
         kernels: by their names.
+
+    Raises:
+        ValueError: what the kernels cannot do.
     """
 
     NAME: ClassVar[str]
     INSTEAD: ClassVar[str]
     MAX_RANKS: ClassVar[int]
+    LAYOUT: ClassVar[type[BufferLayout]]
     hidden_size_multiple = 16
     # Kernels convert rows of 8 bits as they arrive.
     keeps_codes = False
     _recoveries = 0
     memory: SymmetricBuffers
     layout: BufferLayout
-    kernels: dict[str, Kernel]
+    kernels: dict[str, jit.Kernel]
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        refusal = self.refuses(self.moe_config)
+        if refusal is not None:
+            raise ValueError(f"{refusal}; all2all_backend='{self.INSTEAD}' has no such rule")
+
+    def _share_memory(self, kind: type[Memory], *more: torch.dtype) -> Memory:
+        """Finds or makes the memory of this shape, and loads the kernels; a collective step (`SymmetricBuffers.of`)."""
+        dtype = self.moe_config.in_dtype
+        memory = kind.of(self.layout, self.ranks, shared_settings(self.moe_config, self.layout), *more)
+        self.memory, self.kernels = memory, jit.load_all(self.layout.sources(dtype), memory.device)
+        self.placement.expert_map(memory.device)  # not made under capture
+        return memory
+
+    @classmethod
+    def compilations(
+        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
+    ) -> Sequence[Compilation]:
+        if cls.unusable_reason() is not None or cls.refuses(moe_config) is not None:
+            return ()
+        return list(cls.LAYOUT.of(moe_config, quant_config).sources(moe_config.in_dtype).values())
 
     @classmethod
     def unusable_reason(cls) -> str | None:
@@ -252,14 +287,6 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
 
     def max_num_tokens_per_rank(self) -> int | None:
         return self.moe_config.max_num_tokens
-
-    def accepts_f32_output(self) -> bool:
-        return True
-
-    def _as_sent(self, expert_output: torch.Tensor) -> torch.Tensor:
-        """Results of f16 layers in f32, also those of experts that cannot write it."""
-        is_f16 = self.moe_config.in_dtype is expert_output.dtype is torch.float16
-        return expert_output.float() if is_f16 else expert_output
 
     def around_replay(self) -> AbstractContextManager[None] | None:
         # A graph's batch goes through the buffers that were next when it was captured.
@@ -299,12 +326,6 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     def _must_agree(self, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
         """Nothing: the ranks have agreed when their backends were made."""
 
-    def _check_config(self) -> None:
-        """ValueError where the kernels cannot do what the configuration asks for."""
-        refusal = self.refuses(self.moe_config)
-        if refusal is not None:
-            raise ValueError(f"{refusal}; all2all_backend='{self.INSTEAD}' has no such rule")
-
     def _check_batch(self, batch: Batch) -> None:
         """ValueError where the batch is not what the kernels were compiled for."""
         given = (batch.code_dtype, batch.rows.device)
@@ -316,9 +337,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
             )
 
 
-def shared_settings(
-    moe_config: FusedMoEConfig, *, code_dtype: torch.dtype | None, device_api: bool, batches_in_flight: int
-) -> dict[str, object]:
+def shared_settings(moe_config: FusedMoEConfig, layout: BufferLayout) -> dict[str, object]:
     """The settings that must be the same on every rank."""
     names = (
         *("hidden_dim", "num_experts", "num_fused_shared_experts", "experts_per_token", "max_num_tokens", "in_dtype"),
@@ -327,7 +346,8 @@ def shared_settings(
     return {
         **{name: getattr(moe_config, name) for name in names},
         "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
-        "rows on the wire": code_dtype or moe_config.in_dtype,
-        "batches in flight": batches_in_flight,
-        "puts by NVSHMEM's device library": device_api,
+        "rows on the wire": layout.code_dtype or moe_config.in_dtype,
+        "batches in flight": layout.batches_in_flight,
+        "overlap": layout.overlaps,
+        "puts by NVSHMEM's device library": layout.device_api,
     }

@@ -51,11 +51,10 @@ def kernel_source(name: str, num_ranks: int, num_experts: int = 0, ids: torch.dt
 
 
 @functools.cache
-def params_type(num_ranks: int, num_pointers: int, num_ints: int) -> Any:
-    """`Params` of the kernels, with `Common` of cuda/batch_balance.cuh."""
+def common_type(num_ranks: int) -> Any:
+    """`Common` of cuda/batch_balance.cuh."""
     peers = ("peers", ctypes.c_uint64 * num_ranks)
-    common = kernels.structure(peers, ("limits", Limits), ("epoch", ctypes.c_uint32), ("rank", ctypes.c_int))
-    return kernels.params_type(common, num_pointers, num_ints)
+    return kernels.structure(peers, ("limits", Limits), ("epoch", ctypes.c_uint32), ("rank", ctypes.c_int))
 
 
 class DeviceExchange:
@@ -78,7 +77,6 @@ class DeviceExchange:
     def open(self, resident: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor], num_slots: int) -> _DeviceCopies:
         if self._region is None:
             self._region = self._symmetric.reserve(symmetric_bytes(self.size), "balancing of batches")
-            self._peers = self._region.peer_pointers.tolist()
             for name in ("batch_copies", "batch_release"):
                 load_kernel(kernel_source(name, self.size), self.device)  # not while others wait
         return _DeviceCopies(self, resident, scratch, num_slots)
@@ -95,9 +93,10 @@ class DeviceExchange:
         self, source: jit.KernelSource, tensors: Sequence[torch.Tensor], numbers: Sequence[int], blocks: int = 1
     ) -> None:
         """Launches a kernel for the last batch whose counts were gathered, on the current stream."""
-        params = params_type(self.size, len(tensors), len(numbers))()
+        region: Any = self._region  # it is open
+        params = kernels.params_type(common_type(self.size), len(tensors), len(numbers))()
         timeout_ns = int(self.record.timeout_s * 1e9)
-        params.common.peers[:] = self._peers
+        params.common.peers[:] = region.peers
         params.common.limits = Limits(self._status.data_ptr(), self.record.words.data_ptr(), timeout_ns)
         params.common.epoch, params.common.rank = self.epoch, self.rank
         params.pointers[:], params.numbers[:] = [tensor.data_ptr() for tensor in tensors], numbers
@@ -141,9 +140,8 @@ class _DeviceCopies:
         self._parts = torch.tensor(rows, dtype=torch.int64, device="cpu").to(exchange.device)
         self._finished = torch.zeros(1, dtype=torch.int32, device=exchange.device)
         self.told = torch.zeros(_TOLD, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.told.view(torch.int32)[1::2] = exchange.epoch - (
-            1 << 32 if exchange.epoch >> 31 else 0
-        )  # of no batch to come
+        of_no_batch_to_come = exchange.epoch - (1 << 32 if exchange.epoch >> 31 else 0)
+        self.told.view(torch.int32)[1::2] = of_no_batch_to_come
         self._stream = torch.cuda.Stream(exchange.device)
         weakref.finalize(self, _close, peers, exchange.device).atexit = False
 

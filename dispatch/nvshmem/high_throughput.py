@@ -30,7 +30,7 @@ from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch, check_tensor
 from moe_ep.dispatch.nvshmem import arena, kernels
-from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers, shared_settings
+from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers
 from moe_ep.dispatch.nvshmem.batch_exchange import MOST_EXPERTS, DeviceExchange
 from moe_ep.dispatch.nvshmem.kernels import BufferLayout, align, structure
 from moe_ep.dispatch.rank_group import RankGroup
@@ -38,7 +38,7 @@ from moe_ep.dispatch.torch_distributed import CombineCall
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Arrival, ArrivalParams, Limits
 from moe_ep.kernels.quantize import GROUP_SIZE
-from moe_ep.modular_kernel.contracts import BatchExchange, Compilation, Dispatched, FusedMoEActivationFormat, Pending
+from moe_ep.modular_kernel.contracts import BatchExchange, Dispatched, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceContiguous
 
 NAME = "nvshmem_high_throughput"
@@ -56,7 +56,7 @@ _LINK_LINE_BYTES = 128
 # Within 5 % of the best on 4 H200 (docs/benchmarks/dispatch.md); 8-bit rows are made and read by instructions.
 DEFAULT_NUM_SMS = 24
 DEFAULT_NUM_SMS_QUANTIZED = 48
-# Of a combine that adds up slots: on 2 H200s 132 take 7 % longer with its dispatch, 64 8 %.
+# SMs of a combine that adds up slots. On 2 H200s dispatch and combine take 7 % longer with 132, and 8 % with 64.
 SLOT_SUMMING_SMS = 96
 THREADS = 1024
 WARPS = THREADS // 32
@@ -68,19 +68,16 @@ _CODES = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(BufferLayout):
-    """The symmetric block; cuda/high_throughput.cuh says what its parts hold.
-
-    Attributes:
-        overlaps: rows and results are sent while the experts run.
-    """
-
-    overlaps: bool = False
+    """The symmetric block; cuda/high_throughput.cuh says what its parts hold."""
 
     @property
     def kernels(self) -> tuple[str, ...]:
         if self.overlaps:
             return OVERLAPPED_KERNELS
         return (*KERNELS, _SLOTS) if self.sums_slots else KERNELS
+
+    def sources(self, dtype: torch.dtype) -> dict[str, jit.KernelSource]:
+        return {name: kernel_source(name, self, dtype) for name in self.kernels}
 
     @property
     def sums_slots(self) -> bool:
@@ -147,12 +144,12 @@ class Block(SymmetricBuffers):
     """
 
     NAME, INSTEAD = NAME, "all_to_all"
+    layout: Layout
 
     def __init__(
         self, symmetric: arena.SymmetricArena, layout: Layout, ranks: RankGroup, in_dtype: torch.dtype
     ) -> None:
         super().__init__(symmetric, layout, ranks)
-        self.layout = layout
         self.exchange = DeviceExchange(symmetric, ranks, self.status, self.record)
         self.batches = [BatchParts(self, index, in_dtype) for index in range(layout.batches_in_flight)]
         self.start(0)
@@ -170,24 +167,6 @@ class Block(SymmetricBuffers):
     def begins_anew(self) -> bool:
         # Batches take several sets of buffers in turn.
         return len(self.batches) == 1 and not self.batches[0].is_open
-
-    def common(self, batch: int, numbers: torch.Tensor) -> Any:
-        """`Common` of cuda/high_throughput.cuh; `numbers` are those of BatchParts."""
-        layout, first = self.layout, numbers.data_ptr()
-        offsets = {name: offset for name, offset in layout.offsets.items() if name in _OFFSETS}
-        return common_type(layout.num_ranks)(
-            peers=(ctypes.c_uint64 * layout.num_ranks)(*(peer + batch * layout.batch_bytes for peer in self.peers)),
-            pes=(ctypes.c_int * layout.num_ranks)(*self.region.pes),
-            **offsets,
-            status=self.status.data_ptr(),
-            record=self.record.words.data_ptr(),
-            timeout_ns=int(self.record.timeout_s * 1e9),
-            epoch=first,
-            finished=first + 8,
-            taken=first + 12,
-            placement=first + _PLACEMENT,
-            rank=self.ranks.rank,
-        )
 
     def _epochs(self) -> Sequence[int]:
         return [max(self.exchange.epoch, *(int(parts.epoch) for parts in self.batches))]
@@ -230,7 +209,20 @@ class BatchParts:
         self.numbers = torch.zeros(6 + 4 * layout.num_ranks + 1, dtype=torch.int32, device=device)
         self.epoch = self.numbers[:2].view(torch.int64)
         self.slots = torch.empty((layout.capacity, layout.num_ranks), dtype=torch.int32, device=device)
-        self.common = block.common(index, self.numbers)
+        first, peers = self.numbers.data_ptr(), (peer + index * layout.batch_bytes for peer in block.region.peers)
+        self.common = common_type(layout.num_ranks)(
+            peers=(ctypes.c_uint64 * layout.num_ranks)(*peers),
+            pes=(ctypes.c_int * layout.num_ranks)(*block.region.pes),
+            **{name: layout.offsets[name] for name in _OFFSETS},
+            status=block.status.data_ptr(),
+            record=block.record.words.data_ptr(),
+            timeout_ns=int(block.record.timeout_s * 1e9),
+            epoch=first,
+            finished=first + 8,
+            taken=first + 12,
+            placement=first + _PLACEMENT,
+            rank=block.ranks.rank,
+        )
         self._params: dict[str, Any] = {}
         self.arriving = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arriving = self.arriving.numpy()
@@ -251,7 +243,8 @@ class BatchParts:
         """`Params` of the kernel of that name, the same object in every call."""
         params = self._params.get(name)
         if params is None:
-            params = params_type(self._num_ranks, len(pointers), len(numbers))(common=self.common)
+            common = common_type(self._num_ranks)
+            params = kernels.params_type(common, len(pointers), len(numbers))(common=self.common)
             self._params[name] = params
         params.pointers[:], params.numbers[:] = pointers, numbers
         return params
@@ -298,12 +291,6 @@ def common_type(num_ranks: int) -> Any:
     )
 
 
-@functools.cache
-def params_type(num_ranks: int, num_pointers: int, num_ints: int) -> Any:
-    """`Params` of the kernels."""
-    return kernels.params_type(common_type(num_ranks), num_pointers, num_ints)
-
-
 class _Sent(NamedTuple):
     parts: BatchParts
     number: int
@@ -340,9 +327,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         ValueError: what the kernels cannot do, or ranks that are configured differently.
     """
 
-    NAME = NAME
-    INSTEAD = "all_to_all"
+    NAME, INSTEAD = Block.NAME, Block.INSTEAD
     MAX_RANKS = 8
+    LAYOUT = Layout
     layout: Layout
     _pads_rows = False
 
@@ -360,7 +347,6 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         overlap_sms: int | None = None,
     ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group, owners=owners)
-        self._check_config()
         if num_sms is None:
             num_sms = env.NVSHMEM_NUM_SMS.get() or None
         overlap = env.OVERLAP.get() if overlap is None else overlap
@@ -375,22 +361,13 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         )
         self._check_overlap()
         self.overlap_sms = overlap_sms
-        settings = shared_settings(
-            moe_config, code_dtype=self.layout.code_dtype, device_api=device_api, batches_in_flight=batches_in_flight
-        )
-        settings["overlap"] = overlap
-        self.block = self.memory = Block.of(self.layout, self.ranks, settings, moe_config.in_dtype)
-        device = torch.device("cuda", torch.cuda.current_device())
-        self.num_sms = self._sms_of_a_batch(num_sms, device)
+        self.block = self._share_memory(Block, moe_config.in_dtype)
+        sms = torch.cuda.get_device_properties(self.block.device).multi_processor_count
+        self.num_sms = self._sms_of_a_batch(num_sms, sms)
         # Blocks that add up slots claim what there is to do, so they may start one after another, as experts make room.
         self.combine_blocks = self.num_sms
         if num_sms is None and overlap_sms is None:
-            sms = torch.cuda.get_device_properties(device).multi_processor_count
             self.combine_blocks = sms if overlap else min(sms, SLOT_SUMMING_SMS)
-        self.kernels = jit.load_all(
-            {name: kernel_source(name, self.layout, moe_config.in_dtype) for name in self.layout.kernels}, device
-        )
-        self.placement.expert_map(device)  # not made under capture
 
     def _check_overlap(self) -> None:
         """ValueError where rows cannot be sent beside the experts."""
@@ -408,9 +385,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             if layout.overlaps and holds:
                 raise ValueError(f"overlap is True and {reason}, or choose overlap=False (MOE_EP_OVERLAP=0)")
 
-    def _sms_of_a_batch(self, asked: int | None, device: torch.device) -> int:
+    def _sms_of_a_batch(self, asked: int | None, sms: int) -> int:
         """As asked, or close to the best. Blocks wait for all blocks of other ranks, so all must fit at once."""
-        batches, sms = self.layout.batches_in_flight, torch.cuda.get_device_properties(device).multi_processor_count
+        batches = self.layout.batches_in_flight
         most = max(sms // batches, 1)
         if asked is None:
             converts = self.layout.is_quantized and self.layout.takes_rows
@@ -434,15 +411,6 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         """
         layout = Layout.of(moe_config, quant_config, batches_in_flight=batches_in_flight)
         return {"symmetric": layout.symmetric_bytes, "plain": layout.plain_bytes}
-
-    @classmethod
-    def compilations(
-        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
-    ) -> Sequence[Compilation]:
-        if cls.unusable_reason() is not None or cls.refuses(moe_config) is not None:
-            return ()
-        layout = Layout.of(moe_config, quant_config)
-        return [kernel_source(name, layout, moe_config.in_dtype) for name in layout.kernels]
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
@@ -503,7 +471,11 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
         def receive() -> Dispatched:
             check()
-            rows = self._arrived(parts, number) if known_rows is None else known_rows
+            rows = known_rows
+            if rows is None:  # the host waits for their number while they are in flight
+                self.ranks.wait_for_sizes("dispatch", lambda: parts.rows_of(number) is not None)
+                self.check()
+                rows = parts.rows_of(number) or 0
             is_full = rows == layout.max_rows
             return Dispatched(
                 rows=parts.rows if is_full else parts.rows[:rows],
@@ -571,12 +543,6 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         results, is_plain = call.expert_output, call.reduce_impl == TopKWeightAndReduceContiguous()
         fits = isinstance(results, torch.Tensor) and results.shape == shape and results.is_contiguous()
         return self.layout.sums_slots and is_plain and fits and results.dtype == self.moe_config.in_dtype
-
-    def _arrived(self, parts: BatchParts, number: int) -> int:
-        """Waits on the host for the number of rows, while they are in flight."""
-        self.ranks.wait_for_sizes("dispatch", lambda: parts.rows_of(number) is not None)
-        self.check()
-        return parts.rows_of(number) or 0
 
     def _launch(
         self,

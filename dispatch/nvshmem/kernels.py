@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,15 +35,6 @@ def align(num_bytes: int, alignment: int = _ALIGNMENT) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def offsets_of(sizes: dict[str, int]) -> dict[str, int]:
-    """Where each part begins when they lie one after the other, aligned."""
-    found, end = {}, 0
-    for name, size in sizes.items():
-        found[name] = end
-        end += align(size)
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class BufferLayout(ABC):
     """The buffers of one shape's batches in symmetric memory, the same on every rank.
@@ -54,6 +46,8 @@ class BufferLayout(ABC):
         device_api: some ranks are out of each other's reach or not joined by NVLink, and NVSHMEM's device library is
             used.
         batches_in_flight: how many batches between prepare and finalize have buffers of their own.
+        slot_results: a result is that of one slot, as batch-invariant layers need it, and not a rank's sum.
+        overlaps: rows and results are sent while the experts run.
     """
 
     num_ranks: int
@@ -64,6 +58,8 @@ class BufferLayout(ABC):
     f32_results: bool = False
     device_api: bool = False
     batches_in_flight: int = 1
+    slot_results: bool = False
+    overlaps: bool = False
 
     @classmethod
     def of(cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None, **more: Any) -> Self:
@@ -91,10 +87,15 @@ class BufferLayout(ABC):
     def sizes(self) -> dict[str, int]:
         """Bytes of each buffer of a batch, in the order in which they lie."""
 
+    @abstractmethod
+    def sources(self, dtype: torch.dtype) -> dict[str, jit.KernelSource]:
+        """The backend's kernels by name, for batches of that dtype."""
+
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Where each buffer begins."""
-        return offsets_of(self.sizes)
+        begins = itertools.accumulate(map(align, self.sizes.values()), initial=0)
+        return dict(zip(self.sizes, begins, strict=False))  # the last one is the end
 
     @cached_property
     def batch_bytes(self) -> int:
@@ -111,6 +112,7 @@ def structure(*fields: tuple[str, Any], anonymous: tuple[str, ...] = ()) -> Any:
     return type("Structure", (ctypes.Structure,), {"_anonymous_": anonymous, "_fields_": fields})
 
 
+@functools.cache
 def params_type(common: Any, num_pointers: int, num_ints: int) -> Any:
     """`Params` of kernels: what they share, then their pointers and numbers in order."""
     pointers, numbers = ctypes.c_void_p * num_pointers, ctypes.c_int * num_ints
@@ -128,9 +130,9 @@ def kernel_source(name: str, layout: BufferLayout, dtype: torch.dtype, **more: i
         "ACT_BF16": int(dtype == torch.bfloat16),
         "DEVICE_API": int(layout.device_api),
     }
-    if getattr(layout, "slot_results", False):
+    if layout.slot_results:
         defines["SLOT_RESULTS"] = 1
-    if getattr(layout, "overlaps", False):
+    if layout.overlaps:
         defines["OVERLAP"] = 1
     defines |= more
     path = CUDA / f"{name}.cu"

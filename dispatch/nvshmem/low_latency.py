@@ -43,7 +43,7 @@ import torch.distributed as dist
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch, check_tensor, keep_for, wire_dtype
 from moe_ep.dispatch.nvshmem.arena import SymmetricArena
-from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers, shared_settings
+from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers
 from moe_ep.dispatch.nvshmem.kernels import CUDA, BufferLayout, align, kernel_source, structure
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
@@ -53,13 +53,7 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Limits, PeerBatch, PeerBuild
 from moe_ep.kernels.quantize import quantized_row_bytes
 from moe_ep.kernels.routing import RouterParams
-from moe_ep.modular_kernel.contracts import (
-    Compilation,
-    Dispatched,
-    ExpertTokensMetadata,
-    FusedMoEActivationFormat,
-    Pending,
-)
+from moe_ep.modular_kernel.contracts import Dispatched, ExpertTokensMetadata, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.workspace import current_stream
 
 _LINE_BYTES = 16
@@ -96,17 +90,16 @@ class BatchLayout(BufferLayout):
     """The buffers of decoding. With device_api nothing is sent as packets, elsewhere all results and 8-bit rows are.
 
     Example: 8 ranks, 128 tokens, K=7168, top-8, bf16 on the wire: 35.9 MB a batch.
-
-    Attributes:
-        slot_results: a result is that of one slot, as batch-invariant layers need it, and not a rank's sum.
     """
 
     batches_in_flight: int = BATCHES_IN_FLIGHT
-    slot_results: bool = False
 
     @classmethod
     def of(cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None, **more: Any) -> Self:
         return super().of(moe_config, quant_config, slot_results=moe_config.batch_invariant, **more)
+
+    def sources(self, dtype: torch.dtype) -> dict[str, jit.KernelSource]:
+        return {name: kernel_source(name, self, dtype) for name in KERNELS}
 
     @property
     def row_packet_tokens(self) -> int:
@@ -161,11 +154,11 @@ class Channel(SymmetricBuffers):
     """Buffers for BATCHES_IN_FLIGHT batches."""
 
     NAME, INSTEAD = "nvshmem_low_latency", "batched_all_to_all"
+    layout: BatchLayout
 
     @torch.inference_mode(False)
     def __init__(self, symmetric: SymmetricArena, layout: BatchLayout, ranks: RankGroup) -> None:
         super().__init__(symmetric, layout, ranks)
-        self.layout = layout
         self.counters = torch.empty((BATCHES_IN_FLIGHT, 3), dtype=torch.int64, device=self.device)
         self._free = [True] * BATCHES_IN_FLIGHT
         self.start([1] * BATCHES_IN_FLIGHT)
@@ -220,9 +213,9 @@ class Channel(SymmetricBuffers):
     def _buffers_of(self, batch: int) -> Any:
         start, size = batch * self.layout.batch_bytes, self.ranks.size
         return buffers_type(size)(
-            peers=(ctypes.c_uint64 * size)(*(pointer + start if pointer else 0 for pointer in self.peers)),
+            peers=(ctypes.c_uint64 * size)(*(pointer + start if pointer else 0 for pointer in self.region.peers)),
             pes=(ctypes.c_int * size)(*self.region.pes),
-            reachable=sum(1 << rank for rank, pointer in enumerate(self.peers) if pointer),
+            reachable=sum(1 << rank for rank, pointer in enumerate(self.region.peers) if pointer),
             **self.layout.offsets,
             rank=self.ranks.rank,
             capacity=self.layout.capacity,
@@ -411,9 +404,9 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         ValueError: what the kernels cannot do, or ranks that are configured differently.
     """
 
-    NAME = "nvshmem_low_latency"
-    INSTEAD = "batched_all_to_all"
+    NAME, INSTEAD = Channel.NAME, Channel.INSTEAD
     MAX_RANKS = 16
+    LAYOUT = BatchLayout
     layout: BatchLayout
 
     def __init__(
@@ -425,7 +418,6 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         tuning: Tuning | None = None,
     ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group)
-        self._check_config()
         self.tuning = tuning or Tuning()
         self.by_reference = False
         symmetric = SymmetricArena.of(self.ranks.group)
@@ -435,21 +427,10 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
                 f"batch_invariant is set and some of the {moe_config.ep_size} ranks are not joined by NVLink, where "
                 f"{self.NAME} cannot return results of single slots; choose all2all_backend={self.INSTEAD!r}"
             )
-        settings = shared_settings(
-            moe_config,
-            code_dtype=self.layout.code_dtype,
-            device_api=self.layout.device_api,
-            batches_in_flight=BATCHES_IN_FLIGHT,
-        )
-        self.channel = self.memory = Channel.of(self.layout, self.ranks, settings)
-        device = torch.device("cuda", torch.cuda.current_device())
-        self.kernels = jit.load_all(
-            {name: kernel_source(name, self.layout, moe_config.in_dtype) for name in KERNELS}, device
-        )
+        self.channel = self._share_memory(Channel)
         self._routed: dict[Any, jit.Kernel] = {}
-        self._owner_table = self.placement.owners(device)
-        self.placement.expert_map(device)  # not made under capture
-        self._local_table = local_indices(self.placement.on_host).to(device)
+        self._owner_table = self.placement.owners(self.channel.device)
+        self._local_table = local_indices(self.placement.on_host).to(self.channel.device)
 
     @staticmethod
     def size_hint(moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None = None) -> dict[str, int]:
@@ -469,15 +450,6 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             "by_reference": 4 * El * rows + numbers + (rows * row_bytes if layout.is_quantized else 0),
             "expert_outputs": El * rows * layout.result_bytes,
         }
-
-    @classmethod
-    def compilations(
-        cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
-    ) -> Sequence[Compilation]:
-        if cls.unusable_reason() is not None or cls.refuses(moe_config) is not None:
-            return ()
-        layout = BatchLayout.of(moe_config, quant_config)
-        return [kernel_source(name, layout, moe_config.in_dtype) for name in KERNELS]
 
     @classmethod
     def depends_on_batch(cls) -> str | None:
@@ -547,7 +519,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         index = self.channel.take()
         rows = self.channel.rows(index, config.in_dtype) if out is None else out
         num_tokens = batch.topk_ids.size(0)
-        shares = 1 if self.by_reference else self._blocks_of_expert(num_tokens)
+        mean_rows = num_tokens * layout.num_ranks * layout.topk / self._owner_table.numel()
+        shares = 1 if self.by_reference else self.tuning.blocks_of_expert(mean_rows, El)
         kernel, router = self.kernels["low_latency_dispatch"], {}
         if batch.pending is not None:
             routed = self._routed_kernel(batch.pending) if batch.pending.is_plain_softmax else None
@@ -615,8 +588,9 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             return Pending(lambda: None, lambda: None)
         check_delegated(self.NAME, reduce_impl)
         layout, num_tokens = self.layout, sent.topk_ids.size(0)
-        expert_output = self._as_sent(expert_output)
         in_dtype, sent_dtype = self.moe_config.in_dtype, wire_dtype(self.moe_config.in_dtype)
+        if in_dtype is expert_output.dtype is torch.float16:  # of experts that cannot write f32
+            expert_output = expert_output.float()
         for name, tensor, shape, dtype in (
             ("fused_expert_output", expert_output, (*sent.expert_rows, layout.hidden_size), sent_dtype),
             ("output", output, (num_tokens, layout.hidden_size), in_dtype),
@@ -640,10 +614,6 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
             lambda: self.channel.give_back(sent.batch),
         )  # fmt: skip
         return Pending(launch.receive, launch.receive, launch.send)
-
-    def _blocks_of_expert(self, num_tokens: int) -> int:
-        rows = num_tokens * self.layout.num_ranks * self.layout.topk
-        return self.tuning.blocks_of_expert(rows / self._owner_table.numel(), self.moe_config.num_local_experts)
 
     def _common(self, index: int, topk_ids: torch.Tensor, most_tokens: int = 0) -> Any:
         common = self.channel.common(index)

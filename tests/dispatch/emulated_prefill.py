@@ -184,8 +184,8 @@ class Prefill(Session):
         ranks.wait_for_sizes = lambda name, have_come: None  # programs wait, so that others may run meanwhile
         order: Any = nullcontext()
         order.device = torch.device("cpu")
-        pointers = torch.tensor([memory.data_ptr() for memory in self.memory])
-        region = arena.Region("", self.memory[rank], pointers, tuple(range(self.num_ranks)))
+        pointers = [memory.data_ptr() for memory in self.memory]
+        region = arena.Region(self.memory[rank], pointers, tuple(range(self.num_ranks)))
         symmetric: Any = SimpleNamespace(device=order.device, order=order, reserve=lambda *_: region)
         block = Block(symmetric, self.layout, ranks, config.in_dtype)
         block.start(first)

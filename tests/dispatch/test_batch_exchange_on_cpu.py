@@ -98,8 +98,8 @@ class Balancing(Session):
 
     def _exchange(self, rank: int) -> DeviceExchange:
         self.add_memory(rank, self.memory[rank])
-        pointers = torch.tensor([memory.data_ptr() for memory in self.memory])
-        region = arena.Region("", self.memory[rank], pointers, tuple(range(R)))
+        pointers = [memory.data_ptr() for memory in self.memory]
+        region = arena.Region(self.memory[rank], pointers, tuple(range(R)))
         device = torch.device("cpu")
         symmetric: Any = SimpleNamespace(device=device, order=nullcontext(), reserve=lambda *_: region)
         exchange = DeviceExchange(symmetric, self._ranks(rank), torch.zeros(2).int(), self.records[rank])

@@ -157,10 +157,9 @@ def disagree(rank: int, world_size: int, change: dict[str, Any]) -> str:
     case = Case(hidden_size=128, dtype=torch.bfloat16)
     case = replace(case, **change) if rank == 1 else case
     config = make_setting(case, rank, world_size).config
+    layout = BatchLayout.of(config, FusedMoEQuantConfig(dispatch_dtype=case.code_dtype))
     with pytest.raises(ValueError, match="the ranks are configured differently") as raised:
-        check_agreement(
-            "name", shared_settings(config, code_dtype=case.code_dtype, device_api=False, batches_in_flight=2)
-        )
+        check_agreement("name", shared_settings(config, layout))
     return str(raised.value)
 
 

@@ -36,7 +36,7 @@ class Arena:
     def reserve(self, nbytes: int, name: str) -> Region:
         self.of_ranks = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(NUM_RANKS)]
         pointers = [part.data_ptr() if rank in self.reaches else 0 for rank, part in enumerate(self.of_ranks)]
-        return Region(name, self.of_ranks[RANK], torch.tensor(pointers), (7, 8, 9))
+        return Region(self.of_ranks[RANK], pointers, (7, 8, 9))
 
     def address(self, rank: int) -> int:
         return self.of_ranks[rank].data_ptr()

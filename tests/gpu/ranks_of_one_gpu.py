@@ -45,8 +45,7 @@ class Host:
         if number == len(self.blocks):
             self.blocks.append([torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(self.num_ranks)])
         pointers = [block.data_ptr() for block in self.blocks[number]]
-        table = torch.tensor(pointers, dtype=torch.int64, device=self.device)
-        return arena.Region(name, self.blocks[number][rank], table, tuple(range(self.num_ranks)))
+        return arena.Region(self.blocks[number][rank], pointers, tuple(range(self.num_ranks)))
 
 
 class RankArena:
@@ -55,7 +54,7 @@ class RankArena:
     is_mapped = carries_packets = True
 
     def __init__(self, host: Host, rank: int) -> None:
-        self.host, self.rank, self.world_size, self.device = host, rank, host.num_ranks, host.device
+        self.host, self.rank, self.device = host, rank, host.device
         self.order = Order(self.device)
 
     def reserve(self, nbytes: int, name: str) -> arena.Region:

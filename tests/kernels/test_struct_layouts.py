@@ -99,12 +99,13 @@ def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
     source = kernels.kernel_source("low_latency_dispatch", BatchLayout(**{**SHAPE, "topk": TOPK}), BF16)
     source = replace(source, defines=(*source.defines, *routed))
     yield "routed_dispatch", source, low_latency.dispatch_type(RANKS, True), "Params"
+    common = high_throughput.common_type(RANKS)
     for name, (pointers, numbers) in PREFILL.items():
-        mirror = named(high_throughput.params_type(RANKS, len(pointers), len(numbers)), pointers, numbers)
+        mirror = named(kernels.params_type(common, len(pointers), len(numbers)), pointers, numbers)
         yield f"high_throughput_{name}", high_throughput.kernel_source(name, large, BF16), mirror, "Params"
     large = high_throughput.Layout(**{**SHAPE, "code_dtype": None}, overlaps=True)
     for name, (pointers, numbers) in OVERLAPPED.items():
-        mirror = named(high_throughput.params_type(RANKS, len(pointers), len(numbers)), pointers, numbers)
+        mirror = named(kernels.params_type(common, len(pointers), len(numbers)), pointers, numbers)
         yield f"overlapped_{name}", high_throughput.kernel_source(name, large, BF16), mirror, "Params"
     arriving = hopper.kernel_source(UINT4B8, BF16, BF16, 1, SILU, False, arrivals=True)
     yield "ArrivingParams", arriving, hopper.ArrivingParams, "PrefillParams"
