@@ -45,7 +45,11 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
         num_ranks = self.ranks.size
         steps = self.ranks.steps("dispatch", batch.rows.device)
         padded_tokens = self._largest_num_tokens(num_tokens, batch.rows.device)
-        rows = _padded(batch.wire_rows(), padded_tokens)
+        rows = batch.wire_rows()
+        if num_tokens < padded_tokens:  # what is behind them is not initialised
+            padded = rows.new_empty((padded_tokens, rows.size(1)))
+            padded[:num_tokens] = rows
+            rows = padded
         meta = batch.topk_ids.new_full((padded_tokens, 2 * topk), -1)
         meta[:num_tokens, :topk] = batch.topk_ids
         meta[:num_tokens, topk:] = batch.topk_weights.view(torch.int32)
@@ -112,12 +116,3 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
             source = torch.arange(self.ranks.size, device=ids.device).repeat_interleave(ids.size(0) // self.ranks.size)
             mine.masked_fill_((mine >= num_routed) & (source != rank)[:, None], -1)
         return mine
-
-
-def _padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """`rows` with room behind them that is not initialised; `rows` itself where nothing is missing."""
-    if rows.size(0) == num_rows:
-        return rows
-    padded = rows.new_empty((num_rows, rows.size(1)))
-    padded[: rows.size(0)] = rows
-    return padded

@@ -13,12 +13,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -191,12 +192,16 @@ def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
     return len(set(hosts_of(process_group)))
 
 
-class Exchange(Protocol):
-    """A repeated exchange of whole numbers between all ranks."""
+class Exchange(ABC):
+    """A repeated exchange of whole numbers between all ranks; every rank must call it equally often.
 
-    rank: int
-    size: int
-    timeout_s: float
+    Args:
+        timeout_s: deadline of every exchange.
+    """
+
+    def __init__(self, detector: FailureDetector, timeout_s: float) -> None:
+        self.rank, self.size, self.timeout_s = detector.rank, detector.size, timeout_s
+        self._detector = detector
 
     def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
         """The values of every rank, by rank: as many on each, from 0 to 2^32 - 1.
@@ -207,6 +212,14 @@ class Exchange(Protocol):
         Raises:
             DispatchTimeoutError: a rank failed, or did not answer before the deadline.
         """
+        try:
+            return self.table(values)
+        except RuntimeError as error:
+            raise _not_exchanged(self._detector, what, self.timeout_s, error) from None
+
+    @abstractmethod
+    def table(self, values: Sequence[int]) -> list[list[int]]:
+        """As `gather`, with a RuntimeError where that has a DispatchTimeoutError."""
 
 
 def open_exchange(group: dist.ProcessGroup, width: int) -> Exchange:
@@ -243,7 +256,7 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
     return max(number for (number,) in _exchanges[group].gather("their numbers of tokens", [value]))
 
 
-class SharedMemoryExchange:
+class SharedMemoryExchange(Exchange):
     """Numbers of the ranks of one machine, in memory with two places for each rank: for even and for odd questions.
 
     A rank answers a question by writing `question << 32 | value` for each of its values, and waits until all have.
@@ -253,18 +266,16 @@ class SharedMemoryExchange:
     Args:
         path: a `shared_file` of these sizes.
         width: number of values in an answer.
-        timeout_s: deadline of every question.
         num_questions: questions are numbered anew from 0 after so many; even.
     """
 
     def __init__(
         self, path: Path, detector: FailureDetector, width: int, timeout_s: float, num_questions: int = 1 << 31
     ) -> None:
+        super().__init__(detector, timeout_s)
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
-        self.rank, self.size = detector.rank, detector.size
-        self._answers = np.frombuffer(self._memory, dtype=np.int64).reshape(2, detector.size, width)
-        self._detector, self.timeout_s = detector, timeout_s
+        self._answers = np.frombuffer(self._memory, dtype=np.int64).reshape(2, self.size, width)
         self._question, self._num_questions = 0, num_questions
 
     @staticmethod
@@ -277,8 +288,7 @@ class SharedMemoryExchange:
             file.flush()
             yield Path(f"/proc/{os.getpid()}/fd/{handle}")
 
-    def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
-        """As `Exchange.gather`; every rank must call it equally often."""
+    def table(self, values: Sequence[int]) -> list[list[int]]:
         self._detector.take_part()
         question = self._question = (self._question + 1) % self._num_questions
         answers = self._answers[question % 2]
@@ -287,14 +297,11 @@ class SharedMemoryExchange:
         def missing() -> list[int]:
             return (answers >> _VALUE_BITS != question).any(axis=1).nonzero()[0].tolist()
 
-        try:
-            self._detector.wait_until(self.timeout_s, lambda: bool((answers >> _VALUE_BITS == question).all()), missing)
-        except RuntimeError as error:
-            raise _not_exchanged(self._detector, what, self.timeout_s, error) from None
+        self._detector.wait_until(self.timeout_s, lambda: bool((answers >> _VALUE_BITS == question).all()), missing)
         return (answers & (1 << _VALUE_BITS) - 1).tolist()
 
 
-class GlooExchange:
+class GlooExchange(Exchange):
     """Exchanges numbers and tensors over its own gloo connections, independently of the model's.
 
     Args:
@@ -305,8 +312,7 @@ class GlooExchange:
     """
 
     def __init__(self, prefix: str, detector: FailureDetector, timeout_s: float) -> None:
-        self.rank, self.size, self.timeout_s = detector.rank, detector.size, timeout_s
-        self._detector = detector
+        super().__init__(detector, timeout_s)
         store = dist.PrefixStore(prefix, rendezvous_store())
         made: list[Any] = []
 
@@ -332,15 +338,8 @@ class GlooExchange:
         self._detector.take_part()
         self._detector.wait_for(begin(self.group), self.timeout_s)
 
-    def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
-        """As `Exchange.gather`, of int64."""
-        try:
-            return self.table(values)
-        except RuntimeError as error:
-            raise _not_exchanged(self._detector, what, self.timeout_s, error) from None
-
     def table(self, values: Sequence[int]) -> list[list[int]]:
-        """As `gather`; RuntimeError as `start`."""
+        """Any values of int64; RuntimeError as `start`."""
         mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         self.start(lambda group: group.allgather([rows], [mine]))
