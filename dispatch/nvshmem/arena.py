@@ -20,7 +20,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,10 +67,8 @@ class _Memory:
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class SymmetricBlock:
+class SymmetricBlock(NamedTuple):
     pointer: int
-    nbytes: int
     memory: weakref.ref[_Memory]
 
 
@@ -156,9 +154,8 @@ class Runtime(ABC):
     def start(self) -> None:
         """Begins; a collective step of the default group."""
         torch.cuda.synchronize(self.device)  # Makes the primary context current.
-        told = gather_texts("start of symmetric memory", f"{this_host()}\n{'joined' * joins_peers(self.device)}")
-        self.hosts, links = zip(*(text.split("\n") for text in told), strict=True)
-        self.joined = [bool(link) for link in links]
+        told = gather_values("start of symmetric memory", (this_host(), joins_peers(self.device)))
+        self.hosts, self.joined = zip(*told, strict=True)
 
     @abstractmethod
     def peer_pointer(self, pointer: int, pe: int) -> int:
@@ -182,22 +179,21 @@ class Runtime(ABC):
 
     def allocate(self, nbytes: int, name: str) -> torch.Tensor:
         """uint8 `[nbytes]` of zeros, the same on every rank of the default group."""
-        idle = [str(index) for index, block in enumerate(self.blocks) if block.memory() is None]
-        texts = gather_texts("symmetric memory", f"{nbytes} {name}\n{' '.join(idle)}")
-        asked = [text.split("\n")[0] for text in texts]
+        idle = [index for index, block in enumerate(self.blocks) if block.memory() is None]
+        asked, idle_there = zip(*gather_values("symmetric memory", (f"{nbytes} {name}", idle)), strict=True)
         if len(set(asked)) > 1:
             who = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(asked))
             raise ValueError(
                 f"the ranks of the default group ask for different symmetric blocks ({who}); its groups must "
                 f"make the same backends in the same order, or use all2all_backend='all_to_all'"
             )
-        everywhere = set.intersection(*({int(index) for index in text.split("\n")[1].split()} for text in texts))
+        everywhere = set.intersection(*map(set, idle_there))
         self.give_back([self.blocks[index] for index in sorted(everywhere)])
         pointer = self._malloc(nbytes)
         if not pointer:
             raise torch.OutOfMemoryError(f"there are no {nbytes} bytes left for {name}; lower max_num_tokens")
         memory = _Memory(pointer, nbytes)
-        self.blocks.append(SymmetricBlock(pointer, nbytes, weakref.ref(memory)))
+        self.blocks.append(SymmetricBlock(pointer, weakref.ref(memory)))
         local = torch.as_tensor(memory, device=self.device).zero_()
         self._share(local, name)
         torch.cuda.synchronize(self.device)

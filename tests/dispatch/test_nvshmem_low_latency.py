@@ -173,7 +173,7 @@ def test_symmetric_memory_is_given_back_where_all_ranks_come(monkeypatch: pytest
 
     core, bindings = SimpleNamespace(finalize=lambda: done.append("finalize")), SimpleNamespace(free=done.append)
     runtime = arena.NvshmemRuntime(core, bindings, torch.device("cpu"))
-    runtime.blocks += [arena.SymmetricBlock(pointer, 16, lambda: None) for pointer in (1, 2)]
+    runtime.blocks += [arena.SymmetricBlock(pointer, lambda: None) for pointer in (1, 2)]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(arena, "gather_texts", gather_texts)
     monkeypatch.setattr(arena.kernels, "stop_device_library", lambda: done.append("stop"))
@@ -204,7 +204,7 @@ def change_twice(rank: int, world_size: int, ranks_per_host: str) -> list[list[i
             except BackendUnavailableError:
                 return []
             found.append(list(freed))
-            runtime.blocks.append(arena.SymmetricBlock(number, 16, lambda: None))
+            runtime.blocks.append(arena.SymmetricBlock(number, lambda: None))
             before = runtime
     return found[1:]
 
