@@ -62,7 +62,7 @@ BATCHES_IN_FLIGHT = 2
 # 16-bit rows of up to so many tokens of a rank are sent as flag-in-data packets of 128 bytes; those of more tokens are
 # stored where experts read them by reference.
 ROW_PACKET_TOKENS = 32
-# As cuda/low_latency.cuh describes them.
+# As cuda/low_latency.cuh describes them, and in the order of its members.
 BUFFERS = (
     "header", "meta", "row_flags", "result_flags", "rows", "results", "row_packets", "result_packets", "meta_outbox",
     "outbox",
@@ -126,19 +126,18 @@ class BatchLayout(BufferLayout):
         rows = self.num_ranks * self.capacity
         results = (self.topk if self.slot_results else self.num_ranks) * self.capacity
         meta, puts = 2 * _LINE_BYTES * self.meta_lines * rows, int(self.device_api)
-        sizes = (
-            16 * self.num_ranks,
-            meta,
-            8 * rows,
-            8 * rows * puts,
-            self.row_bytes * rows * int(puts or not self.is_quantized),
-            self.result_bytes * rows * puts,
-            self.row_packet_bytes * self.num_ranks * self.row_packet_tokens,
-            _packet_bytes(self.result_bytes) * results * (1 - puts),
-            meta * puts,
-            self.result_bytes * rows * puts,
-        )
-        return dict(zip(BUFFERS, sizes, strict=True))
+        return {
+            "header": _LINE_BYTES * self.num_ranks,
+            "meta": meta,
+            "row_flags": 8 * rows,
+            "result_flags": 8 * rows * puts,
+            "rows": self.row_bytes * rows * int(puts or not self.is_quantized),
+            "results": self.result_bytes * rows * puts,
+            "row_packets": self.row_packet_bytes * self.num_ranks * self.row_packet_tokens,
+            "result_packets": _packet_bytes(self.result_bytes) * results * (1 - puts),
+            "meta_outbox": meta * puts,
+            "outbox": self.result_bytes * rows * puts,
+        }
 
 
 def latest(epochs: Sequence[int]) -> int:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from moe_ep.distributed.failure_detection import FailureDetector, deadline_of
 from moe_ep.distributed.liveness import machine
 from moe_ep.distributed.plain_data import decode, encode
 from moe_ep.distributed.store import (
+    call_in_thread,
     close_at_exit,
     delete_text,
     get_text,
@@ -313,23 +314,15 @@ class GlooExchange(Exchange):
 
     def __init__(self, prefix: str, detector: FailureDetector, timeout_s: float) -> None:
         super().__init__(detector, timeout_s)
-        store = dist.PrefixStore(prefix, rendezvous_store())
-        made: list[Any] = []
-
-        def connect() -> None:
-            try:
-                # Not registered with torch.distributed, where a group of some ranks cannot be destroyed and made again.
-                made.append(dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s)))
-            except RuntimeError as error:
-                made.append(error)
-
-        # The constructor does not notice the death of a rank; its thread is abandoned then.
-        threading.Thread(target=connect, name="moe_ep-connect", daemon=True).start()
-        detector.wait_until(timeout_s, lambda: bool(made))
-        if isinstance(made[0], RuntimeError):
-            with detector.waiting(timeout_s):
-                raise made[0]
-        self.group: dist.ProcessGroup | None = made[0]
+        store, timeout = dist.PrefixStore(prefix, rendezvous_store()), timedelta(seconds=timeout_s)
+        # The constructor does not notice the death of a rank. The group is not registered with torch.distributed, where
+        # one of some ranks cannot be destroyed and made again.
+        connecting: Future[Any] = call_in_thread(
+            "moe_ep-connect", lambda: dist.ProcessGroupGloo(store, detector.rank, detector.size, timeout)
+        )
+        detector.wait_until(timeout_s, connecting.done)
+        with detector.waiting(timeout_s):
+            self.group: dist.ProcessGroup | None = connecting.result()
 
     def start(self, begin: Callable[[dist.ProcessGroup], dist.Work]) -> None:
         """Runs a collective step of the connections; RuntimeError if it fails or is late, or if a rank has failed."""

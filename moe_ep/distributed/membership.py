@@ -38,6 +38,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,7 +53,7 @@ from moe_ep import env
 from moe_ep.distributed.exchange import count_exchanges_anew
 from moe_ep.distributed.failure_detection import FailureDetector, end_all_waits
 from moe_ep.distributed.plain_data import decode, encode
-from moe_ep.distributed.store import close_at_exit, connect_again, end_calls, name_groups_anew
+from moe_ep.distributed.store import call_in_thread, close_at_exit, connect_again, end_calls, name_groups_anew
 from moe_ep.errors import DispatchTimeoutError, GangError, MinorityError, RanksChangedError, rank_list
 
 logger = logging.getLogger(__name__)
@@ -676,27 +677,16 @@ class Membership:
         self._meet(epoch)
         # A construction that hangs keeps its connection.
         connection = connect_again(self._store)
-        name = f"{_PREFIX}/epoch/{epoch.number}"
-        made: list[BaseException | None] = []
-
-        def make() -> None:
-            try:
-                self._make_default(dist.PrefixStore(name, connection))
-                made.append(None)
-            except BaseException as error:
-                made.append(error)
-
-        thread = threading.Thread(target=make, name="moe_ep-make-group", daemon=True)
-        thread.start()
+        store = dist.PrefixStore(f"{_PREFIX}/epoch/{epoch.number}", connection)
+        making = call_in_thread("moe_ep-make-group", lambda: self._make_default(store))
         ends_at = float("inf")
-        while thread.is_alive():
-            thread.join(_STEP_S)
+        while not making.done():
+            wait([making], _STEP_S)
             if self._is_outdated():
                 ends_at = min(ends_at, time.monotonic() + _GRACE_S)
                 if time.monotonic() > ends_at:
                     raise DispatchTimeoutError("the ranks changed while their group was made")
-        if made[0] is not None:
-            raise made[0]
+        making.result()  # raises what it failed with
 
     def _make_default(self, store: dist.Store) -> None:
         self.use_device()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -94,6 +95,20 @@ def delete_text(store: dist.Store, key: str, num_characters: int) -> None:
     store.delete_key(key)
 
 
+def call_in_thread(name: str, call: Callable[[], T]) -> Future[T]:
+    """Calls it in a thread of its own, since the call may hang: then it is abandoned, also when Python ends."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 def ask_store(question: Callable[[dist.Store], T], limit_s: float, gives_up: Callable[[], bool] = lambda: False) -> T:
     """Returns what `question` finds in the store, over a connection of its own: another one may be blocked in a wait.
 
@@ -104,25 +119,13 @@ def ask_store(question: Callable[[dist.Store], T], limit_s: float, gives_up: Cal
         RuntimeError: the store cannot be reached, or does not answer in time.
     """
     store = rendezvous_store()
-    answers: list[T] = []
-    errors: list[RuntimeError] = []
-
-    def ask() -> None:
-        try:
-            answers.append(question(connect_again(store)))
-        except RuntimeError as error:
-            errors.append(error)
-
     # A process that is stopped keeps its connections, and nothing else ends a wait for it.
-    asking = threading.Thread(target=ask, name="moe_ep-ask", daemon=True)
-    asking.start()
+    asking = call_in_thread("moe_ep-ask", lambda: question(connect_again(store)))
     until = time.monotonic() + limit_s
-    while asking.is_alive() and time.monotonic() < until and not gives_up():
-        asking.join(min(_ASK_POLL_S, limit_s))
-    if answers:
-        return answers[0]
-    if errors:
-        raise RuntimeError(str(errors[0]))
+    while not asking.done() and time.monotonic() < until and not gives_up():
+        wait([asking], min(_ASK_POLL_S, limit_s))
+    if asking.done():
+        return asking.result()
     raise RuntimeError(
         f"it did not answer for {limit_s:g} s: the process that holds it, often rank 0, is dead or stuck"
     )
