@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_ids, check_tensors
+from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_ids, check_same_device, check_tensors
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig
+from moe_ep.errors import check_router_weight_on_input
 from moe_ep.kernels.quantize import dequantize_rows, join_rows, quantize_rows, split_rows
 
 MAX_TOPK = 32
@@ -101,19 +102,14 @@ def check_arguments(
         raise _unfit("topk_ids", topk_ids, f"(T, topk) of {INTEGER_NAMES}")
     if topk_weights.shape != topk_ids.shape or topk_weights.dtype is not torch.float32:
         raise _unfit("topk_weights", topk_weights, f"f32 of topk_ids' shape {tuple(topk_ids.shape)}")
-    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if tensor.device != a1.device:
-            raise ValueError(f"{name} is on {tensor.device} and a1 on {a1.device}; they must be on one device")
+    check_same_device("a1", a1.device, topk_ids=topk_ids, topk_weights=topk_weights)
     num_tokens, topk = topk_ids.shape
     if a1.size(0) != num_tokens:
         raise ValueError(f"a1 has {a1.size(0)} tokens and topk_ids {num_tokens}; they must have the same")
     if topk < 1:
         raise ValueError("topk_ids has no columns; it must have at least 1")
-    if apply_router_weight_on_input and topk != 1:
-        raise ValueError(
-            f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk} columns; apply the weights on the "
-            f"output instead"
-        )
+    if apply_router_weight_on_input:
+        check_router_weight_on_input(topk)
     check_ids(topk_ids, known_ids, "num_experts")
     if capacity is not None and num_tokens > capacity:
         raise ValueError(

@@ -23,7 +23,7 @@ from moe_ep.arguments import check_expert_map
 from moe_ep.config import FusedMoEConfig
 from moe_ep.dispatch.batch import MAX_TOPK
 from moe_ep.distributed.failure_detection import FailureDetector, deadline_of
-from moe_ep.distributed.process_groups import GroupReference
+from moe_ep.distributed.process_groups import GroupReference, is_initialized
 from moe_ep.errors import ConfigError, DispatchTimeoutError, rank_list
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.modular_kernel.contracts import Pending
@@ -47,7 +47,7 @@ class RankGroup:
     """
 
     def __init__(self, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        if not is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised and this backend moves rows between ranks; call "
                 "init_process_group first, or use all2all_backend='no_ep' on one rank"

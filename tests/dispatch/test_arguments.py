@@ -59,7 +59,7 @@ def check_bad_arguments(rank: int, world_size: int) -> int:
         ({"ids": ids + 10}, r"topk_ids goes from 1\d to 1\d; ids must be at least -1 and below num_experts \(10\)"),
         ({"ids": torch.full_like(ids, -2)}, "topk_ids goes from -2 to -2; ids must be at least -1"),
         ({"num_ids": 11}, r"num_experts is 11; the backend was made for 10 ids \(10 routed, 0 shared\)"),
-        ({"on_input": True}, "apply_router_weight_on_input needs top_k 1 and topk_ids has 3 columns"),
+        ({"on_input": True}, "apply_router_weight_on_input needs top_k 1 and top_k is 3"),
     ]
     for name in BACKENDS:
         backend = make_backend(setting, name)
