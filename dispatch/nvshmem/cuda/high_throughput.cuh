@@ -91,6 +91,17 @@ struct Common {
   DEVICE u64 current_epoch() const { return *reinterpret_cast<volatile u64*>(epoch); }
 };
 
+constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
+
+// The most rows here of one other source.
+DEVICE int most_rows(const Common& c) {
+  int most = 0;
+  for (int source = 0; source < RANKS; ++source) {
+    most = max(most, source == c.rank ? 0 : c.placement->count[source]);
+  }
+  return most;
+}
+
 // Waits for a row's flag on this rank, which mostly has arrived; each thread for its own.
 template <u32 kPhase>
 DEVICE bool await_flag(Wait<kPhase>& wait, u64* flag, u64 epoch, int peer) {

@@ -174,7 +174,6 @@ DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, u64 epoch) {
 
 #else
 // Destinations alternate, and each rank begins with the one behind it, so that no rank's links become a hot spot.
-constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
 constexpr int kRowsPerTurn = 64;  // rows that go to one rank before the next
 
 struct Destination {
@@ -189,11 +188,7 @@ DEVICE Destination destination_of(const Common& c, int i) {
 
 // Numbers that destination_of takes.
 DEVICE int num_destinations(const Common& c) {
-  int most = 0;
-  for (int source = 0; source < RANKS; ++source) {
-    most = max(most, source == c.rank ? 0 : c.placement->count[source]);
-  }
-  return (most + kRowsPerTurn - 1) / kRowsPerTurn * kOthers * kRowsPerTurn;
+  return (most_rows(c) + kRowsPerTurn - 1) / kRowsPerTurn * kOthers * kRowsPerTurn;
 }
 
 #if SLOTS

@@ -219,13 +219,8 @@ DEVICE void receive_row(const Params& p, u64 row) {
 // The other sources alternate.
 DEVICE void receive_rows(const Params& p) {
   const Common& c = p.common;
-  constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
   const int lane = threadIdx.x % 32;
-  int most = 0;
-  for (int source = 0; source < RANKS; ++source) {
-    most = max(most, source == c.rank ? 0 : c.placement->count[source]);
-  }
-  const int total = (most + kRowsPerTask - 1) / kRowsPerTask * kOthers;
+  const int total = (most_rows(c) + kRowsPerTask - 1) / kRowsPerTask * kOthers;
   Wait<PHASE_DISPATCH> wait(c.limits, c.current_epoch());
   TaskCounter tasks(c.taken + ROWS_TAKEN);
   for (int task = tasks.next(); task < total; task = tasks.next()) {

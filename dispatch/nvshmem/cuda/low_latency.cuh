@@ -198,6 +198,25 @@ DEVICE OutputVec sum_of(u32 ranks, const Load& load, const Came& came) {
   return pack_output(sum);
 }
 
+// ==== Halves of a block ====
+
+// The first half of the block's warps sends and the second receives, each if the launch asks for it.
+template <typename Params, typename Shared>
+DEVICE void send_and_receive(const Params& p, Shared& shared) {
+  const int phases = p.common.phases;
+  if (threadIdx.x < kThreads) {
+    if (phases & SEND) {
+      send_all(p, shared);
+    }
+  } else if (phases & RECEIVE) {
+    grid_dependency_wait();
+    if (!(phases & SEND)) {
+      grid_dependency_launch();
+    }
+    receive_all(p, shared);
+  }
+}
+
 // ==== Parts ====
 
 // First vector of a part of a row; parts are multiples of a scale's group.

@@ -378,16 +378,5 @@ DEVICE void receive_all(const Params& p, Shared& shared) {
 
 extern "C" __global__ void __launch_bounds__(2 * kThreads, 2) low_latency_combine(const __grid_constant__ Params p) {
   __shared__ Shared shared;
-  const int phases = p.common.phases;
-  if (threadIdx.x < kThreads) {
-    if (phases & SEND) {
-      send_all(p, shared);
-    }
-  } else if (phases & RECEIVE) {
-    grid_dependency_wait();
-    if (!(phases & SEND)) {
-      grid_dependency_launch();
-    }
-    receive_all(p, shared);
-  }
+  send_and_receive(p, shared);
 }
