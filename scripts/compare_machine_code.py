@@ -29,9 +29,9 @@ from pathlib import Path
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.dispatch.nvshmem import high_throughput, kernels, low_latency
+from moe_ep.dispatch.nvshmem import batch_exchange, high_throughput, kernels, low_latency
 from moe_ep.dispatch.nvshmem.low_latency import BatchLayout
-from moe_ep.kernels import align, eplb_map, jit
+from moe_ep.kernels import align, batch_plan, eplb_map, jit
 from moe_ep.kernels.marlin import ampere, eight_bit, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.quantization.input_rows import INPUT_DTYPES
@@ -164,6 +164,9 @@ def _dispatch() -> Iterator[Build]:
                     for name in (large.kernels if act == torch.bfloat16 else high_throughput.KERNELS)
                 ),
             ]
+            if not device_api:
+                slots = kernels.kernel_source("low_latency_combine", replace(small, slot_results=True), act)
+                named.append(("slots_low_latency_combine", slots))
             for arch, (name, source) in itertools.product(("sm_80", "sm_90a"), named):
                 if arch == "sm_80" and (device_api or ranks not in (3, 8)):
                     continue
@@ -176,6 +179,11 @@ def _dispatch() -> Iterator[Build]:
                 for name in overlapped.kernels:
                     source = high_throughput.kernel_source(name, overlapped, act)
                     yield f"overlapped_{name} {label}", source, "sm_90a", ranks == 8
+    for arch in ("sm_80", "sm_90a"):
+        for name in batch_exchange.THREADS:
+            yield name, batch_exchange.kernel_source(name, 8, 257), arch, True
+        yield "batch_plan", batch_plan.plan_source(256, 288, 32, 2), arch, True
+        yield "batch_rows", batch_plan.rows_source(257, 8, torch.int64), arch, True
 
 
 def _has_device_library() -> bool:
