@@ -247,8 +247,8 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             pending = begin()
             pending.wait()
             done = side.record_event()
-        # The inputs are read on a stream that their memory does not belong to. They live until `wait`, behind which
-        # the stream that it does belong to has waited, or else longer.
+        # The side stream reads inputs whose memory belongs to the caller's. They are held until `wait`, which makes the
+        # caller's stream wait for the reads; where another stream waits, the allocator is told of the side stream.
         held, consumers = [inputs], []
 
         def wait() -> None:
