@@ -22,7 +22,7 @@ from moe_ep.errors import BackendUnavailableError, RanksChangedError
 from moe_ep.kernels import jit
 
 NUM_RANKS, RANK = 3, 1
-GROUP: Any = SimpleNamespace(rank=RANK, size=NUM_RANKS, group=None, detector=FailureDetector("", 0, 1))
+GROUP: Any = SimpleNamespace(rank=RANK, size=NUM_RANKS, group=None, detector=None)
 DECODE = BatchLayout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, code_dtype=None)
 PREFILL = Layout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, code_dtype=None, batches_in_flight=2)
 
@@ -44,7 +44,9 @@ class Arena:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory is pinned and no GPU waited for; what other ranks tell each other is what this one does."""
+    """No memory is pinned and no GPU waited for; what other ranks tell each other is what this one does. The waits of
+    another test may have been ended."""
+    monkeypatch.setattr(GROUP, "detector", FailureDetector("", 0, 1))
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **options: zeros(*args, **options))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
