@@ -48,12 +48,7 @@ constexpr int kScaleWords = EIGHT_BIT ? (kGroups + 1) / 2 : 0;
 // Bytes of a row on the wire; high_throughput_dispatch.cu describes what follows the columns.
 constexpr int kTailBytes = 4 * (kScaleWords + 2 * TOPK);
 constexpr int kRowBytes = kConvertsRows ? (kColumnBytes + kTailBytes + 127) / 128 * 128 : kPlainBytes;
-constexpr int kAtOnce = 4;  // vectors that a lane loads before it stores the first
-// Vectors that a lane loads at once, at most `most`, for the fewest rounds per row.
-__device__ constexpr int at_once(int most) {
-  const int of_lane = (kVectors + 31) / 32, rounds = (of_lane + most - 1) / most;
-  return (of_lane + rounds - 1) / rounds;
-}
+constexpr int kAtOnce = 4;     // vectors that a lane loads before it stores the first
 constexpr u32 kPauseNs = 100;  // between two polls of shared memory
 enum { ROWS_TAKEN, TOKENS_TAKEN, RESULTS_TAKEN };
 
@@ -132,15 +127,6 @@ DEVICE void copy_row(const u8* row, u8* target) {
       }
     }
   }
-}
-
-// Merges a thread's codes of two vectors, 32 apart, with its neighbour's: even threads return 16 bytes of the first two
-// vectors, odd threads of the others.
-DEVICE Vec merge_codes(Codes first, Codes second) {
-  const bool is_odd = threadIdx.x % 2;
-  const Codes kept = is_odd ? second : first, given = is_odd ? first : second;
-  const u32 low = __shfl_xor_sync(kAllLanes, given.low, 1), high = __shfl_xor_sync(kAllLanes, given.high, 1);
-  return is_odd ? Vec{low, high, kept.low, kept.high} : Vec{kept.low, kept.high, low, high};
 }
 
 #if DEVICE_API

@@ -56,6 +56,15 @@ DEVICE void store_tail(const Tail& tail, u32 ranks, u64 target) {
 }
 
 #if EIGHT_BIT
+// Merges a thread's codes of two vectors, 32 apart, with its neighbour's: even threads return 16 bytes of the first two
+// vectors, odd threads of the others.
+DEVICE Vec merge_codes(Codes first, Codes second) {
+  const bool is_odd = threadIdx.x % 2;
+  const Codes kept = is_odd ? second : first, given = is_odd ? first : second;
+  const u32 low = __shfl_xor_sync(kAllLanes, given.low, 1), high = __shfl_xor_sync(kAllLanes, given.high, 1);
+  return is_odd ? Vec{low, high, kept.low, kept.high} : Vec{kept.low, kept.high, low, high};
+}
+
 // By a warp: stores a row to the addresses that the lanes of `ranks` hold, and, as the experts read it, to `plain`
 // unless that is null.
 DEVICE void store_row(const u8* row, Tail& tail, u32 ranks, u64 target, u8* plain) {
@@ -104,7 +113,8 @@ DEVICE void store_row(const u8* row, Tail& tail, u32 ranks, u64 target, u8* plai
 
 // By a warp: converts a row from the wire to the form that the experts read.
 DEVICE void load_row(const u8* row, u8* out) {
-  constexpr int kLoads = at_once(7);
+  constexpr int kOfLane = (kVectors + 31) / 32, kRounds = (kOfLane + 6) / 7;
+  constexpr int kLoads = (kOfLane + kRounds - 1) / kRounds;  // at a time: at most 7, for the fewest rounds
   const u64* from = reinterpret_cast<const u64*>(row);
   const u16* largest = reinterpret_cast<const u16*>(row + kColumnBytes);
   Vec* to = reinterpret_cast<Vec*>(out);
