@@ -28,6 +28,14 @@ def unexpected(key: str, expected: object, found: object, way_out: str = "") -> 
     return CheckpointError(f"config.json: {key}: expected {expected}, found {found!r:.200}{way_out}")
 
 
+def refuse_rotation(settings: Mapping[str, Any], *keys: str, where: str = "") -> None:
+    """CheckpointError if one of these keys of quantization_config, or of the object `where` in it, has a value."""
+    for key in keys:
+        if settings.get(key):
+            way_out = "; rotated activations are not computed, so quantize without it"
+            raise unexpected(f"quantization_config: {where}{key}", "none", settings[key], way_out)
+
+
 def as_object(value: Any, key: str) -> Mapping[str, Any]:
     """The value of a key of quantization_config; CheckpointError unless it is an object."""
     if not isinstance(value, Mapping):

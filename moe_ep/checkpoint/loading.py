@@ -136,7 +136,7 @@ def load_plan(reader: CheckpointReader, plan: list[Source], layer: Any, what: st
     # A layer of another class copies in its own way, which looks at nothing.
     loader = getattr(layer, "loader", None)
     copied = {source.name for source in plan if loader and copy.is_fast and _is_copied(source, params)}
-    with contextlib.nullcontext() if reader.in_memory else _one_copying_thread(), _copies_by(copy, loader):
+    with _copying(copy, loader, one_thread=not reader.in_memory):
         for source, raw in _read(reader, plan, copied):
             copy.looks = source.name in copied and not reader.allow_nonfinite
             for slot in source.slots:
@@ -310,15 +310,22 @@ def _is_copied(source: Source, params: dict[str, torch.nn.Parameter]) -> bool:
 
 
 @contextlib.contextmanager
-def _copies_by(copy: CheckedCopy, loader: Any) -> Iterator[None]:
-    if loader is None:
-        yield
-        return
-    before, loader.copy = loader.copy, copy
+def _copying(copy: CheckedCopy, loader: Any, one_thread: bool) -> Iterator[None]:
+    """The layer's loader copies by `copy`, on one thread.
+
+    One thread keeps up with any disk; more would spin while they wait, on cores that the reading threads need.
+    """
+    own_copy, num_threads = getattr(loader, "copy", None), torch.get_num_threads()
+    if loader is not None:
+        loader.copy = copy
+    if one_thread:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        loader.copy = before
+        torch.set_num_threads(num_threads)
+        if loader is not None:
+            loader.copy = own_copy
 
 
 def _read(
@@ -332,17 +339,6 @@ def _read(
     for source in plan:
         if source.info is None:
             yield source, source.default()
-
-
-@contextlib.contextmanager
-def _one_copying_thread() -> Iterator[None]:
-    """One thread keeps up with any disk; more would spin while they wait, on cores that the reading threads need."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _check_values(reader: CheckpointReader, source: Source, slot: Slot, tensor: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -461,55 +461,7 @@ def plan_layer(
         ValueError: fused shared experts that cannot be loaded as experts.
     """
     params = [name for name, _ in layer.named_parameters(recurse=False)] if param_names is None else list(param_names)
-    sources: dict[str, Source] = {}
-    for linear in _linears(reader, spec, layer_index, layer, experts):
-        wanted = {name.removeprefix(linear.param_prefix) for name in params if name.startswith(linear.param_prefix)}
-        for suffix in sorted(wanted | linear.found.keys() | linear.layouts.keys()):
-            stored, layout = linear.found.get(suffix), linear.layouts.get(suffix)
-            if layout is not None and layout.role is Role.UNUSED:
-                continue
-            if layout is None:
-                raise CheckpointError(
-                    f"{reader.missing(linear.stem + suffix)}; the layer is for other experts: make it with "
-                    f"moe_ep.checkpoint.layer_options"
-                )
-            if stored is None and suffix not in wanted:
-                continue
-            key = f"{linear.stem}{suffix}" if stored is None else stored.info.name
-            source = sources.setdefault(key, Source(key, None if stored is None else stored.info))
-            param_name = linear.param_prefix + suffix if suffix in wanted else ""
-            part = _part(layout.shape, linear.expert_layouts[suffix].shape, linear.index)
-            source.slots.append(Slot(param_name, linear.shard_id, linear.expert_id, layout, stored, part))
-    return list(sources.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Linear:
-    """One linear layer of one physical expert.
-
-    Attributes:
-        found: its tensors on disk by suffix.
-        expert_layouts: of the expert's part of them, smaller where several experts share the tensors.
-    """
-
-    stem: str
-    found: dict[str, StoredTensor]
-    param_prefix: str
-    shard_id: str
-    expert_id: int
-    layouts: dict[str, TensorLayout]
-    expert_layouts: dict[str, TensorLayout]
-    index: int = 0
-
-
-def _linears(
-    reader: CheckpointReader,
-    spec: MoEModelSpec,
-    layer_index: int,
-    layer: Any,
-    only: Collection[int] | None,
-) -> Iterator[_Linear]:
-    experts = expert_tensors(reader, spec, layer_index)
+    planned, tensors = _PlannedTensors(reader, params), expert_tensors(reader, spec, layer_index)
     projections = spec.projections
     roles = {name: role for role, name in projections.by_role().items()}
     shards: dict[str, tuple[str, str]] = {}
@@ -517,32 +469,66 @@ def _linears(
         projections.gate, projections.down, projections.up, spec.num_experts, layer.num_redundant_experts
     )
     for param_name, weight_name, expert_id, shard_id in rows:
-        role = roles[weight_name.removesuffix(".").rsplit(".", 1)[-1]]
-        param_prefix = param_name.removeprefix("experts.")
-        shards[role] = (param_prefix, shard_id)
-        if layer.is_local_expert(expert_id) and (only is None or expert_id % spec.num_experts in only):
-            expert, layouts = expert_id % spec.num_experts, experts.layouts(role)
-            yield _Linear(
-                stem=f"{spec.moe_prefix(layer_index)}.{weight_name}",
-                found=experts.find(expert, role),
-                param_prefix=param_prefix,
-                shard_id=shard_id,
-                expert_id=expert_id,
-                layouts=layouts,
-                expert_layouts=layouts,
-            )
-    if layer.num_fused_shared_experts and only is None:
-        yield from _fused_shared_linears(reader, spec, layer_index, layer, experts.quantization, shards)
+        role, expert = roles[weight_name.removesuffix(".").rsplit(".", 1)[-1]], expert_id % spec.num_experts
+        shards[role] = (param_name.removeprefix("experts."), shard_id)
+        if layer.is_local_expert(expert_id) and (experts is None or expert in experts):
+            stem, found = f"{spec.moe_prefix(layer_index)}.{weight_name}", tensors.find(expert, role)
+            planned.add(stem, found, tensors.layouts(role), *shards[role], expert_id)
+    if layer.num_fused_shared_experts and experts is None:
+        _plan_fused_shared(planned, spec, layer_index, layer, tensors.quantization, shards)
+    return list(planned.sources.values())
 
 
-def _fused_shared_linears(
-    reader: CheckpointReader,
+class _PlannedTensors:
+    """The sources of a plan by the names of their tensors, for parameters of the layer."""
+
+    def __init__(self, reader: CheckpointReader, params: list[str]) -> None:
+        self.reader, self._params = reader, params
+        self.sources: dict[str, Source] = {}
+
+    def add(
+        self,
+        stem: str,
+        found: dict[str, StoredTensor],
+        layouts: dict[str, TensorLayout],
+        param_prefix: str,
+        shard_id: str,
+        expert_id: int,
+        expert_layouts: dict[str, TensorLayout] | None = None,
+        index: int = 0,
+    ) -> None:
+        """One linear layer of one physical expert.
+
+        Args:
+            found: its tensors on disk by suffix.
+            expert_layouts: of the expert's part of them, where several experts share the tensors.
+            index: of the expert among those.
+        """
+        wanted = {name.removeprefix(param_prefix) for name in self._params if name.startswith(param_prefix)}
+        for suffix in sorted(wanted | layouts.keys()):
+            stored, layout = found.get(suffix), layouts.get(suffix)
+            if layout is None:
+                raise CheckpointError(
+                    f"{self.reader.missing(stem + suffix)}; the layer is for other experts: make it with "
+                    f"moe_ep.checkpoint.layer_options"
+                )
+            if layout.role is Role.UNUSED or (stored is None and suffix not in wanted):
+                continue
+            key = stem + suffix if stored is None else stored.info.name
+            source = self.sources.setdefault(key, Source(key, None if stored is None else stored.info))
+            part = _part(layout.shape, (expert_layouts or layouts)[suffix].shape, index)
+            param_name = param_prefix + suffix if suffix in wanted else ""
+            source.slots.append(Slot(param_name, shard_id, expert_id, layout, stored, part))
+
+
+def _plan_fused_shared(
+    planned: _PlannedTensors,
     spec: MoEModelSpec,
     layer_index: int,
     layer: Any,
     quantization: LayerQuantization | None,
     shards: dict[str, tuple[str, str]],
-) -> Iterator[_Linear]:
+) -> None:
     """Shared experts that the layer computes as experts of its own, behind the routed ones."""
     shared, count = spec.shared_experts, layer.num_fused_shared_experts
     way_out = "make the layer without n_shared_experts and use load_shared_experts"
@@ -563,21 +549,14 @@ def _fused_shared_linears(
         raise ValueError(f"n_shared_experts is {count}; quantized shared experts on disk are not divided: {way_out}")
     for index in range(count):
         for role, name in spec.shared_projections().by_role().items():
-            param_prefix, shard_id = shards[role]
             stem = f"{spec.shared_experts_prefix(layer_index)}.{name}."
-            size = projection_size(role, spec.hidden_size, shared.intermediate_size)
-            part = projection_size(role, spec.hidden_size, shared.intermediate_size // count)
-            layouts = linear_layouts(quantization, role, size)
-            yield _Linear(
-                stem=stem,
-                found=find_linear(reader, stem, layouts),
-                param_prefix=param_prefix,
-                shard_id=shard_id,
-                expert_id=spec.num_experts + layer.num_redundant_experts + index,
-                layouts=layouts,
-                expert_layouts=linear_layouts(quantization, role, part),
-                index=index,
+            layouts, of_expert = (
+                linear_layouts(quantization, role, projection_size(role, spec.hidden_size, size))
+                for size in (shared.intermediate_size, shared.intermediate_size // count)
             )
+            expert_id = spec.num_experts + layer.num_redundant_experts + index
+            found = find_linear(planned.reader, stem, layouts)
+            planned.add(stem, found, layouts, *shards[role], expert_id, of_expert, index)
 
 
 def _part(whole: tuple[int, ...], expert: tuple[int, ...], index: int) -> tuple[slice, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, QUANT_CONFIG, as_object, unexpected
+from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, QUANT_CONFIG, as_object, refuse_rotation, unexpected
 from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt, quark
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.compressed_tensors import IntQuantizedConfig
@@ -185,15 +185,7 @@ def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
     method = values.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(QUANT_CONFIG + one_of("quant_method", method, list(FORMATS)))
-    # Keys of GPTQModel and AutoRound.
-    for key in ("rotation", "rotation_config", "spinquant_config"):
-        if values.get(key):
-            raise unexpected(
-                f"quantization_config: {key}",
-                "none",
-                values[key],
-                "; rotated activations are not computed, so quantize without it",
-            )
+    refuse_rotation(values, "rotation", "rotation_config", "spinquant_config")  # of GPTQModel and AutoRound
     # DeepSeek-V4 has the experts' dtype outside of quantization_config.
     of_experts = _first_of_parts(config, "expert_dtype")
     return FORMATS[method](({} if of_experts is None else {"expert_dtype": of_experts}) | dict(values))

@@ -38,7 +38,6 @@ from moe_ep.checkpoint.formats.layout import (
 )
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.quantization.canonical_weights import CanonicalWeights
-from moe_ep.scalar_type import ScalarType
 
 _STORED_LESS = {"gptq": 1, "gptq_v2": 0}
 
@@ -173,22 +172,15 @@ class GPTQTensors(NamedTuple):
 def pack_gptq(weights: CanonicalWeights, config: GPTQConfig) -> GPTQTensors:
     """The inverse of `GPTQConfig.unpack`: the tensors as a writer of `config.checkpoint_format` stores them.
 
+    Args:
+        weights: integers of the config's bits, with rows and columns that fill whole int32.
+
     Raises:
-        ValueError: sizes that do not fill whole int32, another type than the config's bits, or a zero point 0 in
-            checkpoint_format gptq, which cannot hold it.
+        ValueError: a zero point 0 in checkpoint_format gptq, which cannot hold it.
     """
-    num_rows, num_columns = weights.codes.shape[-2:]
-    scalar_type = ScalarType.from_id(weights.quant_type_id)
-    if scalar_type.size_bits != config.bits or scalar_type.is_float:
-        raise ValueError(f"quant_type_id stands for {scalar_type}; GPTQ of these bits ({config.bits}) cannot hold it")
-    if num_rows % config.pack_factor or num_columns % config.pack_factor:
-        raise ValueError(
-            f"codes have shape {tuple(weights.codes.shape)}; rows and columns must be multiples of {config.pack_factor}"
-        )
-    if weights.zero_points is None:
-        zero_points = torch.full_like(weights.scales, scalar_type.bias, dtype=torch.uint8)
-    else:
-        zero_points = weights.zero_points
+    num_columns, zero_points = weights.codes.shape[-1], weights.zero_points
+    if zero_points is None:
+        zero_points = torch.full_like(weights.scales, SYMMETRIC[config.bits].bias, dtype=torch.uint8)
     stored_less = _STORED_LESS[config.checkpoint_format]
     if stored_less and not zero_points.all():
         raise ValueError("zero_points hold a 0; checkpoint_format gptq stores them less one, use gptq_v2")

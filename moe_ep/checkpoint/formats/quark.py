@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moe_ep.checkpoint.config_values import QUANT_CONFIG, as_object, unexpected
+from moe_ep.checkpoint.config_values import QUANT_CONFIG, as_object, refuse_rotation, unexpected
 from moe_ep.checkpoint.formats.compressed_tensors import IntQuantizedConfig
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4_GROUP, NVFP4_GROUP, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
@@ -72,15 +72,8 @@ def quark_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
 def _check_algorithms(algorithms: Any) -> None:
     """Refuses rotations of activations: R4, and R1 if it is online. R1 and R2 can be part of the weights."""
     for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
-        settings = algorithm if isinstance(algorithm, Mapping) else {}
-        for key in ("r4", "online_r1_rotation"):
-            if settings.get(key):
-                raise unexpected(
-                    f"quantization_config: algo_config: {key}",
-                    "none",
-                    settings[key],
-                    "; rotated activations are not computed, so quantize without it",
-                )
+        if isinstance(algorithm, Mapping):
+            refuse_rotation(algorithm, "r4", "online_r1_rotation", where="algo_config: ")
 
 
 def _is_pattern(name: str) -> bool:
