@@ -5,7 +5,6 @@ from __future__ import annotations
 from moe_ep.checkpoint.loading import (
     ExpertMatrices,
     LatentWeights,
-    RouterWeights,
     SharedExpertsWeights,
     check_beside_experts,
     embed_rows,
@@ -22,19 +21,15 @@ from moe_ep.checkpoint.loading import (
 )
 from moe_ep.checkpoint.model_spec import model_spec
 from moe_ep.checkpoint.plan import check_experts, expert_tensors, layer_quantization
-from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
-from moe_ep.checkpoint.spec import MoEModelSpec, RoutingSpec, SharedExpertsSpec
+from moe_ep.checkpoint.reader import CheckpointReader
+from moe_ep.checkpoint.spec import MoEModelSpec
 
 __all__ = [
     "CheckpointReader",
     "ExpertMatrices",
     "LatentWeights",
     "MoEModelSpec",
-    "RouterWeights",
-    "RoutingSpec",
-    "SharedExpertsSpec",
     "SharedExpertsWeights",
-    "TensorInfo",
     "check_beside_experts",
     "check_experts",
     "embed_rows",

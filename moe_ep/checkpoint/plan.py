@@ -109,10 +109,7 @@ def _scheme_on_disk(
     stem = next((each for each in stems if reader.names(each)), None)
     if stem is not None:
         return _scheme_of_tensors(reader, stem, role, size, said)
-    schemes = (
-        {said: None} | {None: None} | dict.fromkeys([] if reader.quantization is None else reader.quantization.schemes)
-    )
-    return next((scheme for scheme in schemes if _fits_fused(reader, fused, role, size, scheme)), said)
+    return next((scheme for scheme in _schemes(reader, said) if _fits_fused(reader, fused, role, size, scheme)), said)
 
 
 def _scheme_of_tensors(
@@ -122,8 +119,7 @@ def _scheme_of_tensors(
     other one of the config that they fit."""
     if _fits(reader, stem, role, size, said):
         return said
-    schemes = [None, *([] if reader.quantization is None else reader.quantization.schemes)]
-    fitting = [scheme for scheme in schemes if scheme != said and _fits(reader, stem, role, size, scheme)]
+    fitting = [scheme for scheme in _schemes(reader, said)[1:] if _fits(reader, stem, role, size, scheme)]
     if len(fitting) == 1:
         return fitting[0]
     codes = _codes_suffix(linear_layouts(said, role, size))
@@ -136,6 +132,11 @@ def _scheme_of_tensors(
             f"{reader.index_file}: {stem}*: expected {says} as quantization_config in config.json says, found {held}"
         )
     return said
+
+
+def _schemes(reader: CheckpointReader, said: QuantizationConfig | None) -> list[QuantizationConfig | None]:
+    """The scheme that the config says of a matrix, then plain weights and the config's others, each once."""
+    return list(dict.fromkeys([said, None, *([] if reader.quantization is None else reader.quantization.schemes)]))
 
 
 def _fits(
@@ -555,8 +556,8 @@ def _plan_fused_shared(
                 for size in (shared.intermediate_size, shared.intermediate_size // count)
             )
             expert_id = spec.num_experts + layer.num_redundant_experts + index
-            found = find_linear(planned.reader, stem, layouts)
-            planned.add(stem, found, layouts, *shards[role], expert_id, of_expert, index)
+            stored = find_linear(planned.reader, stem, layouts)
+            planned.add(stem, stored, layouts, *shards[role], expert_id, of_expert, index)
 
 
 def _part(whole: tuple[int, ...], expert: tuple[int, ...], index: int) -> tuple[slice, ...]:

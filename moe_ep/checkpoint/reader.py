@@ -85,35 +85,54 @@ class TensorInfo:
         )
 
 
-@dataclass
 class OpenFile:
-    """A safetensors file that was opened once, for its header and its data alike.
+    """A safetensors file that is opened once, for its header and its data alike, and again after `close`.
 
     Attributes:
-        fd: None after `close`; opened again when needed.
-        identity: device, inode, size and mtime when its header was read.
         tensors: what the header says, by name.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or longer than its header says, or the header is not JSON of
+            this form, repeats a name, has an unknown dtype, or ranges that overlap, leave a hole or do not fit a shape.
     """
 
-    path: Path
-    fd: int | None
-    identity: tuple[int, ...]
-    tensors: dict[str, TensorInfo]
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            stat = os.fstat(self._fd)
+            self._identity, self.tensors = _identity(stat), _read_header(path, self._fd, stat.st_size)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: expected a safetensors file, found none; fetch it again") from None
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, OSError):
+                raise
+            raise CheckpointError(f"{path}: expected a readable safetensors file, found {error.strerror}") from error
+
+    def fd(self) -> int:
+        """CheckpointError if the file has to be opened again and has changed."""
+        if self._fd is None:
+            self.check_unchanged()
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self.check_unchanged()
+        return self._fd
 
     def close(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-        self.fd = None
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
 
     def check_unchanged(self) -> None:
         """CheckpointError if the file was written to, replaced or removed since its header was read."""
         try:
-            now = [os.stat(self.path)] + ([] if self.fd is None else [os.fstat(self.fd)])
+            now = [os.stat(self.path)] + ([] if self._fd is None else [os.fstat(self._fd)])
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: expected the file whose header was read, found {error.strerror}; fetch it again"
             ) from None
-        if any(_identity(stat) != self.identity for stat in now):
+        if any(_identity(stat) != self._identity for stat in now):
             raise CheckpointError(
                 f"{self.path}: expected the file whose header was read, found one of another inode, size or mtime; it "
                 f"was written or replaced meanwhile, load it again when it is complete"
@@ -124,39 +143,15 @@ def _identity(stat: os.stat_result) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def open_safetensors(file: Path) -> OpenFile:
-    """Opens a safetensors file and reads its header.
-
-    Raises:
-        CheckpointError: the file is missing, truncated or longer than its header says, or the header is not JSON of
-            this form, repeats a name, has an unknown dtype, or ranges that overlap, leave a hole or do not fit a shape.
-    """
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: expected a safetensors file, found none; fetch it again") from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: expected a readable safetensors file, found {error.strerror}") from error
-    try:
-        stat = os.fstat(fd)
-        return OpenFile(file, fd, _identity(stat), _read_header(file, fd, stat.st_size))
-    except BaseException:
-        os.close(fd)
-        raise
-
-
 def _read_header(file: Path, fd: int, file_bytes: int) -> dict[str, TensorInfo]:
-    try:
-        prefix = os.pread(fd, _LENGTH_BYTES, 0)
-        header_bytes = int.from_bytes(prefix, "little")
-        if len(prefix) < _LENGTH_BYTES or header_bytes > min(file_bytes - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{file}: the header should have {header_bytes} bytes and the file has {file_bytes}; "
-                f"it is truncated or no safetensors file; fetch it again"
-            )
-        raw = os.pread(fd, header_bytes, _LENGTH_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{file}: expected a readable safetensors file, found {error.strerror}") from error
+    prefix = os.pread(fd, _LENGTH_BYTES, 0)
+    header_bytes = int.from_bytes(prefix, "little")
+    if len(prefix) < _LENGTH_BYTES or header_bytes > min(file_bytes - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{file}: the header should have {header_bytes} bytes and the file has {file_bytes}; "
+            f"it is truncated or no safetensors file; fetch it again"
+        )
+    raw = os.pread(fd, header_bytes, _LENGTH_BYTES)
     entries = parse_json_object(raw, f"{file}: header")
     entries.pop("__metadata__", None)
     data_start = _LENGTH_BYTES + header_bytes
@@ -284,7 +279,7 @@ def find_tensors(directory: Path) -> tuple[dict[Path, OpenFile], dict[str, Tenso
     files: dict[Path, OpenFile] = {}
     try:
         if single.is_file():
-            files[single] = open_safetensors(single)
+            files[single] = OpenFile(single)
             tensors = files[single].tensors
             # An index that counts the single file among its shards is about this file and those beside it.
             if index.is_file() and SINGLE_NAME in (weight_map := _weight_map(index)).values():
@@ -337,7 +332,7 @@ def _tensors_of_index(index: Path, weight_map: dict[str, Any], files: dict[Path,
             raise CheckpointError(
                 f"{index}: tensor {tensor}: expected in {name}, found {_instead_of(file)}; fetch it again"
             )
-        files[file] = open_safetensors(file)
+        files[file] = OpenFile(file)
     tensors = {name: info for file in sorted(files) for name, info in files[file].tensors.items()}
     for name, file_name in weight_map.items():
         named = files[index.parent / file_name].tensors
@@ -567,9 +562,9 @@ class CheckpointReader:
             if span.stop > position
         ]
         try:
-            done, found = read_checked(
-                self._open(batch.file), view[position:stop], offset, () if self.allow_nonfinite else spans
-            )
+            with self._lock:
+                fd = self._files[batch.file].fd()
+            done, found = read_checked(fd, view[position:stop], offset, () if self.allow_nonfinite else spans)
         except OSError as error:
             raise CheckpointError(
                 f"{batch.file}: expected {nbytes} bytes at byte {offset}, found {error.strerror}; see to its disk or "
@@ -589,19 +584,6 @@ class CheckpointReader:
         """CheckpointError if a file of the checkpoint was written, replaced or removed since the reader was made."""
         for file in self._files.values():
             file.check_unchanged()
-
-    def _open(self, file: Path) -> int:
-        with self._lock:
-            opened = self._files[file]
-            if opened.fd is None:
-                try:
-                    opened.fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{file}: expected the file whose header was read, found {error.strerror}; fetch it again"
-                    ) from None
-                opened.check_unchanged()
-            return opened.fd
 
 
 class SpareBuffers(list[torch.Tensor]):

@@ -5,8 +5,6 @@ models.py assigns these functions to families.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from moe_ep.checkpoint.config_values import Config, MissingKey, positive, required, unexpected, whole
 from moe_ep.errors import CheckpointError, one_of
 
@@ -151,16 +149,12 @@ def thinker_part(config: Config) -> Config:
     return text_part(part_of(config, "thinker_config"))
 
 
-def text_part_of(*known: str) -> Callable[[Config], Config]:
-    """The language model's part; refuses other types than these, which have no experts."""
-
-    def part(config: Config) -> Config:
-        text = text_part(config)
-        if text.get("model_type") not in known:
-            raise CheckpointError(f"config.json: {one_of('text_config.model_type', text.get('model_type'), known)}")
-        return text
-
-    return part
+def mistral4_part(config: Config) -> Config:
+    """The language model's part; refuses other types of it, which have no experts."""
+    text = text_part(config)
+    if text.get("model_type") != "mistral4":
+        raise CheckpointError(f"config.json: {one_of('text_config.model_type', text.get('model_type'), ['mistral4'])}")
+    return text
 
 
 def text_part_or_whole(config: Config) -> Config:

@@ -171,8 +171,10 @@ _MIXTRAL = Family(
     intermediate_size="intermediate_size",
     routing=_RENORMALIZED,
 )
-_QWEN3_NEXT = Family(
-    moe_layers=rules.sparse_step_layers,
+_QWEN3_MOE = Family(moe_layers=rules.sparse_step_layers)
+_QWEN3_OMNI = replace(_QWEN3_MOE, routing=routing.softmax_routing(renormalize=True), part=configs.text_part)
+_QWEN3_NEXT = replace(
+    _QWEN3_MOE,
     routing=routing.softmax_routing(renormalize=True),
     shared_experts=_GATED_SHARED_EXPERT,
     names={"norm_offset": 1.0},
@@ -259,12 +261,8 @@ FAMILIES: dict[str, Family] = {
     # The same models before transformers had them.
     "minimax_text_01": replace(_MIXTRAL, fixed={"shared_intermediate_size": 0}),
     "minimax_m1": replace(_MIXTRAL, fixed={"shared_intermediate_size": 0}),
-    "minimax_m2": Family(
-        moe_module="block_sparse_moe",
-        projections=GATE_W1,
-        intermediate_size="intermediate_size",
-        routing=routing.biased_sigmoid,
-        names={"correction_bias_tensor": "e_score_correction_bias"},
+    "minimax_m2": replace(
+        _MIXTRAL, routing=routing.biased_sigmoid, names={"correction_bias_tensor": "e_score_correction_bias"}
     ),
     "minimax_m3_vl_text": _MINIMAX_M3,
     "minimax_m3_vl": replace(
@@ -289,41 +287,25 @@ FAMILIES: dict[str, Family] = {
     "granitemoeshared": _GRANITE,
     "granitemoehybrid": _GRANITE,
     "granitemoe_swa": replace(_GRANITE, names={"router": "router"}),
-    "phimoe": Family(
-        moe_module="block_sparse_moe",
-        projections=GATE_W1,
-        intermediate_size="intermediate_size",
-        routing=routing.phi_routing,
-        names={"has_layer_norm": True, "has_norm_bias": True},
-    ),
-    "qwen2_moe": Family(moe_layers=rules.sparse_step_layers, shared_experts=_GATED_SHARED_EXPERT),
-    "qwen3_moe": Family(moe_layers=rules.sparse_step_layers),
+    "phimoe": replace(_MIXTRAL, routing=routing.phi_routing, names={"has_layer_norm": True, "has_norm_bias": True}),
+    "qwen2_moe": replace(_QWEN3_MOE, shared_experts=_GATED_SHARED_EXPERT),
+    "qwen3_moe": _QWEN3_MOE,
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_moe_text": _QWEN3_5,
     "qwen3_5_moe": _in_a_part(_QWEN3_5, LANGUAGE_PART),
-    "qwen3_vl_moe": Family(
-        moe_layers=rules.sparse_step_layers,
-        routing=_RENORMALIZED,
-        part=configs.text_part,
-        names=LANGUAGE_PART,
-    ),
-    "qwen3_omni_moe": Family(
-        moe_layers=rules.sparse_step_layers,
-        routing=routing.softmax_routing(renormalize=True),
+    "qwen3_vl_moe": _in_a_part(replace(_QWEN3_MOE, routing=_RENORMALIZED), LANGUAGE_PART),
+    "qwen3_omni_moe": replace(
+        _QWEN3_OMNI,
         part=configs.thinker_part,
         names={"layers_module": "thinker.model.layers", "embedding": "thinker.model.embed_tokens.weight"},
     ),
-    "qwen3_omni_moe_thinker": Family(
-        moe_layers=rules.sparse_step_layers,
-        routing=routing.softmax_routing(renormalize=True),
-        part=configs.text_part,
-    ),
+    "qwen3_omni_moe_thinker": _QWEN3_OMNI,
     # Hyper-connections mix the experts' inputs.
     "qwen4_exp_text": replace(_QWEN3_NEXT, names={"norm": None}),
     "qwen4_exp": replace(_QWEN3_NEXT, part=configs.text_part, names={"norm": None, **LANGUAGE_PART}),
     "mellum": Family(routing=routing.softmax_routing(renormalize=True)),
-    "flint": Family(
-        moe_layers=rules.sparse_step_layers,
+    "flint": replace(
+        _QWEN3_MOE,
         routing=routing.sigmoid_routing,
         shared_experts=rules.one_mlp("mlp.shared_expert", "shared_expert_intermediate_size"),
         defaults={"mlp_only_layers": [0, 1]},
@@ -464,7 +446,7 @@ FAMILIES: dict[str, Family] = {
     "kimi_k25": _in_a_part(_DEEPSEEK_V3, WHOLE_LANGUAGE_MODEL),
     "kimi_linear": _KIMI_LINEAR,
     "kimi_k3": _in_a_part(_KIMI_LINEAR, WHOLE_LANGUAGE_MODEL),
-    "mistral3": _in_a_part(_MISTRAL, WHOLE_LANGUAGE_MODEL, configs.text_part_of("mistral4")),
+    "mistral3": _in_a_part(_MISTRAL, WHOLE_LANGUAGE_MODEL, configs.mistral4_part),
     "mistral4": _MISTRAL,
     "mistral_large4": replace(
         _MISTRAL_LARGE,
