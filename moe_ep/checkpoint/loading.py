@@ -98,11 +98,7 @@ def layer_options(
 
 
 def load_moe_layer(
-    reader: CheckpointReader,
-    spec: MoEModelSpec,
-    layer_index: int,
-    layer: Any,
-    experts: Collection[int] | None = None,
+    reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, layer: Any, experts: Collection[int] | None = None
 ) -> None:
     """Loads this rank's experts of one layer into a `FusedMoE`, and finishes it for use.
 
@@ -231,10 +227,7 @@ def _latent_linears(spec: MoEModelSpec, layer_index: int) -> dict[str, tuple[str
     if spec.latent is None:
         return {}
     prefix, K, size = spec.moe_prefix(layer_index), spec.hidden_size, spec.latent.size
-    return {
-        "down": (f"{prefix}.{spec.latent.down}", (size, K)),
-        "up": (f"{prefix}.{spec.latent.up}", (K, size)),
-    }
+    return {"down": (f"{prefix}.{spec.latent.down}", (size, K)), "up": (f"{prefix}.{spec.latent.up}", (K, size))}
 
 
 def check_beside_experts(reader: CheckpointReader, spec: MoEModelSpec) -> list[str]:

@@ -61,11 +61,7 @@ def deepseek_v4_keys(config: Config) -> Config:
         table_layers = tuple(layer for layer in layers if kinds[layer] == "hash_moe")
     else:
         raise unexpected("mlp_layer_types", f"hash_moe or moe for each of {len(layers)} layers", kinds)
-    return {
-        "swiglu_limit": config.get("swiglu_limit", 10.0),
-        "mlp_layer_types": None,
-        "table_layers": table_layers,
-    }
+    return {"swiglu_limit": config.get("swiglu_limit", 10.0), "mlp_layer_types": None, "table_layers": table_layers}
 
 
 def deepseek_v41_keys(config: Config) -> Config:

@@ -95,9 +95,7 @@ _DEEPSEEK_V2 = Family(
 )
 # The models' original config has these names; transformers writes its own.
 _MIMO = replace(
-    _DEEPSEEK_V3,
-    keys={"rms_norm_eps": "layernorm_epsilon"},
-    defaults={**FIRST_DENSE, "routed_scaling_factor": 1.0},
+    _DEEPSEEK_V3, keys={"rms_norm_eps": "layernorm_epsilon"}, defaults={**FIRST_DENSE, "routed_scaling_factor": 1.0}
 )
 _V4_FIXED = {"norm_topk_prob": True, "n_shared_experts": 1}
 _DEEPSEEK_V4 = Family(
@@ -166,10 +164,7 @@ _DOTS3 = replace(
 _RENORMALIZED = routing.fixed_routing(renormalize=True)
 _GATED_SHARED_EXPERT = rules.one_mlp("mlp.shared_expert", "shared_expert_intermediate_size", has_gate=True)
 _MIXTRAL = Family(
-    moe_module="block_sparse_moe",
-    projections=GATE_W1,
-    intermediate_size="intermediate_size",
-    routing=_RENORMALIZED,
+    moe_module="block_sparse_moe", projections=GATE_W1, intermediate_size="intermediate_size", routing=_RENORMALIZED
 )
 _QWEN3_MOE = Family(moe_layers=rules.sparse_step_layers)
 _QWEN3_OMNI = replace(_QWEN3_MOE, routing=routing.softmax_routing(renormalize=True), part=configs.text_part)
@@ -249,9 +244,7 @@ _STEP = Family(
 )
 # The experts are in the layer itself, beside a dense MLP; the router has its own norm and scales.
 _GEMMA4 = Family(
-    moe_module="",
-    keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
-    names=EXPERTS_ALONE,
+    moe_module="", keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"}, names=EXPERTS_ALONE
 )
 _INKLING = Family(moe_layers=rules.layers_after("dense_mlp_idx"), derived=configs.inkling_keys, names=EXPERTS_ALONE)
 
@@ -273,11 +266,7 @@ FAMILIES: dict[str, Family] = {
             "block_sparse_moe.shared_experts", "shared_intermediate_size", projections=GATE_DOWN_UP
         ),
         part=configs.text_part,
-        names={
-            **_MINIMAX_M3.names,
-            **WHOLE_LANGUAGE_MODEL,
-            "correction_bias_tensor": "e_score_correction_bias",
-        },
+        names={**_MINIMAX_M3.names, **WHOLE_LANGUAGE_MODEL, "correction_bias_tensor": "e_score_correction_bias"},
     ),
     "llama4_text": _LLAMA4,
     "llama4": _in_a_part(_LLAMA4, WHOLE_LANGUAGE_MODEL),
@@ -401,9 +390,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # Like DeepSeek-V3: grouped or biased top-k, shared experts in one MLP.
     "exaone_moe": replace(
-        _DEEPSEEK_V3,
-        defaults=FIRST_DENSE,
-        names={"correction_bias_tensor": "e_score_correction_bias"},
+        _DEEPSEEK_V3, defaults=FIRST_DENSE, names={"correction_bias_tensor": "e_score_correction_bias"}
     ),
     "mimo_v2_flash": _MIMO,
     "mimo_v2": _MIMO,
@@ -437,10 +424,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": _DEEPSEEK_V4,
     # Image tokens have another correction bias.
     "deepseek_v41": replace(
-        _DEEPSEEK_V4,
-        part=configs.text_part,
-        fixed=_V4_FIXED | {"gate_temp": 1.0},
-        derived=configs.deepseek_v41_keys,
+        _DEEPSEEK_V4, part=configs.text_part, fixed=_V4_FIXED | {"gate_temp": 1.0}, derived=configs.deepseek_v41_keys
     ),
     "kimi_k2": _DEEPSEEK_V3,
     "kimi_k25": _in_a_part(_DEEPSEEK_V3, WHOLE_LANGUAGE_MODEL),
@@ -449,9 +433,7 @@ FAMILIES: dict[str, Family] = {
     "mistral3": _in_a_part(_MISTRAL, WHOLE_LANGUAGE_MODEL, configs.mistral4_part),
     "mistral4": _MISTRAL,
     "mistral_large4": replace(
-        _MISTRAL_LARGE,
-        part=configs.text_part,
-        names={**_MISTRAL_LARGE.names, "embedding": "tok_embeddings.weight"},
+        _MISTRAL_LARGE, part=configs.text_part, names={**_MISTRAL_LARGE.names, "embedding": "tok_embeddings.weight"}
     ),
     "mistral_large4_text": replace(
         _MISTRAL_LARGE, shared_experts=rules.several_in_one_mlp("shared_experts", projections=GATE_DOWN_UP)
@@ -484,11 +466,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # The norm before the experts is gated.
     "axk2": Family(moe_layers=rules.layers_after_dense, defaults=FIRST_DENSE, names=EXPERTS_ALONE),
-    "hy_v4": replace(
-        _DEEPSEEK_V3,
-        defaults={**FIRST_DENSE, "swiglu_limit": 10.0},
-        limit="swiglu_limit",
-    ),
+    "hy_v4": replace(_DEEPSEEK_V3, defaults={**FIRST_DENSE, "swiglu_limit": 10.0}, limit="swiglu_limit"),
     "longcat_flash": Family(
         routing=routing.longcat_routing,
         intermediate_size="expert_ffn_hidden_size",

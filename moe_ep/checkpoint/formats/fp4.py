@@ -23,13 +23,7 @@ from typing import ClassVar
 
 import torch
 
-from moe_ep.checkpoint.formats.layout import (
-    QuantizationConfig,
-    Role,
-    TensorLayout,
-    require_multiple,
-    unpack_nibbles,
-)
+from moe_ep.checkpoint.formats.layout import QuantizationConfig, Role, TensorLayout, require_multiple, unpack_nibbles
 from moe_ep.errors import CheckpointError
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types

@@ -28,12 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from moe_ep.checkpoint.config_values import QUANT_CONFIG
-from moe_ep.checkpoint.formats.layout import (
-    FLOATS,
-    ScaledConfig,
-    ScaleShape,
-    TensorLayout,
-)
+from moe_ep.checkpoint.formats.layout import FLOATS, ScaledConfig, ScaleShape, TensorLayout
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 from moe_ep.quantization.canonical_weights import CanonicalWeights

@@ -113,11 +113,7 @@ class ScaleShape:
         return (-(-num_rows // self.rows), -(-num_columns // self.columns))
 
     def layout(
-        self,
-        dtypes: tuple[torch.dtype, ...],
-        num_rows: int,
-        num_columns: int,
-        held: torch.dtype | None = None,
+        self, dtypes: tuple[torch.dtype, ...], num_rows: int, num_columns: int, held: torch.dtype | None = None
     ) -> TensorLayout:
         """The layout of the tensor of scales."""
         return TensorLayout(

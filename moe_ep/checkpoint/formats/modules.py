@@ -152,10 +152,7 @@ class ModuleSchemes:
     """
 
     def __init__(
-        self,
-        quant_method: str,
-        schemes: Sequence[tuple[Sequence[str], Scheme]],
-        ignored: Iterable[str] = (),
+        self, quant_method: str, schemes: Sequence[tuple[Sequence[str], Scheme]], ignored: Iterable[str] = ()
     ) -> None:
         self.quant_method = quant_method
         clock = Clock()
