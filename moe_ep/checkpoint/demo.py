@@ -6,6 +6,7 @@ the routers prefer some experts over others.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import math
@@ -100,22 +101,17 @@ def _make(directory: Path, seed: int, progress: bool, is_usable: Callable[[Path]
     if directory.exists() and not _is_made(directory) and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"directory is {directory}; it must not exist yet, be empty or be a checkpoint")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with building(directory, wait=True) as folder:
-            if is_usable(directory):
-                raise _AlreadyMade
-            if directory.exists():
-                shutil.rmtree(directory)
-            steps = _LAYERS + 2
-            with tqdm(
-                total=steps, desc="demo checkpoint", leave=False, disable=not progress or not sys.stderr.isatty()
-            ) as bar:
-                _write_tokenizer(folder)
-                bar.update()
-                write_checkpoint(folder, demo_config(), _tensors(seed, bar), max_shard_bytes=_SHARD_BYTES)
-            write_json(folder / _DIGESTS, _digests(folder))
-    except _AlreadyMade:
-        pass
+    with contextlib.suppress(_AlreadyMade), building(directory, wait=True) as folder:
+        if is_usable(directory):
+            raise _AlreadyMade
+        if directory.exists():
+            shutil.rmtree(directory)
+        silent = not progress or not sys.stderr.isatty()
+        with tqdm(total=_LAYERS + 2, desc="demo checkpoint", leave=False, disable=silent) as bar:
+            _write_tokenizer(folder)
+            bar.update()
+            write_checkpoint(folder, demo_config(), _tensors(seed, bar), max_shard_bytes=_SHARD_BYTES)
+        write_json(folder / _DIGESTS, _digests(folder))
     return directory
 
 

@@ -256,7 +256,7 @@ class ExpertTensors:
         # Model Optimizer takes the fused experts of Qwen3-VL apart in this order.
         self._by_projection = bool(reader.names(f"{self._prefix}.{spec.projections.gate}.0."))
         if self.fused:
-            self._endings, self._transposed = self._fused_form()
+            self._find_fused_form()
         else:
             self._check_expert_count()
 
@@ -313,7 +313,7 @@ class ExpertTensors:
         names = self._spec.fused.by_role()
         return f"{self._spec.moe_prefix(self._layer_index)}.{names.get(role, names['gate'])}"
 
-    def _fused_form(self) -> tuple[Mapping[str, str], bool]:
+    def _find_fused_form(self) -> None:
         """The endings of names, and whether plain matrices lie transposed, which both shapes together always tell."""
         stem, quantization = self._fused_stem("gate"), self.quantization
         endings = _PLAIN_ENDINGS if quantization is None else quantization.fused_endings
@@ -335,7 +335,7 @@ class ExpertTensors:
         codes = _codes_suffix(self._layouts["gate"])
         sizes = {role: self._rows_and_columns(role, codes) for role in ("gate", "down")}
         shapes = {role: self._reader.info(self._fused_name(role, codes)).shape[1:] for role in sizes}
-        return self._endings, shapes != sizes and all(shapes[role] == sizes[role][::-1] for role in sizes)
+        self._transposed = shapes != sizes and all(shapes[role] == sizes[role][::-1] for role in sizes)
 
     def _check_blocks(self) -> None:
         """Gate and up have scales of their own only where no block holds rows of both."""

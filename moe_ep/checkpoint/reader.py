@@ -295,9 +295,7 @@ def find_tensors(directory: Path) -> tuple[dict[Path, OpenFile], dict[str, Tenso
             raise CheckpointError(f"{file}: expected a file, found {_instead_of(file)}; fetch it again")
     ways_out = {
         "*.safetensors": f"; one file must be called {single.name}, and several need the index",
-        "*.bin": "; pickled weights are never loaded, convert them to safetensors",
-        "*.pt": "; pickled weights are never loaded, convert them to safetensors",
-        "*.pth": "; pickled weights are never loaded, convert them to safetensors",
+        **dict.fromkeys(("*.bin", "*.pt", "*.pth"), "; pickled weights are never loaded, convert them to safetensors"),
         "*.gguf": "; GGUF is not read, take the model in safetensors",
     }
     found = next(

@@ -24,6 +24,7 @@ from moe_ep.checkpoint.formats.modules import (
     PerGemm,
     Scheme,
     if_readable,
+    ignored_modules,
 )
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
@@ -48,7 +49,7 @@ def _with_exceptions(
 ) -> ModelQuantization:
     """One scheme, with exceptions by GPTQModel's `dynamic` or a list of plain modules."""
     scheme = scheme_of(values)
-    ignored = values.get("modules_to_not_convert") or ()
+    ignored = ignored_modules(values)
     if not values.get("dynamic") and not ignored:
         return scheme
     return ModuleSchemes(scheme.quant_method, [*_dynamic(values, scheme_of), ((EVERY_LINEAR,), scheme)], ignored)
@@ -69,7 +70,6 @@ def _dynamic(
 
 def _fp8(values: Mapping[str, Any]) -> ModelQuantization:
     scheme = Float8Config.from_dict(values)
-    ignored = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
     schemes = [*_dynamic(values, Float8Config.from_dict), ((EVERY_LINEAR,), scheme)]
     of_experts = str(values.get("expert_dtype") or "fp8")
     if of_experts not in ("fp8", "fp4"):
@@ -78,6 +78,8 @@ def _fp8(values: Mapping[str, Any]) -> ModelQuantization:
         schemes.insert(0, (("experts",), modelopt.scheme_of(values, key="moe_quant_algo")))
     elif of_experts == "fp4" or values.get("store_dtype") == "mxfp4":  # DeepSeek-V4, MiMo-V2
         schemes.insert(0, (("experts",), MXFP4Config(input_dtype=input_dtype_of_scheme(values))))
+    # What `ignore` lists is plain to the experts' algorithm alone, and fp8 here.
+    ignored = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
     return ModuleSchemes("fp8", schemes, ignored)
 
 
@@ -85,16 +87,14 @@ def _mxfp8(values: Mapping[str, Any]) -> ModelQuantization:
     return _fp8({"weight_block_size": [1, MXFP8_GROUP], "activation_scheme": "dynamic", **values})
 
 
-def _everywhere(method: str, scheme: Scheme, ignored: str, values: Mapping[str, Any]) -> ModelQuantization:
-    """One scheme for all linear layers but those that the key `ignored` lists."""
-    return ModuleSchemes(method, [((EVERY_LINEAR,), scheme)], values.get(ignored) or ())
+def _everywhere(method: str, scheme: Scheme, values: Mapping[str, Any]) -> ModelQuantization:
+    """One scheme for all linear layers but the ignored ones."""
+    return ModuleSchemes(method, [((EVERY_LINEAR,), scheme)], ignored_modules(values))
 
 
 def _int8_blocks(values: Mapping[str, Any]) -> ModelQuantization:
     shape = ScaleShape.of_blocks(f"{QUANT_CONFIG}weight_block_size", values.get("weight_block_size"))
-    blocks = IntQuantizedConfig(scale=shape, input_dtype=torch.int8)
-    ignored = "ignored_layers" if values.get("ignored_layers") else "modules_to_not_convert"
-    return _everywhere("blockwise_int8", blocks, ignored, values)
+    return _everywhere("blockwise_int8", IntQuantizedConfig(scale=shape, input_dtype=torch.int8), values)
 
 
 _FP8_ROWS = Float8Config(scale=ScaleShape(Kind.CHANNEL), input_dtype=torch.float8_e4m3fn)
@@ -106,10 +106,10 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization | None]] = {
     "awq": partial(_with_exceptions, AWQConfig.from_dict),
     compressed_tensors.METHOD: compressed_tensors.compressed_tensors_schemes,
     "fp8": _fp8,
-    "fbgemm_fp8": partial(_everywhere, "fbgemm_fp8", _FP8_ROWS, "modules_to_not_convert"),
-    "mxfp4": partial(_everywhere, "mxfp4", MXFP4Config(), "modules_to_not_convert"),
+    "fbgemm_fp8": partial(_everywhere, "fbgemm_fp8", _FP8_ROWS),
+    "mxfp4": partial(_everywhere, "mxfp4", MXFP4Config()),
     "mxfp8": _mxfp8,
-    "w8a8_int8": partial(_everywhere, "w8a8_int8", _INT8_ROWS, "ignore"),
+    "w8a8_int8": partial(_everywhere, "w8a8_int8", _INT8_ROWS),
     "blockwise_int8": _int8_blocks,
     **dict.fromkeys(modelopt.METHODS, modelopt.modelopt_schemes),
     **dict.fromkeys(auto_round.METHODS, auto_round.auto_round_schemes),

@@ -33,7 +33,7 @@ from moe_ep.checkpoint.formats.layout import (
     require_multiple,
     unpack_words,
 )
-from moe_ep.checkpoint.formats.modules import ModuleSchemes, Scheme, if_readable
+from moe_ep.checkpoint.formats.modules import ModuleSchemes, Scheme, if_readable, ignored_modules
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 from moe_ep.quantization.canonical_weights import CanonicalWeights
@@ -227,7 +227,7 @@ def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes | Non
     schemes = names + expressions
     if all(scheme is None for _, scheme in schemes):
         return None
-    return ModuleSchemes(METHOD, schemes, values.get("ignore") or ())
+    return ModuleSchemes(METHOD, schemes, ignored_modules(values))
 
 
 def _of_group(name: str, group: Mapping[str, Any], form: Any) -> QuantizationConfig | None:

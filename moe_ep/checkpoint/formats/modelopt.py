@@ -28,7 +28,7 @@ from moe_ep.checkpoint.formats.layout import (
     require_multiple,
     unpack_nibbles,
 )
-from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
+from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable, ignored_modules
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 from moe_ep.quantization.canonical_weights import CanonicalWeights
@@ -49,7 +49,6 @@ from moe_ep.scalar_type import scalar_types
 
 W4AFP8 = "w4afp8"
 _GROUP = 128
-_IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +88,7 @@ def w4afp8_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
         raise CheckpointError(f"{QUANT_CONFIG}group_size is {size!r}; it must be even and positive")
     experts = W4AFP8Config(group_size=size, input_dtype=torch.float8_e4m3fn)
     others = Float8Config.from_dict({"weight_block_size": [128, 128]})
-    ignored = next(filter(None, map(values.get, _IGNORED)), ())
-    return ModuleSchemes(W4AFP8, [(("experts",), experts), ((EVERY_LINEAR,), others)], ignored)
+    return ModuleSchemes(W4AFP8, [(("experts",), experts), ((EVERY_LINEAR,), others)], ignored_modules(values))
 
 
 # The method, and the names of its algorithms in serving engines.
@@ -116,7 +114,7 @@ def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
     group size."""
     if values.get("quant_algo") is None and (values.get("kv_cache_quant_algo") or values.get("kv_cache_scheme")):
         return None
-    ignored = values.get("exclude_modules") or values.get("ignore") or ()
+    ignored = ignored_modules(values)
     if values.get("quant_algo") == _MIXED and values.get("quantized_layers") is None:
         # As in SGLang. The first such checkpoints had the lists in a separate file.
         return w4afp8_schemes(values)

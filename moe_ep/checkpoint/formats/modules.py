@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import regex
 
@@ -24,6 +24,15 @@ _MOST_LETTERS = 10_000
 # may be several for every matrix of every expert.
 _MOST_SECONDS, _MOST_SLOW_SECONDS, _SLOW_FROM_SECONDS = 60.0, 1.0, 0.001
 _BASES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
+
+
+# Keys of plain modules, by tool.
+_IGNORED = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
+
+
+def ignored_modules(values: Mapping[str, Any]) -> Iterable[str]:
+    """The modules that quantization_config says to be plain."""
+    return next(filter(None, map(values.get, _IGNORED)), ())
 
 
 class ModulePatterns:
