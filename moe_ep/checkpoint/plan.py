@@ -63,11 +63,9 @@ def layer_quantization(
     found: dict[str, QuantizationConfig | None] = {}
     for role, name in spec.projections.by_role().items():
         experts: dict[QuantizationConfig | None, int] = {}
-        for expert in range(spec.num_experts if quantization is not None else 1):
-            said = None
-            if quantization is not None:
-                said = quantization.of_module(*spec.expert_module_names(layer_index, expert, role))
-            experts.setdefault(said, expert)
+        for expert in range(1 if quantization is None else spec.num_experts):
+            names = spec.expert_module_names(layer_index, expert, role)
+            experts.setdefault(None if quantization is None else quantization.of_module(*names), expert)
         schemes = {
             said if reader is None else _scheme_on_disk(reader, spec, layer_index, expert, role, said): expert
             for said, expert in experts.items()
@@ -81,12 +79,12 @@ def layer_quantization(
         found[role] = next(iter(schemes))
     w13, w2 = found["gate"], found["down"]
     if found.get("up", w13) != w13 or (w13 is None) != (w2 is None):
-        names = {role: "plain" if scheme is None else scheme.quant_method for role, scheme in found.items()}
-        if len(set(names.values())) == 1:  # of one method, with other settings
-            names = {role: str(scheme) for role, scheme in found.items()}
+        said = {role: "plain" if scheme is None else scheme.quant_method for role, scheme in found.items()}
+        if len(set(said.values())) == 1:  # of one method, with other settings
+            said = {role: str(scheme) for role, scheme in found.items()}
         raise CheckpointError(
             f"config.json: quantization_config: {prefix}: expected gate and up of one scheme, and down quantized where "
-            f"they are; found {', '.join(f'{role} {name}' for role, name in names.items())}"
+            f"they are; found {', '.join(f'{role} {scheme}' for role, scheme in said.items())}"
         )
     if w13 is None or w2 is None or w13 == w2:
         return w13
@@ -103,7 +101,7 @@ def _scheme_on_disk(
 ) -> QuantizationConfig | None:
     """The scheme of an expert's matrix by its tensors, given what the config says of it."""
     size = projection_size(role, spec.expert_hidden_size, spec.moe_intermediate_size)
-    fused = f"{spec.moe_prefix(layer_index)}.{spec.fused.by_role().get(role, spec.fused.gate)}"
+    fused = spec.fused_stem(layer_index, role)
     name, prefix = getattr(spec.projections, role), spec.expert_prefix(layer_index)
     stems = [f"{prefix}.{expert}.{name}.", f"{prefix}.{name}.{expert}."]
     stem = next((each for each in stems if reader.names(each)), None)
@@ -252,7 +250,7 @@ class ExpertTensors:
             )
             for role in spec.projections.by_role()
         }
-        self.fused = bool(reader.names(self._fused_stem("gate")))
+        self.fused = bool(reader.names(spec.fused_stem(layer_index, "gate")))
         # Model Optimizer takes the fused experts of Qwen3-VL apart in this order.
         self._by_projection = bool(reader.names(f"{self._prefix}.{spec.projections.gate}.0."))
         if self.fused:
@@ -307,15 +305,11 @@ class ExpertTensors:
             )
 
     def _fused_name(self, role: str, suffix: str) -> str:
-        return self._fused_stem(role) + self._endings[suffix]
-
-    def _fused_stem(self, role: str) -> str:
-        names = self._spec.fused.by_role()
-        return f"{self._spec.moe_prefix(self._layer_index)}.{names.get(role, names['gate'])}"
+        return self._spec.fused_stem(self._layer_index, role) + self._endings[suffix]
 
     def _find_fused_form(self) -> None:
         """The endings of names, and whether plain matrices lie transposed, which both shapes together always tell."""
-        stem, quantization = self._fused_stem("gate"), self.quantization
+        stem, quantization = self._spec.fused_stem(self._layer_index, "gate"), self.quantization
         endings = _PLAIN_ENDINGS if quantization is None else quantization.fused_endings
         if quantization is not None and endings is None:
             raise CheckpointError(
@@ -331,19 +325,19 @@ class ExpertTensors:
         for name in self._reader.names(self._prefix + "."):
             if name not in known:
                 raise _unknown_tensor(self._reader.info(name), dict.fromkeys(sorted(known)))
-        self._check_blocks()
+        self._check_blocks(stem)
         codes = _codes_suffix(self._layouts["gate"])
         sizes = {role: self._rows_and_columns(role, codes) for role in ("gate", "down")}
         shapes = {role: self._reader.info(self._fused_name(role, codes)).shape[1:] for role in sizes}
         self._transposed = shapes != sizes and all(shapes[role] == sizes[role][::-1] for role in sizes)
 
-    def _check_blocks(self) -> None:
+    def _check_blocks(self, stem: str) -> None:
         """Gate and up have scales of their own only where no block holds rows of both."""
         rows = 1 if self.quantization is None else self.quantization.of_gemm("w13").row_block
         if rows > 1 and not self._spec.fused.up and (self._spec.interleaved or self._spec.moe_intermediate_size % rows):
             raise CheckpointError(
-                f"{self._reader.index_file}: {self._fused_stem('gate')}: expected gate rows and then up rows, each a "
-                f"multiple of {rows}, the rows of a block of scales; found {self._spec.moe_intermediate_size} of each"
+                f"{self._reader.index_file}: {stem}: expected gate rows and then up rows, each a multiple of {rows}, "
+                f"the rows of a block of scales; found {self._spec.moe_intermediate_size} of each"
                 f"{' in turns' if self._spec.interleaved else ''}"
             )
 

@@ -207,6 +207,10 @@ class MoEModelSpec:
         """The prefix of a layer's experts, such as `model.layers.3.mlp.experts`."""
         return f"{self.moe_prefix(layer)}.experts"
 
+    def fused_stem(self, layer: int, role: str) -> str:
+        """What the names of tensors of all experts begin with; those of gate hold up too where up has none."""
+        return f"{self.moe_prefix(layer)}.{getattr(self.fused, role) or self.fused.gate}"
+
     def expert_module_names(self, layer: int, expert: int, role: str) -> list[str]:
         """The name of an expert's linear layer in the files, and other names that quantization configs may use.
 

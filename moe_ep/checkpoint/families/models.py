@@ -28,7 +28,7 @@ WHOLE_LANGUAGE_MODEL = {
 EXPERTS_ALONE = {"router": None, "norm": None}
 # Defaults of missing keys.
 FIRST_DENSE = {"first_k_dense_replace": 1}
-_SOFTMAX = routing.softmax_routing(renormalize=False)
+_SOFTMAX = routing.scored_routing("softmax", renormalize=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +167,10 @@ _MIXTRAL = Family(
     moe_module="block_sparse_moe", projections=GATE_W1, intermediate_size="intermediate_size", routing=_RENORMALIZED
 )
 _QWEN3_MOE = Family(moe_layers=rules.sparse_step_layers)
-_QWEN3_OMNI = replace(_QWEN3_MOE, routing=routing.softmax_routing(renormalize=True), part=configs.text_part)
+_QWEN3_OMNI = replace(_QWEN3_MOE, routing=routing.scored_routing("softmax", renormalize=True), part=configs.text_part)
 _QWEN3_NEXT = replace(
     _QWEN3_MOE,
-    routing=routing.softmax_routing(renormalize=True),
+    routing=routing.scored_routing("softmax", renormalize=True),
     shared_experts=_GATED_SHARED_EXPERT,
     names={"norm_offset": 1.0},
 )
@@ -217,7 +217,7 @@ _INKLING_MODEL = {
 }
 _INKLING2 = Family(
     routing=routing.biased_sigmoid_times("route_scale"),
-    activation=rules.inkling2_activation,
+    activation=rules.situ("mlp_gate_softcap", "mlp_up_softcap"),
     defaults={"hidden_act": "silu", "route_scale": 8.0, "mlp_gate_softcap": 4.0, "mlp_up_softcap": 25.0},
     names={**_INKLING_MODEL, "norm": "mlp_norm", "correction_bias_tensor": "gate.bias"},
 )
@@ -292,10 +292,10 @@ FAMILIES: dict[str, Family] = {
     # Hyper-connections mix the experts' inputs.
     "qwen4_exp_text": replace(_QWEN3_NEXT, names={"norm": None}),
     "qwen4_exp": replace(_QWEN3_NEXT, part=configs.text_part, names={"norm": None, **LANGUAGE_PART}),
-    "mellum": Family(routing=routing.softmax_routing(renormalize=True)),
+    "mellum": Family(routing=routing.scored_routing("softmax", renormalize=True)),
     "flint": replace(
         _QWEN3_MOE,
-        routing=routing.sigmoid_routing,
+        routing=routing.scored_routing("sigmoid", renormalize=True),
         shared_experts=rules.one_mlp("mlp.shared_expert", "shared_expert_intermediate_size"),
         defaults={"mlp_only_layers": [0, 1]},
     ),

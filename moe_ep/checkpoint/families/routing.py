@@ -27,9 +27,13 @@ def fixed_routing(**routing: Any) -> Callable[[Config], RoutingSpec]:
     return lambda config: spec
 
 
-def softmax_routing(renormalize: bool) -> Callable[[Config], RoutingSpec]:
-    """Softmax scores; `norm_topk_prob` decides on renormalization, `renormalize` is its default."""
-    return lambda config: RoutingSpec(renormalize=bool(config.get("norm_topk_prob", renormalize)))
+def scored_routing(scoring_func: str, renormalize: bool) -> Callable[[Config], RoutingSpec]:
+    """Top-k of such scores; `norm_topk_prob` decides on renormalization, `renormalize` is its default."""
+
+    def routing(config: Config) -> RoutingSpec:
+        return RoutingSpec(renormalize=bool(config.get("norm_topk_prob", renormalize)), scoring_func=scoring_func)
+
+    return routing
 
 
 biased_sigmoid = fixed_routing(renormalize=True, scoring_func="sigmoid", has_correction_bias=True)
@@ -61,11 +65,6 @@ def lfm_routing(config: Config) -> RoutingSpec:
     )
 
 
-def sigmoid_routing(config: Config) -> RoutingSpec:
-    """Sigmoid scores without a bias, renormalized by default."""
-    return replace(softmax_routing(renormalize=True)(config), scoring_func="sigmoid")
-
-
 def laguna_routing(config: Config) -> RoutingSpec:
     for key in ("moe_router_logit_softcapping", "moe_apply_router_weight_on_input"):
         if config.get(key):
@@ -75,7 +74,7 @@ def laguna_routing(config: Config) -> RoutingSpec:
 
 def cohere_routing(config: Config) -> RoutingSpec:
     """Softmax over the chosen experts, which equals a renormalized softmax over all, or sigmoid scores."""
-    kinds = {"softmax": fixed_routing(renormalize=True), "sigmoid": sigmoid_routing}
+    kinds = {"softmax": fixed_routing(renormalize=True), "sigmoid": scored_routing("sigmoid", renormalize=True)}
     routing = one_known("expert_selection_fn", config.get("expert_selection_fn") or "softmax", kinds)(config)
     return replace(routing, routed_scaling_factor=cohere_factor(config))
 
@@ -106,7 +105,7 @@ def longcat_routing(config: Config) -> RoutingSpec:
 def ling_routing(config: Config) -> RoutingSpec:
     """Grouped sigmoid scores with a bias from Ling 2 on; a softmax before."""
     kinds = {
-        "softmax": softmax_routing(renormalize=True),
+        "softmax": scored_routing("softmax", renormalize=True),
         "sigmoid": deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
     }
     return one_known("score_function", config.get("score_function") or "softmax", kinds)(config)

@@ -28,23 +28,23 @@ def named_activation(config: Config) -> MoEActivation:
     return one_known("hidden_act", required(config, "hidden_act"), _ACTIVATIONS)
 
 
+def situ(gate_cap: str, up_cap: str) -> Callable[[Config], MoEActivation]:
+    """SiTU, with its soft caps under these keys, although hidden_act may be silu."""
+
+    def activation(config: Config) -> MoEActivation:
+        for key, value in {gate_cap: SITU_BETA, up_cap: SITU_LINEAR_BETA}.items():
+            if (found := config.get(key)) != value:
+                raise unexpected(key, value, found)
+        return MoEActivation.SITU
+
+    return activation
+
+
 def kimi_activation(config: Config) -> MoEActivation:
-    """Kimi-K3: SiTU, with its soft caps in the config, or an ordinary activation."""
+    """Kimi-K3: SiTU, or an ordinary activation."""
     if required(config, "hidden_act") != MoEActivation.SITU:
         return named_activation(config)
-    return _situ(config, "activation_situ_beta", "activation_situ_linear_beta")
-
-
-def inkling2_activation(config: Config) -> MoEActivation:
-    """SiTU with its soft caps in the config, although hidden_act is silu."""
-    return _situ(config, "mlp_gate_softcap", "mlp_up_softcap")
-
-
-def _situ(config: Config, gate: str, up: str) -> MoEActivation:
-    for key, value in {gate: SITU_BETA, up: SITU_LINEAR_BETA}.items():
-        if (found := config.get(key)) != value:
-            raise unexpected(key, value, found)
-    return MoEActivation.SITU
+    return situ("activation_situ_beta", "activation_situ_linear_beta")(config)
 
 
 def swigluoai(config: Config) -> MoEActivation:
