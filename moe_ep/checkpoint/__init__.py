@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_ep.checkpoint.loading import (
     ExpertMatrices,
     LatentWeights,
+    RouterWeights,
     SharedExpertsWeights,
     check_beside_experts,
     embed_rows,
@@ -29,6 +30,7 @@ __all__ = [
     "ExpertMatrices",
     "LatentWeights",
     "MoEModelSpec",
+    "RouterWeights",
     "SharedExpertsWeights",
     "check_beside_experts",
     "check_experts",
