@@ -202,11 +202,6 @@ class EPLBManager:
         return self._rearrangement.busy
 
     @property
-    def num_steps(self) -> int:
-        """Steps that have ended."""
-        return self._gate.step
-
-    @property
     def staging_bytes(self) -> int:
         """Memory kept for moving experts."""
         return self._mover.staging_bytes

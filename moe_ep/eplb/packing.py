@@ -25,7 +25,7 @@ class ExpertRows:
 
     Attributes:
         parts: each tensor as bytes uint8 `[num_slots, bytes]`, and where it begins in a row.
-        expert_bytes: of one expert, without what fills a row up.
+        expert_bytes, row_bytes: of one expert, without and with what fills a row up.
         signature: of shapes and dtypes, the same on every rank.
     """
 
@@ -53,15 +53,11 @@ class ExpertRows:
                 part = tensor.view(self.num_slots, -1).view(torch.uint8)
                 self.parts.append((part, size))
                 size += -(-part.size(1) // _ALIGNMENT) * _ALIGNMENT
-        self._content_bytes = size
+        self.row_bytes = size + _ALIGNMENT
         self.expert_bytes = sum(part.size(1) for part, _ in self.parts)
         self.signature = hashlib.sha256(
             repr([(tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in tensors]).encode()
         ).hexdigest()
-
-    @property
-    def row_bytes(self) -> int:
-        return self._content_bytes + _ALIGNMENT
 
     @property
     def staging_bytes(self) -> int:
