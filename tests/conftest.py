@@ -125,7 +125,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
-def pytest_collection() -> None:
+def pytest_collectstart() -> None:
     """Imports make millions of objects that stay: the garbage collector need not look at them, then or later."""
     gc.disable()
 
