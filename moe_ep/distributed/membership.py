@@ -384,6 +384,14 @@ class Membership:
         ready, or raises if it cannot be."""
         self._preparing.append(callback)
 
+    def remove(self, ranks: Mapping[int, str]) -> None:
+        """Removes ranks that are known to be gone, with their causes; returns when that is decided."""
+        self.log.propose(remove=ranks)
+
+    def admit(self, ranks: Collection[int]) -> None:
+        """Admits ranks whose processes have a `Membership` and call `settle`."""
+        self.log.propose(admit=ranks)
+
     def ask_to_leave(self) -> None:
         """Requests that this rank leaves; may be called in a signal handler."""
         self._wants_to_leave = True

@@ -78,8 +78,8 @@ def test_work_goes_on_after_a_change_and_ends_with_an_error_of_its_own(store: di
         epochs.append(membership.epoch.number)
         if len(epochs) == 2:
             raise ValueError("of the work")
-        log.propose(admit=[1])
-        log.propose(remove={1: "died"})
+        membership.admit([1])
+        membership.remove({1: "died"})
         while True:
             membership.check()
             time.sleep(0.01)
@@ -88,6 +88,7 @@ def test_work_goes_on_after_a_change_and_ends_with_an_error_of_its_own(store: di
         with torch.profiler.profile() as profile, pytest.raises(ValueError, match="of the work"):
             membership.serve(work)
         assert epochs == [0, 2] and had_groups == [False, True]
+        assert log.latest().removed == {1: "died"}
         assert "moe_ep_recovery" in {event.key for event in profile.key_averages()}
     finally:
         membership.close()
