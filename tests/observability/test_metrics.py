@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import urllib.request
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.events import CommitReport, LoadReport, PlanReport
-from moe_ep.launch.cli.commands import run
 from moe_ep.launch.cli.main import main
 from moe_ep.layer import FusedMoE
 from moe_ep.observability import metrics, stages
@@ -177,7 +177,7 @@ def test_a_taken_port_is_said() -> None:
 def test_without_the_extra_a_run_says_so_before_it_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["run", "--metrics-port", "9100"]) == 1
     assert capsys.readouterr().err == (
         "moe-ep run: a metrics endpoint needs prometheus-client, which is not installed; run: pip install "
