@@ -9,14 +9,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 
 from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.arguments import check_tensors
 from moe_ep.errors import ConfigError, check_at_least, check_below, check_flags, check_whole, one_of
-from moe_ep.quantization.input_rows import INPUT_DTYPES, dtype_name, pair_refusal
-from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.quantization.input_rows import INPUT_DTYPES, dtype_name, pair_refusal, resolve_input_dtype
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.scalar_type import ScalarType
 
 EXPERT_PLACEMENT_STRATEGIES = ("linear", "round_robin")
@@ -274,6 +275,66 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a layer over all its ranks, as `moe_ep.FusedMoE` takes them.
+
+    Raises:
+        ValueError: counts out of range, or unknown names.
+        TypeError: a count that is not a whole number.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    params_dtype: torch.dtype
+    activation: MoEActivation | str = "silu"
+    swiglu_limit: float | None = None
+    has_bias: bool = False
+    quant_config: Any = None
+    num_redundant_experts: int = 0
+    enable_eplb: bool = False
+    num_fused_shared_experts: int = 0
+    implementation: str = "auto"
+    input_dtype: torch.dtype | str | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least(1, num_experts=self.num_experts, hidden_size=self.hidden_size)
+        check_at_least(1, intermediate_size=self.intermediate_size)
+        check_flags(has_bias=self.has_bias, enable_eplb=self.enable_eplb, batch_invariant=self.batch_invariant)
+        redundant, shared = self.num_redundant_experts, self.num_fused_shared_experts
+        check_at_least(0, num_redundant_experts=redundant, n_shared_experts=shared)
+        if redundant and not self.enable_eplb:
+            raise ConfigError(
+                f"num_redundant_experts is {redundant} and enable_eplb is not set, so no token would use them; set it, "
+                f"or leave the redundant experts out"
+            )
+        EXPERTS.check(self.implementation, also=("auto",))
+        object.__setattr__(self, "input_dtype", resolve_input_dtype(self.input_dtype, self.params_dtype))
+        object.__setattr__(self, "activation", MoEActivation.parse(self.activation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchConfig:
+    """How a layer's tokens reach their experts and come back, as `moe_ep.FusedMoE` takes it.
+
+    Raises:
+        ValueError: a capacity below 1, or an unknown dtype.
+        TypeError: a capacity that is not a whole number.
+    """
+
+    max_num_tokens: int = 256
+    dispatch_dtype: torch.dtype | None = None
+    reduce_results: bool = False
+    apply_router_weight_on_input: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least(1, max_num_tokens=self.max_num_tokens)
+        check_flags(reduce_results=self.reduce_results, apply_router_weight_on_input=self.apply_router_weight_on_input)
+        _check_row_dtypes(dispatch_dtype=self.dispatch_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FusedMoEConfig:
     """The shapes of one MoE layer on one rank.
 
@@ -363,7 +424,7 @@ class FusedMoEConfig:
         return self.num_experts + self.num_fused_shared_experts
 
 
-def check_row_dtypes(**dtypes: torch.dtype | None) -> None:
+def _check_row_dtypes(**dtypes: torch.dtype | None) -> None:
     """Raises ValueError for a dtype that rows are not rounded to."""
     for name, dtype in dtypes.items():
         if dtype is not None and dtype not in INPUT_DTYPES:
@@ -411,7 +472,7 @@ class FusedMoEQuantConfig:
     faster_rows_only: bool = False
 
     def __post_init__(self) -> None:
-        check_row_dtypes(dispatch_dtype=self.dispatch_dtype, input_dtype=self.input_dtype)
+        _check_row_dtypes(dispatch_dtype=self.dispatch_dtype, input_dtype=self.input_dtype)
         for name in ("quant_type_id", "w2_quant_type_id"):
             if getattr(self, name) is not None:
                 ScalarType.from_id(getattr(self, name))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.config import DispatchConfig, FusedMoEParallelConfig
 from moe_ep.distributed.passes import most_tokens
 from moe_ep.distributed.process_groups import LayerGroups, is_initialized, layer_groups
 from moe_ep.layer.methods.base import FusedMoEMethodBase
@@ -25,11 +25,11 @@ class LayerDispatcher:
     def __init__(
         self,
         layer_name: str,
+        config: DispatchConfig,
         method: FusedMoEMethodBase,
         process_group: dist.ProcessGroup | None,
-        dispatch_dtype: torch.dtype | None,
     ) -> None:
-        self.layer_name, self.method, self._dispatch_dtype = layer_name, method, dispatch_dtype
+        self.layer_name, self.config, self.method = layer_name, config, method
         self.parallel: FusedMoEParallelConfig = method.moe_config.moe_parallel_config
         self.groups: LayerGroups = layer_groups(self.parallel, process_group)
         self._backend: FusedMoEPrepareAndFinalize | None = None
@@ -62,7 +62,7 @@ class LayerDispatcher:
         if self.groups.are_none:  # also where the layer was made before its ranks met
             self.groups = layer_groups(self.parallel)
         with torch.device("cpu"):  # Its tables need values even if the layer is created on the meta device.
-            return self.method.maybe_make_prepare_finalize(self.groups.ep, self._dispatch_dtype)
+            return self.method.maybe_make_prepare_finalize(self.groups.ep, self.config.dispatch_dtype)
 
     def backends(self) -> Iterator[FusedMoEPrepareAndFinalize]:
         """The backends that have been made."""

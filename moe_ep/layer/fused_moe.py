@@ -25,15 +25,16 @@ from moe_ep import env
 from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_id_range, check_no_gradients, check_tensors
 from moe_ep.config import (
+    DispatchConfig,
+    ExpertsConfig,
     FusedMoEConfig,
     FusedMoEParallelConfig,
     RoutingConfig,
     RoutingFunction,
-    check_row_dtypes,
 )
 from moe_ep.distributed.process_groups import LayerGroups, resolve_parallel_config
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
-from moe_ep.errors import ConfigError, check_at_least, check_flags, check_router_weight_on_input, check_whole
+from moe_ep.errors import ConfigError, check_router_weight_on_input, check_whole
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.fixed_tensors import table_device
 from moe_ep.layer.batch_balance import BatchBalance, BatchBalancer
@@ -54,7 +55,6 @@ from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinal
 from moe_ep.modular_kernel.invariant_ops import invariant_ops
 from moe_ep.observability.stages import are_listened_to, hears_routing, stage, tell_routing
 from moe_ep.quantization.input_rows import InputRows, resolve_input_dtype
-from moe_ep.registry import EXPERTS
 from moe_ep.routing.router import PrecomputedRouter, Router, TopKRouter, append_shared_experts
 
 if TYPE_CHECKING:
@@ -62,6 +62,42 @@ if TYPE_CHECKING:
 
 # Held by the thread that prepares a layer for its first pass; the passes of other threads wait for it.
 _FIRST_USE = threading.RLock()
+
+
+class ModularKernels:
+    """The modular kernels of a layer, one for each of its backends.
+
+    Their experts keep references to the layer's scales and biases, so they are dropped when those are replaced. A copy
+    of the layer makes its own.
+    """
+
+    def __init__(self) -> None:
+        # By id of the backend, which its kernel keeps alive.
+        self._by_backend: dict[int, FusedMoEModularKernel] = {}
+        # The addresses of the tensors that they were made for.
+        self._made_for: tuple[int, ...] = ()
+
+    def get(self, backend: FusedMoEPrepareAndFinalize) -> FusedMoEModularKernel | None:
+        return self._by_backend.get(id(backend))
+
+    def keep(self, kernel: FusedMoEModularKernel, addresses: tuple[int, ...]) -> None:
+        if self.are_stale(addresses):
+            self.clear()
+        self._made_for = addresses
+        self._by_backend[id(kernel.prepare_finalize)] = kernel
+
+    def are_stale(self, addresses: tuple[int, ...]) -> bool:
+        """Whether there are kernels that were made for tensors at other addresses."""
+        return bool(self._by_backend) and self._made_for != addresses
+
+    def clear(self) -> None:
+        self._by_backend = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModularKernels:
+        return ModularKernels()
+
+    def __reduce__(self) -> Any:
+        return ModularKernels, ()
 
 
 class FusedMoE(MoELayer):
@@ -180,23 +216,37 @@ class FusedMoE(MoELayer):
             zero_expert_num=zero_expert_num,
             zero_expert_type=zero_expert_type,
         )
-        params_dtype = params_dtype or torch.get_default_dtype()
-        num_shared = n_shared_experts or 0
-        check_at_least(1, num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
-        check_at_least(0, num_redundant_experts=num_redundant_experts, n_shared_experts=num_shared)
-        check_flags(enable_eplb=enable_eplb, reduce_results=reduce_results)
-        check_flags(apply_router_weight_on_input=apply_router_weight_on_input)
+        experts_config = ExpertsConfig(
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            params_dtype=params_dtype or torch.get_default_dtype(),
+            activation=activation,
+            swiglu_limit=swiglu_limit,
+            has_bias=has_bias,
+            quant_config=quant_config,
+            num_redundant_experts=num_redundant_experts,
+            enable_eplb=enable_eplb,
+            num_fused_shared_experts=n_shared_experts or 0,
+            implementation=experts,
+            input_dtype=input_dtype,
+            batch_invariant=env.BATCH_INVARIANT.get() if batch_invariant is None else batch_invariant,
+        )
+        dispatch = DispatchConfig(
+            max_num_tokens=max_num_tokens,
+            dispatch_dtype=dispatch_dtype,
+            reduce_results=reduce_results,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
         if apply_router_weight_on_input:
-            check_router_weight_on_input(top_k + num_shared)
-        EXPERTS.check(experts, also=("auto",))
-        check_row_dtypes(dispatch_dtype=dispatch_dtype)
+            check_router_weight_on_input(top_k + experts_config.num_fused_shared_experts)
         if expert_mapping is not None:
             check_mapping(expert_mapping)
         if shared_experts is not None and not callable(shared_experts):
             raise TypeError(f"shared_experts is {shared_experts!r}; it must be a module from [T, K] to [T, K]")
         if router is not None:
             _check_router(router, routing, e_score_correction_bias)
-        parallel = resolve_parallel_config(
+        parallel_config = resolve_parallel_config(
             parallel_config,
             process_group,
             tp_size=tp_size,
@@ -206,89 +256,24 @@ class FusedMoE(MoELayer):
             all2all_backend=all2all_backend,
             expert_placement_strategy=expert_placement_strategy,
         )
-        _check_redundancy(num_experts, num_redundant_experts, enable_eplb, parallel)
-        num_physical = num_experts + num_redundant_experts
-        check_id_range(num_physical + num_shared, torch.int32)
-        num_parts = parallel.tp_size if parallel.shards_experts else 1
-        if intermediate_size % num_parts:
-            raise ValueError(
-                f"intermediate_size is {intermediate_size}; without expert parallelism it must be a multiple of "
-                f"tp_size ({num_parts})"
-            )
         super().__init__()
-        # By id of the backend, which its kernel keeps alive; and the addresses of the tensors they were made for.
-        self._kernels: dict[int, FusedMoEModularKernel] = {}
-        self._kernels_made_for: tuple[int, ...] = ()
+        self._kernels = ModularKernels()
         self._graphs, self._replay_tokens = CallGraphs(), env.REPLAY_MAX_TOKENS.get()
         self.balancer: BatchBalancer | None = None
         # The wrapper of torch that was found not to touch the layer.
         self._wrapper = 0
-        self._processed = self._reloading = False
-        self._refused = ""
         self.layer_name = register_layer(self, prefix)
-        self.parallel_config = parallel
-        self.num_experts, self.num_redundant_experts = num_experts, num_redundant_experts
-        self.num_fused_shared_experts = num_shared
-        self.top_k, self.hidden_size = top_k, hidden_size
-        self.activation = MoEActivation.parse(activation)
-        self.experts, self.expert_mapping = experts, expert_mapping
-        self.input_dtype = resolve_input_dtype(input_dtype, params_dtype)
-        self.dispatch_dtype = dispatch_dtype
-        self.reduce_results = reduce_results
-        self.apply_router_weight_on_input = apply_router_weight_on_input
-        self.batch_invariant = env.BATCH_INVARIANT.get() if batch_invariant is None else batch_invariant
-        with torch.inference_mode(False):  # passes count in its tensors, in whatever mode they run
-            self.eplb_state = LayerEplbState(num_experts, num_redundant_experts) if enable_eplb else None
-            expert_map = _expert_map(parallel, num_physical, num_shared)
-            there = None if expert_map is None else expert_map.to(table_device())
-            self.register_buffer("expert_map", there, persistent=False)
-            self.slots = ExpertSlots(
-                num_experts=num_experts,
-                num_redundant_experts=num_redundant_experts,
-                num_fused_shared_experts=num_shared,
-                expert_map=expert_map,
-                replicas=None if self.eplb_state is None else self.eplb_state.replicas,
-            )
-            self.moe_config = FusedMoEConfig(
-                num_experts=num_physical,
-                experts_per_token=top_k,
-                hidden_dim=hidden_size,
-                intermediate_size_per_partition=intermediate_size // num_parts,
-                num_local_experts=self.slots.num_local,
-                moe_parallel_config=parallel,
-                in_dtype=params_dtype,
-                max_num_tokens=max_num_tokens,
-                activation=self.activation,
-                swiglu_limit=swiglu_limit,
-                has_bias=has_bias,
-                num_fused_shared_experts=num_shared,
-                batch_invariant=self.batch_invariant,
-            )
-            self.loader = ExpertWeightLoader(
-                name=self.layer_name,
-                slots=self.slots,
-                gated=self.activation.is_gated,
-                tp_rank=parallel.tp_rank if parallel.shards_experts else 0,
-                tp_size=num_parts,
-            )
-            self.quant_method = make_method(self.moe_config, quant_config)
-            if enable_eplb and not self.quant_method.supports_eplb:
-                raise ConfigError(
-                    f"enable_eplb is set and {type(self.quant_method).__name__} cannot move experts; unset it"
-                )
-            self.quant_method.create_weights(
-                self,
-                num_experts=self.slots.num_local,
-                hidden_size=hidden_size,
-                intermediate_size_per_partition=self.moe_config.intermediate_size_per_partition,
-                params_dtype=params_dtype,
-            )
+        self.parallel_config = parallel_config
+        self._make_experts(experts_config, routing.top_k, dispatch.max_num_tokens, expert_mapping)
         self.router = TopKRouter(routing, num_experts, e_score_correction_bias) if router is None else router
         self.precomputed = router if isinstance(router, PrecomputedRouter) else PrecomputedRouter(num_experts, top_k)
         # Each makes a router around the one of a pass, such as one that records what that chooses.
         self.router_wrappers: tuple[Callable[[Router], Router], ...] = ()
         self.shared_experts = shared_experts
-        self.dispatcher = LayerDispatcher(self.layer_name, self.quant_method, process_group, dispatch_dtype)
+        self.dispatch_config = dispatch
+        self.apply_router_weight_on_input = apply_router_weight_on_input
+        self.dispatch_dtype = dispatch_dtype
+        self.dispatcher = LayerDispatcher(self.layer_name, dispatch, self.quant_method, process_group)
         self.balancer = BatchBalancer.make(self.quant_method, batch_balance)
 
     @classmethod
@@ -331,6 +316,76 @@ class FusedMoE(MoELayer):
             load_moe_layer(reader, spec, layer, made)
         return made
 
+    @torch.inference_mode(False)  # passes count in its tensors, in whatever mode they run
+    def _make_experts(
+        self, config: ExpertsConfig, top_k: int, max_num_tokens: int, expert_mapping: ExpertMapping | None
+    ) -> None:
+        """Places the experts on the ranks and creates the parameters of this rank's."""
+        parallel, redundant = self.parallel_config, config.num_redundant_experts
+        num_shared = config.num_fused_shared_experts
+        self.num_experts, self.num_redundant_experts = config.num_experts, redundant
+        self.num_fused_shared_experts = num_shared
+        self.activation = MoEActivation.parse(config.activation)
+        self.experts = config.implementation
+        self.input_dtype = resolve_input_dtype(config.input_dtype, config.params_dtype)
+        self.expert_mapping = expert_mapping
+        _check_redundancy(config, parallel)
+        self.eplb_state = LayerEplbState(config.num_experts, redundant) if config.enable_eplb else None
+        num_physical = config.num_experts + redundant
+        check_id_range(num_physical + num_shared, torch.int32)
+        expert_map = _expert_map(parallel, num_physical, num_shared)
+        there = None if expert_map is None else expert_map.to(table_device())
+        self.register_buffer("expert_map", there, persistent=False)
+        self.slots = ExpertSlots(
+            num_experts=config.num_experts,
+            num_redundant_experts=redundant,
+            num_fused_shared_experts=num_shared,
+            expert_map=expert_map,
+            replicas=None if self.eplb_state is None else self.eplb_state.replicas,
+        )
+        num_parts = parallel.tp_size if parallel.shards_experts else 1
+        if config.intermediate_size % num_parts:
+            raise ValueError(
+                f"intermediate_size is {config.intermediate_size}; without expert parallelism it must be a multiple of "
+                f"tp_size ({num_parts})"
+            )
+        self.moe_config = FusedMoEConfig(
+            num_experts=num_physical,
+            experts_per_token=top_k,
+            hidden_dim=config.hidden_size,
+            intermediate_size_per_partition=config.intermediate_size // num_parts,
+            num_local_experts=self.slots.num_local,
+            moe_parallel_config=parallel,
+            in_dtype=config.params_dtype,
+            max_num_tokens=max_num_tokens,
+            activation=self.activation,
+            swiglu_limit=config.swiglu_limit,
+            has_bias=config.has_bias,
+            num_fused_shared_experts=num_shared,
+            batch_invariant=config.batch_invariant,
+        )
+        self.loader = ExpertWeightLoader(
+            name=self.layer_name,
+            slots=self.slots,
+            gated=self.activation.is_gated,
+            tp_rank=parallel.tp_rank if parallel.shards_experts else 0,
+            tp_size=num_parts,
+        )
+        self.quant_method = make_method(self.moe_config, config.quant_config)
+        if config.enable_eplb and not self.quant_method.supports_eplb:
+            raise ConfigError(
+                f"enable_eplb is set and {type(self.quant_method).__name__} cannot move experts; unset it"
+            )
+        self.quant_method.create_weights(
+            self,
+            num_experts=self.slots.num_local,
+            hidden_size=config.hidden_size,
+            intermediate_size_per_partition=self.moe_config.intermediate_size_per_partition,
+            params_dtype=config.params_dtype,
+        )
+        self._processed = self._reloading = False
+        self._refused = ""
+
     # ---- A pass
 
     def forward(
@@ -371,7 +426,7 @@ class FusedMoE(MoELayer):
             return operator(name, self.layer_name)(hidden_states, *inputs, self.layer_name)
         shared, routed = operator(f"{name}_shared", self.layer_name)(hidden_states, *inputs, self.layer_name)
         # If the caller still has to sum over the TP ranks, only one of them may add the shared output.
-        if self.reduce_results or self.dispatcher.takes_complete_terms:
+        if self.dispatch_config.reduce_results or self.dispatcher.takes_complete_terms:
             routed = routed + shared
         return routed
 
@@ -422,7 +477,7 @@ class FusedMoE(MoELayer):
             raise ValueError(f"{error}, of the layer {self.layer_name}") from None
         with invariant_ops(self.batch_invariant):
             shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs, may_replay=may_replay)
-        if self.reduce_results:
+        if self.dispatch_config.reduce_results:
             routed = self.dispatcher.all_reduce(routed).to(hidden_states.dtype)
         return routed if shared is None else (shared.contiguous(), routed)
 
@@ -624,7 +679,7 @@ class FusedMoE(MoELayer):
     def extra_repr(self) -> str:
         sizes, parallel = self.moe_config, self.parallel_config
         backend = next(self.dispatcher.backends(), None)
-        kernel = None if backend is None else self._kernels.get(id(backend))
+        kernel = None if backend is None else self._kernels.get(backend)
         chosen = {"backend": backend, "experts": None if kernel is None else kernel.fused_experts}
         return (
             f"num_experts={self.num_experts}, num_redundant_experts={self.num_redundant_experts}, "
@@ -642,6 +697,31 @@ class FusedMoE(MoELayer):
     def groups(self) -> LayerGroups:
         """The process groups of the layer's ranks."""
         return self.dispatcher.groups
+
+    @property
+    def hidden_size(self) -> int:
+        """K."""
+        return self.moe_config.hidden_dim
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token, fused shared experts aside."""
+        return self.moe_config.experts_per_token
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's result has the same bits in every batch."""
+        return self.moe_config.batch_invariant
+
+    @property
+    def local_num_experts(self) -> int:
+        """This rank's slots El, fused shared experts included."""
+        return self.moe_config.num_local_experts
+
+    @property
+    def reduce_results(self) -> bool:
+        """Whether the output is all-reduced over the TP ranks."""
+        return self.dispatch_config.reduce_results
 
     @property
     def num_router_columns(self) -> int:
@@ -682,16 +762,19 @@ class FusedMoE(MoELayer):
     def modular_kernel(self) -> FusedMoEModularKernel:
         """The backend joined with the experts; created once the weights are ready."""
         backend = self.dispatcher.prepare_finalize
-        if (kernel := self._kernels.get(id(backend))) is None:
+        kernel = self._kernels.get(backend)
+        if kernel is None:
             with _FIRST_USE:
-                kernel = self._kernels.get(id(backend)) or self._make_kernel(backend)
+                kernel = self._kernels.get(backend)
+                if kernel is None:
+                    kernel = self._make_kernel(backend)
         return kernel
 
     def _make_kernel(self, backend: FusedMoEPrepareAndFinalize) -> FusedMoEModularKernel:
         try:
             self.process_weights_after_loading()
             experts = self.quant_method.select_gemm_impl(backend, self)
-            is_partial = self.reduce_results and self.dispatcher.adds_up_over(backend)
+            is_partial = self.dispatch_config.reduce_results and self.dispatcher.adds_up_over(backend)
             kernel = FusedMoEModularKernel(backend, experts, self.shared_experts, f32_partial_sums=is_partial)
         except AttributeError as error:
             # nn.Module would report it as a missing attribute of the layer.
@@ -700,10 +783,7 @@ class FusedMoE(MoELayer):
             addresses = self.tensor_addresses()
         except RuntimeError:  # as of torch.export, which asks here and does not run the kernel
             addresses = (0,)
-        if addresses != self._kernels_made_for:
-            self._kernels.clear()
-        self._kernels_made_for = addresses
-        self._kernels[id(backend)] = kernel
+        self._kernels.keep(kernel, addresses)
         return kernel
 
     def forget_kernels(self) -> None:
@@ -727,7 +807,7 @@ class FusedMoE(MoELayer):
                 f"a transform of torch.func is over tensors of {self.layer_name}; its experts are for inference, so "
                 f"take grad, jvp and vmap over others, and pass plain tensors for these"
             ) from error
-        if self._kernels and addresses != self._kernels_made_for:
+        if self._kernels.are_stale(addresses):
             self.forget_kernels()
 
     def tensor_addresses(self) -> tuple[int, ...]:
@@ -1039,10 +1119,6 @@ class FusedMoE(MoELayer):
                 )
         self._wrapper = id(wrapper)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy makes kernels of its own."""
-        return {**self.__dict__, "_kernels": {}}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a separate layer and gets a name of its own."""
         super().__setstate__(state)
@@ -1066,19 +1142,14 @@ def _check_router(router: Router, routing: RoutingConfig, bias: object) -> None:
         )
 
 
-def _check_redundancy(E: int, redundant: int, enable_eplb: bool, parallel: FusedMoEParallelConfig) -> None:
-    ep_size = parallel.ep_size
-    if redundant and not enable_eplb:
-        raise ConfigError(
-            f"num_redundant_experts is {redundant} and enable_eplb is not set, so no token would use them; set it, "
-            f"or leave the redundant experts out"
-        )
-    if enable_eplb and parallel.use_ep and parallel.expert_placement_strategy != "linear":
+def _check_redundancy(config: ExpertsConfig, parallel: FusedMoEParallelConfig) -> None:
+    E, redundant, ep_size = config.num_experts, config.num_redundant_experts, parallel.ep_size
+    if config.enable_eplb and parallel.use_ep and parallel.expert_placement_strategy != "linear":
         raise ConfigError(
             f"expert_placement_strategy is {parallel.expert_placement_strategy!r} and enable_eplb is set, which needs "
             f"'linear': EPLB numbers physical experts in the order of the ranks"
         )
-    if enable_eplb and (E + redundant) % ep_size:
+    if config.enable_eplb and (E + redundant) % ep_size:
         raise ConfigError(
             f"num_experts ({E}) + redundant ({redundant}) must be a multiple of ep_size ({ep_size}); "
             f"pass num_redundant_experts={redundant + -(E + redundant) % ep_size}"

@@ -52,7 +52,7 @@ class CallGraphs:
 
     The first calls of a kind run eagerly, the next one is captured, and later ones are replays: inputs are copied to
     where the graph reads them, and the result is a copy of what it wrote, so callers see no difference. Graphs of one
-    stream run one after the other and share this memory across layers.
+    stream run one after the other and share this memory across layers. A copy of the layer begins without graphs.
     """
 
     def __init__(self) -> None:
@@ -116,8 +116,10 @@ class CallGraphs:
         """Drops all graphs."""
         self._made_for, self._num_eager, self._captured = (), {}, {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallGraphs:
+        return CallGraphs()
+
     def __reduce__(self) -> Any:
-        """Copies begin without graphs."""
         return CallGraphs, ()
 
 
