@@ -271,6 +271,11 @@ class ElasticOptions(ModelConfig):
             raise OptionError(f"--min-ranks is {self.min_ranks} and --ep-size {self.ep_size}; start at least as many")
         if self.max_ranks and self.max_ranks < (self.ep_size or self.min_ranks or 1):
             raise OptionError(f"--max-ranks is {self.max_ranks}; it must be at least --ep-size and --min-ranks")
+        if self.elastic and self.launcher == "torchrun" and is_torchrun_rank():
+            raise OptionError(
+                "--elastic is given under torchrun, which ends all workers when one fails; leave torchrun out and run "
+                "moe-ep with --launcher torchrun, whose agent does not"
+            )
 
     def run_in(
         self, gang: Gang, work: Callable[..., Any], *args: Any, on_item: Callable[[Any], None]

@@ -21,6 +21,7 @@ from moe_ep.launch.cli.options import (
     geometry_name,
     option,
     output_file,
+    refusing,
     whole_numbers,
 )
 from moe_ep.launch.cli.outputs import ADDS_LINES
@@ -138,6 +139,13 @@ class ScalingConfig(GangConfig):
             values = [Path(value).name if name == "routing" else str(value) for value in getattr(self, name)]
             if twice := next((value for value in values if values.count(value) > 1), None):
                 raise OptionError(f"{flag(name)} has {twice} twice; rows would not be told apart")
+        if len(self.routing) == 1 and self.routing[0].endswith(".npz"):
+            from moe_ep.bench.geometries import preset
+            from moe_ep.bench.workload import recorded_ids
+
+            for geometry in map(preset, self.geometry):
+                with refusing(f"--routing has nothing for {geometry.name}: "):
+                    recorded_ids(Path(self.routing[0]), geometry.num_experts, geometry.top_k)
 
     def check_fits(self, world_size: int | None, device: str | None) -> None:
         sizes = (1,) if world_size is None else self.sizes_for(world_size)

@@ -121,15 +121,15 @@ class Scraper(threading.Thread):
 def run_until_scraped(rank_env: RankEnv, config: RunConfig) -> RankReport:
     """A run whose ranks serve their metrics until somebody has read them after the last step."""
     assert config.trace is not None
-    folder, drive = config.trace.parent, worker.drive
+    folder, drive = config.trace.parent, worker.Run.drive
 
-    def drive_and_wait(*args: Any) -> None:
-        drive(*args)
+    def drive_and_wait(run: worker.Run) -> None:
+        drive(run)
         if rank_env.rank == 0:
             (folder / "done").touch()
         assert comes_within(60, (folder / "scraped").exists)
 
-    with mock.patch.object(worker, "drive", drive_and_wait):
+    with mock.patch.object(worker.Run, "drive", drive_and_wait):
         return worker.run_worker(rank_env, config)
 
 
