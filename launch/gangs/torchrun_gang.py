@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 _CAUSE = "moe_ep/cause"
 # A signal may find a rank inside a library, where Python raises nothing. The rank ends after this time.
 _STUCK_S = 1.5
+# How long rank 0 waits for ranks that have given their results and do not end.
+_LEAVING_S = 10.0
 
 
 class TorchrunGang(Gang):
@@ -133,6 +135,7 @@ class TorchrunGang(Gang):
             outcome = run_rank(rank_env, _gathered, (stores, fn, args), exports=False)
             display.close()
             if outcome.failure is None:
+                _leave(stores[0], rank_env)
                 return outcome.value or []
             failure, speaks = outcome.failure, True
             if stores:
@@ -190,6 +193,16 @@ def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args
     if rank_env.rank > 0:
         return None
     return [mailbox.take(stores[0], mailbox.result_key(rank)) for rank in range(rank_env.world_size)]
+
+
+def _leave(store: Any, rank_env: RankEnv) -> None:
+    """Has rank 0, which may serve the store, end after the last request of all others."""
+    key = "moe_ep/left/{}".format
+    with contextlib.suppress(RuntimeError):
+        if rank_env.rank > 0:
+            store.set(key(rank_env.rank), "")
+        elif rank_env.world_size > 1:
+            store.wait([key(rank) for rank in range(1, rank_env.world_size)], timedelta(seconds=_LEAVING_S))
 
 
 def _agree_on_failure(failure: WorkerFailure, store: Any) -> tuple[WorkerFailure, bool]:
