@@ -60,7 +60,7 @@ def test_a_dropped_manager_is_let_go_without_the_garbage_collector() -> None:
     try:
         for close, planner in ((True, "thread"), (False, "process")):
             heard: list[Any] = []
-            manager = EPLBManager(layers, replace(CONFIG, planner=planner), listener=heard.append)
+            manager = EPLBManager(layers, replace(CONFIG, planner=planner, timeout_s=100), listener=heard.append)
             manager.plan_now()
             manager.finish()
             if close:
