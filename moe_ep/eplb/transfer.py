@@ -391,7 +391,7 @@ class PeerCopyTransport(Transport):
         pace = self._bytes_per_s
         started, copied = time.monotonic(), 0
         for target, source, whole in pieces:
-            chunk = whole if pace is None else max(1 << 16, int(pace * _BEAT_S))
+            chunk = max(whole, 1) if pace is None else max(1 << 16, int(pace * _BEAT_S))
             for done in range(0, whole, chunk):
                 size = min(chunk, whole - done)
                 copy(target + done, source + done, size)
