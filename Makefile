@@ -9,7 +9,7 @@ BIN     = $(VENV)/bin
 TESTS  ?= tests
 # Files of tests that run at a time: more than two cores, since many tests wait. With `make --jobs=2 test lint docs` the
 # others take what the tests leave.
-JOBS   ?= 4
+JOBS   ?= 3
 POLITELY = nice -n 10
 ARGS   ?=
 # Extras to install: on a machine with NVIDIA GPUs also what the kernels and NVSHMEM need (EXTRAS=test leaves it out).
