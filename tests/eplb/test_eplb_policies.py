@@ -135,7 +135,7 @@ def stays_in_place(old: np.ndarray, new: np.ndarray, num_ranks: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("nodes", "num_layers", "in_a_row"), [(1, 10, 400), (2, 2, 200)])
+@pytest.mark.parametrize(("nodes", "num_layers", "in_a_row"), [(1, 10, 1000), (2, 2, 200)])
 def test_many_plans_in_a_row_under_drift(nodes, num_layers, in_a_row):
     rng = np.random.default_rng(7)
     num_experts, num_ranks = 8, 2 * nodes

@@ -15,8 +15,14 @@ from moe_ep.eplb.policy.problem import Problem
 
 
 def pack_balanced(weight: Array, num_packs: int) -> tuple[Array, Array]:
-    """Puts n items of weight `[X, n]` into packs of n / num_packs each, the heaviest first, each into the lightest pack
-    with room: the pack of each item and its place within the pack, int64 `[X, n]` each."""
+    """Puts n items into packs of n / num_packs each, the heaviest first, each into the lightest pack with room.
+
+    Args:
+        weight: `[X, n]`.
+
+    Returns:
+        The pack of each item and its place within the pack, int64 `[X, n]` each.
+    """
     num_rows, num_items = weight.shape
     capacity = num_items // num_packs
     if capacity == 1:
@@ -38,8 +44,14 @@ def pack_balanced(weight: Array, num_packs: int) -> tuple[Array, Array]:
 
 
 def replicate_largest(weight: Array, num_replicas: int) -> tuple[Array, Array]:
-    """Gives every expert of weight `[X, E]` a replica, then each further one to the expert with the largest load per
-    replica: the expert of each replica, int64 `[X, num_replicas]`, and how many each expert has, int64 `[X, E]`."""
+    """Gives every expert a replica, then each further one to the expert with the largest load per replica.
+
+    Args:
+        weight: `[X, E]`.
+
+    Returns:
+        The expert of each replica, int64 `[X, num_replicas]`, and how many each expert has, int64 `[X, E]`.
+    """
     num_rows, num_experts = weight.shape
     rows = np.arange(num_rows)
     expert = np.empty((num_rows, num_replicas), dtype=np.int64)
@@ -50,6 +62,12 @@ def replicate_largest(weight: Array, num_replicas: int) -> tuple[Array, Array]:
         expert[:, replica] = largest
         counts[rows, largest] += 1
     return expert, counts
+
+
+def _inverse(permutation: Array) -> Array:
+    inverse = np.empty_like(permutation)
+    np.put_along_axis(inverse, permutation, np.arange(permutation.shape[1], dtype=permutation.dtype)[None], axis=1)
+    return inverse
 
 
 def plan(problem: Problem) -> Array:
@@ -64,7 +82,7 @@ def plan(problem: Problem) -> Array:
     host, place = pack_balanced(weight.reshape(num_layers, num_groups, group_size).sum(axis=2), num_nodes)
     start = (host * groups_per_node + place) * group_size
     to_host_order = (start[:, :, None] + np.arange(group_size)).reshape(num_layers, num_experts)
-    from_host_order = np.argsort(to_host_order, axis=1)
+    from_host_order = _inverse(to_host_order)
 
     # Replicas within each host, then onto its ranks.
     experts_per_node = num_experts // num_nodes
@@ -72,7 +90,7 @@ def plan(problem: Problem) -> Array:
     expert, counts = replicate_largest(host_weight, num_replicas // num_nodes)
     unit = np.take_along_axis(host_weight / counts, expert, axis=1)
     rank, place = pack_balanced(unit, num_ranks // num_nodes)
-    slots = np.argsort(rank * (num_replicas // num_ranks) + place, axis=1)
+    slots = _inverse(rank * (num_replicas // num_ranks) + place)
 
     in_host_order = np.take_along_axis(expert, slots, axis=1).reshape(num_layers, num_nodes, -1)
     in_host_order = in_host_order + np.arange(num_nodes)[:, None] * experts_per_node

@@ -10,6 +10,10 @@ import numpy as np
 
 from moe_ep.eplb.policy.maps import Array
 
+# Replicas of a row that are handed out one by one; of more, bisection finds most first.
+_ONE_BY_ONE = 64
+_HALVINGS = 12
+
 
 def greedy_counts(weight: Array, num_slots: int, num_ranks: int, power: float = 1.0) -> Array:
     """Replicas of each expert, int64 `[X, E]`: each beyond the first goes where load / count**power is largest.
@@ -20,13 +24,48 @@ def greedy_counts(weight: Array, num_slots: int, num_ranks: int, power: float = 
     """
     num_rows, num_experts = weight.shape
     counts, unit = np.ones(weight.size, dtype=np.int64), weight.copy()
-    for _ in range(num_slots - num_experts):
-        largest = np.arange(num_rows) * num_experts + unit.argmax(axis=1)
+    left = np.full(num_rows, num_slots - num_experts)
+    if num_slots - num_experts > _ONE_BY_ONE:
+        extra = _most_extra(weight, num_slots - num_experts, num_ranks - 1, power)
+        left -= extra.sum(axis=1)
+        counts += extra.ravel()
+        unit /= (extra + 1) ** np.float32(power)
+        unit[extra + 1 >= num_ranks] = -1.0
+    flat, base = weight.ravel(), np.arange(num_rows) * num_experts
+    fewest, most = left.min(initial=num_slots), counts.max(initial=1)
+    for turn in range(left.max(initial=0)):
+        if turn < fewest:
+            largest = base + unit.argmax(axis=1)
+        else:
+            rows = np.flatnonzero(left > turn)
+            largest = base[rows] + unit[rows].argmax(axis=1)
         count = counts[largest] + 1
         counts[largest] = count
-        each = weight.reshape(-1)[largest] / (count if power == 1.0 else count**power)
-        unit.reshape(-1)[largest] = np.where(count < num_ranks, each, -1.0)
+        each = flat[largest] / (count if power == 1.0 else count**power)
+        if most + turn + 1 >= num_ranks:
+            each[count >= num_ranks] = -1.0
+        unit.reshape(-1)[largest] = each
     return counts.reshape(num_rows, num_experts)
+
+
+def _most_extra(weight: Array, spare: int, limit: int, power: float) -> Array:
+    """Almost all of what `greedy_counts` hands out beyond the first replicas, and no more, int64 `[X, E]`.
+
+    It hands out the largest of load / count**power over all experts and counts, so a threshold divides what it hands
+    out from the rest, and bisection finds that.
+    """
+    high = weight.max(axis=1)
+    low = high / np.float32((spare + 1) ** power)
+
+    def above(threshold: Array) -> Array:
+        ratio = weight / threshold[:, None]
+        return np.minimum(ratio if power == 1.0 else ratio ** (1 / power), limit).astype(np.int64)
+
+    for _ in range(_HALVINGS):
+        middle = np.sqrt(low * high)
+        fits = above(middle).sum(axis=1) <= spare
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    return above(high * np.float32(1 + 1e-6))
 
 
 def sorted_items(weight: Array, counts: Array) -> tuple[Array, Array]:
@@ -76,7 +115,7 @@ def pack(loads: Array, num_ranks: int) -> Array:
 
     Items come heaviest first (`loads` float32 `[X, P]`). An item that exceeds the mean even beside the lightest items
     gets just those. Of the others a chunk goes to that many of the lightest ranks with room, the heaviest to the
-    lightest. Chunks of half the ranks lose little against one item at a time, and exchanges win that back.
+    lightest. Chunks of half the ranks lose little against one item at a time, and swaps (`balance`) win that back.
     """
     num_rows, num_slots = loads.shape
     capacity = num_slots // num_ranks
@@ -93,12 +132,34 @@ def pack(loads: Array, num_ranks: int) -> Array:
     rank[:, num_ranks:] = (np.arange(num_slots - num_ranks) // (capacity - 1))[::-1]
     size = np.ones((num_rows, num_ranks), dtype=np.int64)
     chunk = max(num_ranks // 2, 1)
-    done = np.full(num_rows, num_ranks)
-    rows = np.flatnonzero(done < end)
+    base = np.arange(num_rows)[:, None] * num_ranks
+    flat_load, flat_size = load.reshape(-1), size.reshape(-1)
+    at = num_ranks
+    while at + chunk <= end.min():
+        order = lightest_first(load)[:, :chunk]
+        if np.isinf(flat_load[base[:, 0] + order[:, -1]]).any():
+            break
+        rank[:, at : at + chunk] = order
+        order = order + base
+        filled = flat_size[order] + 1
+        flat_size[order] = filled
+        flat_load[order] = np.where(filled < capacity, flat_load[order] + loads[:, at : at + chunk], np.inf)
+        at += chunk
+    _pack_rest(loads, rank, load, size, at, end)
+    return rank
+
+
+def _pack_rest(loads: Array, rank: Array, load: Array, size: Array, at: int, end: Array) -> None:
+    """Goes on with `pack` where some row has fewer ranks with room than a chunk: each row at its own pace."""
+    num_ranks = load.shape[1]
+    capacity = loads.shape[1] // num_ranks
+    width = max(num_ranks // 2, 1)
+    rows = np.flatnonzero(at < end)
+    done = np.full(end.size, at)
     while rows.size:
-        order = lightest_first(load[rows])[:, :chunk]
-        take = np.minimum(np.isfinite(load[rows]).sum(axis=1), chunk)
-        row, place = np.nonzero(np.arange(chunk) < take[:, None])
+        order = lightest_first(load[rows])[:, :width]
+        take = np.minimum(np.isfinite(load[rows]).sum(axis=1), width)
+        row, place = np.nonzero(np.arange(width) < take[:, None])
         target = order[row, place]
         row = rows[row]
         item = done[row] + place
@@ -107,7 +168,6 @@ def pack(loads: Array, num_ranks: int) -> Array:
         load[row, target] = np.where(size[row, target] < capacity, load[row, target] + loads[row, item], np.inf)
         done[rows] += take
         rows = rows[done[rows] < end[rows]]
-    return rank
 
 
 def packed_maximum(loads: Array, rank: Array, num_ranks: int) -> Array:

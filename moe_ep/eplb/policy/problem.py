@@ -84,6 +84,7 @@ TOKENS_OF_READING = 64
 
 
 def check_objective(objective: str, window: Array | None) -> None:
+    """Raises ValueError for an unknown objective, or "active_experts" without a window."""
     if objective not in OBJECTIVES:
         raise ValueError(one_of("objective", objective, OBJECTIVES))
     if objective == "active_experts" and window is None:

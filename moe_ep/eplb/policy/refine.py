@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moe_ep.eplb.policy.maps import Array, keep_slots, ranks_with, replica_counts
+from moe_ep.eplb.policy.maps import Array, keep_slots, replica_counts
 from moe_ep.eplb.policy.problem import Problem
 
 
@@ -39,7 +39,8 @@ class Layers:
         product: float32 `[L, E, E]`, u_e . u_f of two experts.
         along: float32 `[L, R, E]`, v_r . u_e of a rank and an expert.
         home: float32 `[L, R, E]`, 1 where a rank holds an expert now; None where nothing is placed.
-        exchanged: bool `[L]`, the layers that were changed.
+        active: the layers that the last tournament still changed.
+        exchanged: bool `[L]`, the layers that this tournament has changed.
     """
 
     def __init__(self, slots: Array, window: Array, num_ranks: int, old: Array | None, doubt: float) -> None:
@@ -63,57 +64,90 @@ class Layers:
         self.along = held @ self.product
         self.home: Array | None = None
         if old is not None:
-            self.home = ranks_with(old, num_experts, num_ranks)
+            self.home = np.zeros_like(held)
+            self.home[(*each, old.reshape(num_layers, num_ranks, -1))] = 1.0
+        self.active = np.arange(num_layers)
         self.exchanged = np.zeros(num_layers, dtype=bool)
 
     def meet(self, active: Array, first: Array, second: Array, least: float) -> None:
         """Makes the best exchange between the ranks of each pair, in each active layer, where it wins enough."""
-        layer = np.repeat(active, first.size)
-        rank_i, rank_j = np.tile(first, active.size), np.tile(second, active.size)
-        here, there = self.slots[layer, rank_i], self.slots[layer, rank_j]
-        gain = self.gain(layer, rank_i, here, rank_j, there, least)
+        num_ranks, width = self.slots.shape[1:]
+        num_experts = self.square.shape[1]
+        layer = active[:, None, None]
+        here, there = self.slots[active[:, None], first], self.slots[active[:, None], second]  # [L, A, W]
+        along, square = self.along.reshape(-1), self.square.reshape(-1)
+        row_i, row_j = (layer * num_ranks + rank[:, None] for rank in (first, second))
+        at_i, at_j = row_i * num_experts, row_j * num_experts
+        base = layer * num_experts
+        own_i, own_j, across = along[at_i + here], along[at_j + there], along[at_i + there]
+        pair = ((base + here) * num_experts)[..., None] + there[:, :, None]
+        gain = self.product.reshape(-1)[pair]
+        gain *= 2
+        differ = square[base + here][..., None] + square[base + there][:, :, None] - gain
+        gain = (own_i - along[at_j + here])[..., None] + (own_j - across)[:, :, None] - differ
+        if self.home is not None:
+            home, unit = self.home.reshape(-1), self.unit_mean.reshape(-1)
+            left, reached = home[at_i + here] - home[at_j + here], home[at_j + there] - home[at_i + there]
+            mean_i, mean_j = unit[base + here], unit[base + there]
+            apart = own_i.sum(axis=2) + own_j.sum(axis=2) - 2 * across.sum(axis=2)
+            mean_apart = mean_i.sum(axis=2) - mean_j.sum(axis=2)
+            # Most exchanges win nothing anyway.
+            row, pair, p, q = at = np.nonzero(gain > least)
+            at_p, at_q = (row, pair, p), (row, pair, q)
+            gain[at] -= self._doubt(
+                left[at_p] + reached[at_q],
+                apart[row, pair],
+                differ[at],
+                mean_apart[row, pair],
+                mean_i[at_p] - mean_j[at_q],
+            )
         if self.replicated:
             # An expert that the other rank holds too must stay, or that rank would hold it twice.
-            same = here[:, :, None] == there[:, None]
+            same = here[..., None] == there[:, :, None]
             if same.any():
-                gain[same.any(axis=2)[:, :, None] | same.any(axis=1)[:, None]] = -np.inf
-        gain = gain.reshape(layer.size, -1)
-        best = gain.argmax(axis=1)
-        wins = np.flatnonzero(gain[np.arange(layer.size), best] > least)
-        slot_i, slot_j = np.divmod(best[wins], here.shape[1])
-        self.exchange(layer[wins], rank_i[wins], slot_i, rank_j[wins], slot_j)
+                gain[same.any(axis=3)[..., None] | same.any(axis=2)[:, :, None]] = -np.inf
+        gain = gain.reshape(active.size, first.size, -1)
+        best = gain.argmax(axis=2)
+        row, meeting = np.nonzero(np.take_along_axis(gain, best[..., None], axis=2)[..., 0] > least)
+        if row.size == 0:
+            return
+        slot_i, slot_j = np.divmod(best[row, meeting], width)
+        self.exchange(active[row], first[meeting], slot_i, second[meeting], slot_j)
 
-    def gain(self, layer: Array, rank_i: Array, p: Array, rank_j: Array, q: Array, least: float = -np.inf) -> Array:
-        """Half of what the sum of squares falls by when an expert p of rank i is exchanged for an expert q of rank j,
-        less the standard errors that it must win: float32 `[n, A, B]`.
+    def gain(self, layer: Array, rank: Array, expert: Array) -> Array:
+        """Half of what the sum of squares falls by when an expert of a rank is exchanged for what lies in each slot of
+        all ranks, float32 `[n, R, W]`, for n layers with a rank and an expert each."""
+        there, number = self.slots[layer], np.arange(layer.size)
+        each, here, own_rank = layer[:, None, None], expert[:, None, None], rank[:, None, None]
+        ranks = np.arange(there.shape[1])[:, None]
+        leave = self.along[layer, rank, expert][:, None] - self.along[layer, :, expert]
+        own, across = self.along[each, ranks, there], self.along[each, own_rank, there]
+        differ = self.square[each, here] + self.square[each, there] - 2 * self.product[each, here, there]
+        result: Array = leave[:, :, None] + own - across - differ
+        if self.home is not None:
+            moved = (self.home[layer, rank, expert][:, None] - self.home[layer, :, expert])[:, :, None]
+            moved = moved + self.home[each, ranks, there] - self.home[each, own_rank, there]
+            means, squares = self.unit_mean[each, there], own.sum(axis=2)
+            by_rank = means.sum(axis=2)
+            result -= self._doubt(
+                moved,
+                (squares[number, rank][:, None] + squares - 2 * across.sum(axis=2))[:, :, None],
+                differ,
+                (by_rank[number, rank][:, None] - by_rank)[:, :, None],
+                self.unit_mean[layer, expert][:, None, None] - means,
+            )
+        return result
+
+    def _doubt(self, moved: Array, apart: Array, differ: Array, mean_apart: Array, mean_differ: Array) -> Array:
+        """The gain that exchanges must have, given the experts that they move from their present ranks.
 
         Args:
-            layer, rank_i, rank_j: `[n]`.
-            p, q: experts of the two ranks, `[n, A]` and `[n, B]`.
-            least: standard errors are taken off gains above this alone.
+            moved: how many; below zero where they go back.
+            apart, differ: |v_i - v_j|**2 of the ranks and |u_p - u_q|**2 of the experts.
+            mean_apart, mean_differ: the means over steps of v_i - v_j and u_p - u_q, which are no chance.
         """
-        num_ranks, num_experts = self.along.shape[1:]
-        # Flat indices: numpy takes far longer for several at a time.
-        base, along, square = layer[:, None] * num_experts, self.along.reshape(-1), self.square.reshape(-1)
-        at_i, at_j = ((layer * num_ranks + rank)[:, None] * num_experts for rank in (rank_i, rank_j))
-        pair = ((base + p) * num_experts)[:, :, None] + q[:, None]
-        differ = square[base + p][:, :, None] + square[base + q][:, None] - 2 * self.product.reshape(-1)[pair]
-        result: Array = (along[at_i + p] - along[at_j + p])[:, :, None] + (along[at_j + q] - along[at_i + q])[:, None]
-        result -= differ
-        if self.home is None:
-            return result
-        home, unit = self.home.reshape(-1), self.unit_mean.reshape(-1)
-        here, there = self.slots[layer, rank_i], self.slots[layer, rank_j]
-        # |v_i - v_j|**2 of the ranks, and the mean over steps of v_i - v_j, which is no chance.
-        apart = along[at_i + here].sum(axis=1) + along[at_j + there].sum(axis=1) - 2 * along[at_i + there].sum(axis=1)
-        mean_apart = unit[base + here].sum(axis=1) - unit[base + there].sum(axis=1)
-        # Most exchanges win nothing anyway.
-        n, a, b = at = np.nonzero(result > least)
-        error = apart[n] * differ[at] / self.num_steps
-        error -= self.num_steps * (mean_apart[n] * (unit[base + p][n, a] - unit[base + q][n, b])) ** 2
-        # Experts that move from their present ranks, below zero where they go back.
-        moved = (home[at_i + p] - home[at_j + p])[n, a] + (home[at_j + q] - home[at_i + q])[n, b]
-        result[at] -= self.doubt * np.maximum(moved, 0) * np.sqrt(np.maximum(error, 0))
+        error = apart * differ / self.num_steps - self.num_steps * (mean_apart * mean_differ) ** 2
+        result: Array = self.doubt * np.maximum(moved, 0) * np.sqrt(np.maximum(error, 0))
         return result
 
     def exchange(self, layer: Array, rank_i: Array, slot_i: Array, rank_j: Array, slot_j: Array) -> None:
@@ -135,15 +169,18 @@ _LEAST_GAIN = 3e-5
 
 
 def refine_plan(problem: Problem, slots: Array, window: Array, doubt: float = 1.0) -> Array:
-    """Improves a plan int64 `[L, P]` against the counts of each step, exchange by exchange; replica counts are kept.
+    """Improves a plan `[L, P]` against the counts of each step, exchange by exchange.
 
-    The result depends on its arguments alone, so ranks that plan for themselves agree. Experts that stay on a rank of
-    the present placement keep their slots.
+    The result depends on its arguments alone, so ranks that plan for themselves agree.
 
     Args:
         problem: what was planned; exchanges stay within a host where it is by hosts.
+        slots: the plan, int64 `[L, P]`; its replica counts are kept.
         window: counts of each step, float32 `[S, L, E]`.
         doubt: standard errors that an exchange must win for each expert that it moves from where it is now.
+
+    Returns:
+        The better plan, int64 `[L, P]`; experts that stay on a rank of the present placement keep their slots.
     """
     num_ranks = problem.num_ranks
     refined = slots.copy()
@@ -159,15 +196,15 @@ def _refine_layers(problem: Problem, slots: Array, old: Array | None, window: Ar
     layers = Layers(slots, window, problem.num_ranks, old, doubt)
     least = _LEAST_GAIN * window.shape[0]
     per_host = problem.num_ranks // problem.num_nodes if problem.by_host else problem.num_ranks
-    active = np.arange(len(slots))
     for _ in range(_TOURNAMENTS):
-        layers.exchanged[:] = False
+        active = layers.active
         for first, second in meetings(problem.num_ranks):
             together = first // per_host == second // per_host
             if together.any():
                 layers.meet(active, first[together], second[together], least)
-        active = np.flatnonzero(layers.exchanged)
-        if active.size == 0:
+        layers.active = np.flatnonzero(layers.exchanged)
+        layers.exchanged[:] = False
+        if layers.active.size == 0:
             break
     if layers.replicated:
         Joints(layers, per_host).improve(least)
@@ -266,23 +303,15 @@ class Joints:
         met[each, rank] -= share[:, 0]
         degree[each, rank] -= share[:, 0]
         cost = degree * share + 2 * edge * met
-        num_ranks, width = self.layers.slots.shape[1:]
-        every = np.repeat(np.arange(layer.size), num_ranks)
-        gain = self.layers.gain(
-            layer[every],
-            rank[every],
-            copy[every, None],
-            np.tile(np.arange(num_ranks), layer.size),
-            self.layers.slots[layer].reshape(-1, width),
-        ).reshape(layer.size, num_ranks, width)
+        gain = self.layers.gain(layer, rank, copy)
         gain += (self.price[layer, None] * (cost[each, rank][:, None] - cost))[:, :, None]
         allowed = ~self.held[layer, copy] & (self.host == self.host[rank][:, None])
         single = self.layers.counts[layer[:, None, None], self.layers.slots[layer]] == 1
         gain[~(allowed[:, :, None] & single)] = -np.inf
-        flat = gain.reshape(layer.size, -1)
-        best = flat.argmax(axis=1)
-        wins = flat[each, best] > least
-        self._exchange(layer[wins], rank[wins], slot[wins], *np.divmod(best[wins], width))
+        gain = gain.reshape(layer.size, -1)
+        best = gain.argmax(axis=1)
+        wins = gain[each, best] > least
+        self._exchange(layer[wins], rank[wins], slot[wins], *np.divmod(best[wins], self.layers.slots.shape[2]))
         return int(wins.sum())
 
     def _exchange(self, layer: Array, rank: Array, slot: Array, other_rank: Array, other_slot: Array) -> None:
