@@ -108,7 +108,7 @@ def generated(rank: int, world_size: int, family: str, graphs: bool) -> tuple[li
     ]
     generation = Generation(model, requests, max_new_tokens=16, num_slots=SLOTS, stop_ids=[5], graphs=graphs)
     completions = generation.run()
-    return completions, len(generation.times.replayed)
+    return completions, len(generation.times["replayed"])
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "NemotronH"])
@@ -245,7 +245,7 @@ def read_in_graphs(rank: int, world_size: int, options: dict[str, Any]) -> int:
             assert torch.equal(mine.routing.ids, theirs.routing.ids)
         # Rounding may turn a later token.
         assert abs(mine.logprobs[0].chosen - theirs.logprobs[0].chosen) < 0.1
-    return len(generation.times.prefill_replayed)
+    return len(generation.times["prefill_replayed"])
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
