@@ -80,6 +80,10 @@ def on_one_gpu(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
     monkeypatch.setattr(arena.SymmetricArena, "of", lambda rank=None: arenas[rank])
     monkeypatch.setattr(backend, "check_agreement", lambda name, settings, group: None)
     monkeypatch.setattr(backend, "gather_texts", lambda name, text, group, ranks=None: [text])
+    # Loading a kernel waits for those that run, which may wait for other ranks: torch's that tests use between.
+    torch.cuda._sleep(1)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        torch.full((1,), float("nan"), dtype=dtype, device="cuda")
 
 
 class Ranks:
