@@ -23,12 +23,17 @@ from moe_ep.arguments import check_expert_map
 from moe_ep.config import FusedMoEConfig
 from moe_ep.dispatch.batch import MAX_TOPK
 from moe_ep.distributed.failure_detection import FailureDetector, deadline_of
+from moe_ep.distributed.membership import is_elastic
 from moe_ep.distributed.process_groups import GroupReference, is_initialized
+from moe_ep.distributed.store import call_in_thread
 from moe_ep.errors import ConfigError, DispatchTimeoutError, rank_list
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.modular_kernel.contracts import Pending
 
 Result = TypeVar("Result")
+
+# Elastic groups whose NCCL communicator exists.
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class RankGroup:
@@ -114,7 +119,27 @@ class RankGroup:
         """The collective steps of one dispatch or combine."""
         if device.type == "cuda":
             self.detector.logs_refusals = True
+            if is_elastic(self.group) and self.group not in _connected:
+                self._connect(name, device)
         return Steps(self, name, device)
+
+    def _connect(self, name: str, device: torch.device) -> None:
+        """Makes NCCL's communicator, as its first collective does, and waits on the host: where a rank dies meanwhile,
+        nothing ends that call, and it keeps a thread of its own."""
+        group = self.group
+
+        def connect() -> None:
+            with torch.cuda.device(device):
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                torch.cuda.current_stream().synchronize()
+
+        connecting = call_in_thread("moe_ep-connect", connect)
+        try:
+            self.detector.wait_until(self.timeout_s, connecting.done)
+            connecting.result()
+        except RuntimeError as error:
+            raise self.failed(name, error) from error
+        _connected.add(group)
 
     def wait_for_sizes(self, name: str, have_come: Callable[[], bool]) -> None:
         """Waits on the host; DispatchTimeoutError if they do not come before the deadline, or a rank has failed."""
