@@ -177,9 +177,17 @@ class Job:
         """Processes and shared-memory files that remain."""
         until, found = time.monotonic() + _LEAVING_S, ["?"]
         while found and time.monotonic() < until:
-            found = [f"process {pid}" for pid in self._session()] + sorted(set(os.listdir("/dev/shm")) - self._shared)
+            files = sorted(set(os.listdir("/dev/shm")) - self._shared)
+            found = [f"process {pid}" for pid in self._session()] + [
+                name for name in files if not self._is_of_others(name)
+            ]
             time.sleep(0.05)
         return found
+
+    def _is_of_others(self, name: str) -> bool:
+        """Whether a shared-memory file is a semaphore of joblib that another job's process made, as its name says."""
+        made_by = re.match(r"sem\.loky-(\d+)-", name)
+        return made_by is not None and int(made_by[1]) not in self.pids.values()
 
     def _session(self) -> list[int]:
         found = []
