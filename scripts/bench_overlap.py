@@ -131,7 +131,8 @@ class RankLayer:
             numbers = torch.zeros(2 + len(self.w1), dtype=torch.int64, device="cuda")
             first = numbers.data_ptr()
             params = ArrivalParams(epoch=first, finished=first + 16, limits=Limits(status=first + 8))
-            arrival = Arrival(params=params, start=lambda: None)
+            # What sends the rows would wait for the kernel that sorts them; so does this.
+            arrival = Arrival(params=params, start=numbers.zero_)
         sizes = (len(x), size.N, size.K, size.topk, size.experts, len(self.w1), None, MoEActivation.SILU)
         made = [torch.empty(shape, dtype=BF16, device="cuda") for shape in experts.workspace_shapes(*sizes)]
         call = ExpertsCall(
