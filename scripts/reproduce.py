@@ -42,9 +42,9 @@ from moe_ep.launch.gangs.interrupts import raised_as_interrupt
 # NVLink multicast stays off in whatever is started.
 ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 # Files of the caller, by their option.
-FILES = ("model", "texts", "prompts")
+FILES = ("model", "texts", "prompts", "routing")
 # Those without which parts measure less.
-MORE_FILES = ("routing", "vllm_library")
+MORE_FILES = ("vllm_library",)
 # Where CUDA's toolkit has its programs, if they are not on the PATH.
 CUDA_PROGRAMS = "/usr/local/cuda/bin"
 # As pytest -v says it, of tests one by one and of those side by side.
@@ -68,7 +68,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint, for perplexity, generate-text and run")
     parser.add_argument("--texts", type=Path, help="JSON object of lists of strings, for perplexity and run")
     parser.add_argument("--prompts", type=Path, help="prompts, for generate-text")
-    parser.add_argument("--routing", type=Path, help="recorded choices (.npz), for scaling")
+    parser.add_argument("--routing", type=Path, help="recorded choices (.npz), for scaling and replica-rules")
     parser.add_argument(
         "--vllm-library", type=Path, help="vLLM's _moe_C_stable_libtorch.abi3.so, or that as .xz, for gemm"
     )

@@ -3,8 +3,8 @@
 Commands are those of the pages. In braces: {python}, {torchrun} and {moe_ep} start a process, or one a GPU; {pytest}
 runs tests one by one, {pytests} some side by side; {gpus} is how many GPUs the part has; {rows} is the file of its
 rows, and what prints JSON lines need not name it; {left} is how many seconds it may take; {commit} is the option
---commit; {model}, {texts}, {prompts} are files of the caller, without which the part cannot run; {peers} and
-{recorded} hold those that are there.
+--commit; {model}, {texts}, {prompts}, {routing} are files of the caller, without which the part cannot run; {peers}
+and {recorded} hold those that are there.
 """
 
 from __future__ import annotations
@@ -220,6 +220,10 @@ PARTS = (
     _one("eight-bit-rows", "experts.md", 35, "{python} scripts/bench_eight_bit_rows.py {commit} --json {rows}"),
     _one("repack", "experts.md", 8, "{python} scripts/bench_repack.py {commit} --json {rows}"),
     _one("eplb-map", "balancing.md", 9, f"{_PLANNING} map {{commit}} --json {{rows}}"),
+    _one(
+        "replica-rules", "balancing.md", 75,
+        "{python} scripts/bench_replica_rules.py {routing} {commit} --json {rows}",
+    ),
     _one(
         "batch-invariance", "runtime.md", 60,
         "{python} scripts/bench_batch_invariance.py --device cuda --geometry qwen3-30b {commit} --json {rows}",
