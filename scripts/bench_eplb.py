@@ -5,7 +5,6 @@
     python scripts/bench_eplb.py rules                    # replica rules on Zipf routing, perfect forecast
     python scripts/bench_eplb.py routing --routing FILE   # a recorded trace: npz, one uint8 [layer, token, k] a domain
     python scripts/bench_eplb.py map                      # the mapping kernel; needs a GPU
-    python scripts/bench_eplb.py decode --routing FILE    # experts of recorded decode batches by replica rule; a GPU
 
 Prints markdown tables; --json keeps the rows with versions, commit, seed and command. Times are medians over
 repeats, wall clock and the process's own CPU time: on a shared machine the second says what one free core would take.
@@ -25,7 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from eplb_mapping_bench import bench_decode, bench_map
+from eplb_mapping_bench import bench_map
 from eplb_rules_bench import Row, bench_routing, bench_rules, plan, zipf
 from harness import Bench
 
@@ -166,7 +165,6 @@ BENCHES = {
     "rules": (bench_rules,),
     "routing": (bench_routing,),
     "map": (bench_map,),
-    "decode": (bench_decode,),
 }
 
 
@@ -178,8 +176,8 @@ def main() -> None:
     parser.add_argument("--expert-bytes", type=int, default=9_437_184, help="bytes of one expert (bf16, 2048 x 768)")
     parser.add_argument("--repeats", type=int, default=31)
     arguments = bench.parse()
-    if arguments.bench in ("routing", "decode") and not arguments.routing:
-        parser.error(f"the {arguments.bench} bench needs --routing FILE")
+    if arguments.bench == "routing" and not arguments.routing:
+        parser.error("the routing bench needs --routing FILE")
     torch.set_num_threads(1)
     bench.about |= {"bench": arguments.bench, "numpy": np.__version__}
     for measure in BENCHES[arguments.bench]:
