@@ -65,6 +65,8 @@ class DeviceExchange:
         record: says on the host which.
     """
 
+    on_device = True
+
     def __init__(
         self, symmetric: arena.SymmetricArena, ranks: RankGroup, status: torch.Tensor, record: FailureRecord
     ) -> None:

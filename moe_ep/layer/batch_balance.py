@@ -56,13 +56,28 @@ if TYPE_CHECKING:
 CHOICES = ("auto", "off")
 
 
-# Bytes a second out of a rank, and operations a second of its experts: over NVLink between H200s and of bf16 there, as
-# measured (docs/benchmarks); over loopback by gloo and of f32 on one CPU core. A layer is asked before its weights are
-# there, too.
-_LINK_BYTES_PER_S = {"cuda": 290e9, "cpu": 1e9}
-_FLOPS_PER_S = {"cuda": 650e12, "cpu": 30e9, "meta": 30e9}
-# Planning takes 5 to 40 ms on the host at EP 8 to 32, and takes about 0.3 of the busiest rank's rows away.
-_PLAN_S, _TAKEN_AWAY = 0.01, 0.3
+@dataclass(frozen=True, kw_only=True)
+class _Rates:
+    """What decides whether balancing pays.
+
+    Attributes:
+        link_bytes_per_s, flops_per_s: bytes out of a rank, and operations of its experts.
+        plan_s: what exchange and plan of an even batch take.
+        plan_share: of the time of a batch's rows, what they may take.
+    """
+
+    link_bytes_per_s: float
+    flops_per_s: float
+    plan_s: float
+    plan_share: float
+
+
+# gloo over loopback, f32 products of one core, plans at EP 8. About 0.3 of the busiest rank's rows are taken away.
+_OF_CPUS = _Rates(link_bytes_per_s=1e9, flops_per_s=30e9, plan_s=0.01, plan_share=0.3)
+# NVLink between H200s, and bf16 products as the experts reach them (docs/benchmarks). An even batch gains nothing.
+_OF_GPUS = _Rates(link_bytes_per_s=290e9, flops_per_s=650e12, plan_s=17e-6, plan_share=0.01)
+# A layer is asked before its weights are there, too.
+_RATES = {"cuda": _OF_GPUS, "cpu": _OF_CPUS, "meta": _OF_CPUS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +87,7 @@ class BatchBalance:
     Attributes:
         spare_slots: scratch slots of each rank, shared by all layers of one kind.
         min_rows: rows (tokens times top_k) of the rank that has most, from which on a batch is balanced; None for as
-            many as pay for the plan on CPUs, and for no batch on GPUs.
+            many as pay for the plan: on GPUs those whose experts take 100 times as long, and over NCCL none.
         copy_cost_rows: rows that a copy must take off the busiest rank; None for as many as are computed in the time
             that an expert is sent in.
 
@@ -129,17 +144,23 @@ class BatchBalancer:
         """Drops what was made for the layer's kernels."""
         self._parts = None
 
-    def min_rows(self, device: torch.device) -> int | None:
-        """Rows of the rank that has most, from which on a batch is balanced; None for never."""
-        if self.options.min_rows is not None or device.type == "cuda":
+    def min_rows(self, device: torch.device, on_device: bool) -> int | None:
+        """Rows of the rank that has most, from which on a batch is balanced; None for never.
+
+        Args:
+            on_device: of the exchange. Where the host of a GPU plans, no batch pays for its wait.
+        """
+        if self.options.min_rows is not None or (device.type == "cuda" and not on_device):
             return self.options.min_rows
-        return int(_PLAN_S / (_TAKEN_AWAY * self._row_s(device)))
+        rates = _RATES[device.type]
+        return int(rates.plan_s / (rates.plan_share * self._row_s(device)))
 
     def _row_s(self, device: torch.device) -> float:
         """Seconds that one row takes one rank."""
         config = self._method.moe_config
         matrices = 3 if MoEActivation.parse(config.activation).is_gated else 2
-        return 2 * matrices * config.hidden_dim * config.intermediate_size_per_partition / _FLOPS_PER_S[device.type]
+        flops = 2 * matrices * config.hidden_dim * config.intermediate_size_per_partition
+        return flops / _RATES[device.type].flops_per_s
 
     def run(
         self, layer: MoELayer, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
@@ -158,7 +179,7 @@ class BatchBalancer:
             cost = self.options.copy_cost_rows
             if cost is None:
                 device = hidden_states.device
-                cost = parts.resident_rows.row_bytes / _LINK_BYTES_PER_S[device.type] / self._row_s(device)
+                cost = parts.resident_rows.row_bytes / _RATES[device.type].link_bytes_per_s / self._row_s(device)
             counts = exchange.gather(topk_ids, layer.num_experts)
             slots = self._physical_to_logical(layer, counts.device)
             if counts.is_cuda:

@@ -149,9 +149,8 @@ class FusedMoE(MoELayer):
             it from MOE_EP_INPUT_DTYPE, which is checkpoint by default.
         batch_invariant: a token's result has the same bits whatever tokens are beside it, on whichever rank it came in
             and wherever its experts are (docs/rollouts.md); None takes it from MOE_EP_BATCH_INVARIANT.
-        batch_balance: "auto" copies hot experts to other ranks for one large batch where that pays (docs/eplb.md;
-            on GPUs it does not yet), "off" never does; a `BatchBalance` says from how many rows on and with how many
-            slots.
+        batch_balance: "auto" copies hot experts to other ranks for one large batch where that pays (docs/eplb.md),
+            "off" never does; a `BatchBalance` says from how many rows on and with how many slots.
 
     Raises:
         ValueError: sizes, names or options that do not fit together.
@@ -585,10 +584,11 @@ class FusedMoE(MoELayer):
         return None if self.balancer is None else self._balanced_from(self.device)
 
     def _balanced_from(self, device: torch.device) -> int | None:
-        least = None if self.balancer is None else self.balancer.min_rows(device)
-        if least is None or self.prepare_finalize.batch_exchange() is None:
+        exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
+        if self.balancer is None or exchange is None:
             return None
-        return -(-least // self.top_k)
+        least = self.balancer.min_rows(device, exchange.on_device)
+        return None if least is None else -(-least // self.top_k)
 
     def _forward_tokens(
         self,

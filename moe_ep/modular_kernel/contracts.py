@@ -189,10 +189,12 @@ class BatchExchange(Protocol):
 
     Attributes:
         rank, size: of this process among the EP ranks.
+        on_device: counts and plan stay on the GPU, and the host waits for nothing.
     """
 
     rank: int
     size: int
+    on_device: bool
 
     def open(self, resident: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor], num_slots: int) -> ExpertCopies:
         """Prepares copies of a layer's experts.
