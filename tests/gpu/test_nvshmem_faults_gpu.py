@@ -11,6 +11,7 @@ import torch
 from moe_ep.errors import DispatchTimeoutError
 from tests.dispatch.backend_cases import Case, make_setting, prepare_args, run_experts
 from tests.gpu.nvshmem_cases import BF16, make
+from tests.gpu.test_routed_gpu import CombiningRank
 from tests.ranks import RankError, RankPool, ranks
 
 
@@ -83,6 +84,48 @@ def check_killed(rank: int, world_size: int) -> bool:
         backend.check()
     assert raised.value.ranks == (1,)
     go_on_without_rank_1(backend, setting, args)
+    return True
+
+
+@pytest.mark.gpu2
+def test_a_rank_dies_before_experts_combine() -> None:
+    pool = RankPool(2, "nccl")
+    try:
+        with pytest.raises(RankError) as raised:
+            pool.run(check_killed_before_experts)
+        assert str(raised.value) == "rank 1: the process died"
+    finally:
+        pool.close()
+
+
+@torch.inference_mode()
+def check_killed_before_experts(rank: int, world_size: int) -> bool:
+    def step(mine: CombiningRank, combines: bool) -> torch.Tensor:
+        output = mine.run(mine.dispatch(combines))
+        torch.cuda.synchronize()
+        mine.backend.check()
+        return output
+
+    for timeout_s in ("60", "0.5"):  # kernels are compiled by the first
+        os.environ["MOE_EP_NVSHMEM_TIMEOUT_S"] = timeout_s
+        mine = CombiningRank(rank, world_size, 8, 2048, 768, 128, 8)
+        for tokens in (1, 8, 3):
+            mine.draw(tokens, 128)
+            torch.distributed.barrier()
+            assert torch.equal(step(mine, True), step(mine, False))
+    backend = mine.backend
+    dispatched = mine.dispatch(True)
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(DispatchTimeoutError, match="rank 1 sent nothing for 0.5 s") as raised:
+        mine.run(dispatched)
+        torch.cuda.synchronize()
+        backend.check()
+    assert raised.value.ranks == (1,)
+    backend.recover(dead=(1,))
+    assert torch.equal(step(mine, True), step(mine, False))
     return True
 
 
