@@ -341,8 +341,7 @@ class Tuning:
         routed_tokens: tokens whose experts the dispatch chooses itself by softmax, at most; with many, a block would
             choose for several, one after the other. Groups take a warp longer than a kernel of its own.
         combining_rows: tokens of all ranks together up to which experts that can combine a batch do so, at most
-            MOST_COMBINING_ROWS; as many as a rank may have are counted for each. 0 for none: it was faster where
-            measured, but its faults have not run on GPUs to the end.
+            MOST_COMBINING_ROWS; as many as a rank may have are counted for each. 0 for none.
     """
 
     packet_parts: int = 8
@@ -353,7 +352,7 @@ class Tuning:
     list_blocks: int = 264
     blocks: int = 264
     routed_tokens: int = 16
-    combining_rows: int = 0
+    combining_rows: int = MOST_COMBINING_ROWS
 
     def blocks_of_expert(self, mean_rows: float, num_local_experts: int) -> int:
         """How many blocks list the same expert and share its rows: one for each row that a full expert has.

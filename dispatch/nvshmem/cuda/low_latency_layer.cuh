@@ -3,7 +3,8 @@
 // Layout in:   what the dispatch has waited for (positions == null): headers, meta, and rows that stay in their packets.
 //              Row s * M + t is token t of rank s, where no rank has more than M tokens; there are up to 32.
 // Layout out:  output [T, K] of this rank's own tokens, with the bits of low_latency_combine.cu.
-// Steps:       read_rows: which experts each row has here. The kernel computes them and publishes the results of slots.
+// Steps:       own_locals: some of the experts, before the dispatch has received the rest.
+//              read_rows: which experts each row has here. The kernel computes them and publishes the results of slots.
 //              return_sums: adds up a row's slots and sends the sum to the token's rank, as packets.
 //              receive_sums: adds up what the ranks return for this rank's own tokens.
 //              All are done by warps, of any CTAs; the sums are distributed over `warps` of them.
@@ -43,6 +44,25 @@ DEVICE int packet_row(const Common& c, int row) {
 
 // By one thread, once it has waited for earlier kernels and before any of its block lets the next start.
 DEVICE void hand_over(const Batch& p) { hand_over(true, &p.common.counters->dispatch, epoch_of(p) + 1); }
+
+// By a warp, once the dispatch has started: the local experts of four slots of this rank's own tokens in each lane, as
+// their line of meta has them, which the dispatch writes first. Where it does not come soon, none.
+DEVICE Vec own_locals(const Batch& p) {
+  constexpr int kSpins = 16;
+  const Common& c = p.common;
+  const Buffers& b = c.buffers;
+  const int lane = threadIdx.x % 32, lines = c.num_tokens * kLocalLines, line = min(lane, max(lines - 1, 0));
+  const u32 epoch = epoch_of(p);
+  const u8* at = b.meta_of(b.rank, b.rank, line / kLocalLines, epoch) + 16 * (line % kLocalLines);
+  const Vec none{~0u, epoch, ~0u, epoch};
+  for (int spin = 0; lines > 0 && spin < kSpins; ++spin) {
+    const Vec v = load_volatile(at);
+    if (__all_sync(kAllLanes, is_of(v, epoch))) {
+      return lane < lines ? v : none;
+    }
+  }
+  return none;
+}
 
 // What is loaded of a row's meta by the lane of a slot, of even and odd epochs, so that it does not wait for the epoch.
 struct SlotLines {

@@ -9,7 +9,8 @@
 //   0          scheduler (claims work units) and producer of packed weights (bulk copies)
 //   1, 2       producers of activations, wherever their rows lie; they wait for w13's tiles before they read `hidden`.
 //              Of tiles of 8 tokens, warp 2 prepares what warp 1 has copied (section "Prepare")
-//   3          prefetches the first weights into L2, publishes finished w13 tiles, helps with the activations
+//   3          prefetches the first weights into L2 (PEERS: those of this rank's own tokens), publishes finished w13
+//              tiles, helps with the activations
 //   4 to 19    consumers in split-K groups: dequantize, mma.sync or wgmma, reduce over groups and CTAs, epilogue
 // Operands:    weights are A, dequantized from packed codes into registers; tokens are B, N = 8, 16, 24 or 32, so that
 //              few rows cost little padding.
@@ -1242,6 +1243,45 @@ DEVICE void prefetch_weights(const ExpertsParams& p, int lane) {
   bulk_prefetch(strip + (i64)step * kStripBytes, columns * 64 * kBits / 8);
 }
 
+#if PEERS
+// One warp, while the dispatch still waits for other ranks: prefetches weights of the experts of this rank's own tokens,
+// w13's and then w2's. The CTAs share them.
+DEVICE void prefetch_own(const ExpertsParams& p, int lane) {
+  constexpr i64 kMostBytes = 12 << 20;
+  constexpr u32 kAtOnce = 8192;
+  const peers::Vec line = peers::own_locals(p.batch);
+  const u32 locals[4] = {line.x & 0xffff, line.x >> 16, line.z & 0xffff, line.z >> 16};
+  u32 have[4];
+  int experts = 0;  // one of several tokens counts for each
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    have[i] = __ballot_sync(~0u, locals[i] != peers::kNotHere);
+    experts += __popc(have[i]);
+  }
+  if (experts == 0) return;
+  i64 left = kMostBytes / experts;  // of each
+  for (const GemmParams& gemm : p.gemm) {
+    i64 bytes = (i64)gemm.rows * gemm.columns * kBits / 8;
+    int parts = (int)(min(bytes, left) / kAtOnce), all = experts * parts;
+    left -= min(bytes, left);
+    for (int first = 0; first < all; first += 32 * gridDim.x) {
+      int at = first + lane * gridDim.x + blockIdx.x, number = at / max(parts, 1);
+      const u8* from = gemm.weights + (i64)(at - number * parts) * kAtOnce;
+      u32 expert = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u32 rest = have[i];
+        for (int n = number; n > 0 && rest; n--) rest &= rest - 1;
+        u32 found = __shfl_sync(~0u, locals[i], max(__ffs(rest) - 1, 0));
+        if (number >= 0 && number < __popc(have[i])) expert = found;
+        number -= __popc(have[i]);
+      }
+      if (at < all) bulk_prefetch(from + expert * bytes, kAtOnce);
+    }
+  }
+}
+#endif
+
 // Draws the first ticket, in lane 0, and lists the experts.
 DEVICE int begin_launch(const ExpertsParams& p, Shared& shared, const int* rows_of_expert, int lane) {
   u64 ticket = lane == 0 ? draw_tickets(p, 1) : 0;
@@ -1720,6 +1760,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
 #if ROUTED
   for (int e = threadIdx.x; e < NUM_EXPERTS; e += kThreads) shared.schedule.routes.tokens[e] = 0;
   __syncthreads();
+#endif
+#if PEERS
+  if (warp == kFlagWarp) prefetch_own(p, threadIdx.x % 32);
 #endif
   __syncwarp();
   grid_dependency_wait();
