@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -89,7 +89,7 @@ class LocalGang(Gang):
             range(self.world_size),
             config,
             workers.kill,
-            lambda rank: workers.start(joining_rank_env(rank, self.device, source=self._source)),
+            lambda rank: workers.join(joining_rank_env(rank, self.device, source=self._source)),
             on_item,
             replaces=self._source == "torchrun",  # as torchrun's own agent does
         )
@@ -126,6 +126,12 @@ def joining_rank_env(
     return places[rank]
 
 
+def freest_gpu(taken: Collection[str]) -> str:
+    """The GPU of this machine that the fewest workers have, the first of several; taken: "cuda:N" of each."""
+    gpus = [f"cuda:{number}" for number in range(max(num_local_gpus(), 1))]
+    return min(gpus, key=list(taken).count)
+
+
 class LocalWorkers:
     """Worker processes of this machine, which wait for rank 0's port, run a function and answer. A context manager that
     ends all of them.
@@ -155,6 +161,7 @@ class LocalWorkers:
         self._fn, self._args = fn, args
         self._processes: dict[Connection, tuple[int, ForkServerProcess]] = {}
         self._open: set[Connection] = set()
+        self._devices: dict[int, str] = {}  # of the ranks that run
         self._silent = {rank_env.rank for rank_env in ranks}
         self._display = progress.ProgressDisplay()
 
@@ -179,6 +186,12 @@ class LocalWorkers:
             worker.join()
             connection.close()
 
+    def join(self, rank_env: RankEnv) -> None:
+        """Starts another worker later, if on a GPU then on the one that the fewest have."""
+        if rank_env.device != "cpu":
+            rank_env = replace(rank_env, device=freest_gpu(self._devices.values()))
+        self.start(rank_env)
+
     def start(self, rank_env: RankEnv) -> None:
         """Starts another worker."""
         ours, theirs = self._context.Pipe()
@@ -191,11 +204,13 @@ class LocalWorkers:
         theirs.close()
         self._processes[ours] = (rank_env.rank, worker)
         self._open.add(ours)
+        self._devices[rank_env.rank] = rank_env.device
         if self.port is not None:
             elastic.say_started(rank_env.rank, worker.pid or 0, socket.gethostname())
 
     def kill(self, rank: int) -> None:
         """Ends a rank's process, stopped or not, if it is there."""
+        self._devices.pop(rank, None)
         for number, worker in self._processes.values():
             if number == rank:
                 worker.kill()
@@ -233,6 +248,7 @@ class LocalWorkers:
         self._silent.discard(rank)
         if kind == "outcome":
             self._open.discard(connection)
+            self._devices.pop(rank, None)
             yield rank, content
         elif kind == "progress":
             self._display(content)

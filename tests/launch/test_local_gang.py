@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_ep.errors import GangError
-from moe_ep.launch.gangs import gang, progress
+from moe_ep.launch.gangs import gang, local_gang, progress
 from moe_ep.launch.gangs.gang import num_cpus, set_up_logging
 from moe_ep.launch.gangs.local_gang import LocalGang
 from tests.launch import jobs
@@ -106,6 +106,13 @@ def test_too_few_gpus_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gang, "num_local_gpus", lambda: 1)
     with pytest.raises(GangError, match=r"asks for 2 GPUs \(one a worker\) and there are 1 on this machine"):
         LocalGang(2, "cuda")
+
+
+def test_a_rank_that_joins_takes_a_gpu_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_gang, "num_local_gpus", lambda: 2)
+    assert [local_gang.freest_gpu(taken) for taken in ([], ["cuda:0"], ["cuda:0", "cuda:1", "cuda:1"])] == [
+        "cuda:0", "cuda:1", "cuda:0",
+    ]  # fmt: skip
 
 
 def test_progress_of_rank_0_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
