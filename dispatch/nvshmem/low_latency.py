@@ -48,6 +48,7 @@ from moe_ep.dispatch.nvshmem.kernels import CUDA, BufferLayout, align, kernel_so
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import CombineCall, Result, check_delegated
+from moe_ep.distributed.membership import is_elastic
 from moe_ep.errors import ConfigError
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Limits, PeerBatch, PeerBuild
@@ -476,7 +477,9 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def peer_build(self) -> PeerBuild | None:
         layout = self.layout
         is_plain = not (layout.device_api or layout.is_quantized or layout.slot_results or layout.f32_results)
-        return self._build if is_plain and layout.num_ranks <= self._combining_rows() else None
+        # A kernel for each number of ranks, which those that remain would have to compile before they serve again.
+        may_change = is_elastic(self.ranks.group)
+        return self._build if is_plain and not may_change and layout.num_ranks <= self._combining_rows() else None
 
     def _combining_rows(self) -> int:
         return min(self.tuning.combining_rows, MOST_COMBINING_ROWS)
