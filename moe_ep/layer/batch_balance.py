@@ -75,7 +75,7 @@ class _Rates:
 # gloo over loopback, f32 products of one core, plans at EP 8. About 0.3 of the busiest rank's rows are taken away.
 _OF_CPUS = _Rates(link_bytes_per_s=1e9, flops_per_s=30e9, plan_s=0.01, plan_share=0.3)
 # NVLink between H200s, and bf16 products as the experts reach them (docs/benchmarks). An even batch gains nothing.
-_OF_GPUS = _Rates(link_bytes_per_s=290e9, flops_per_s=650e12, plan_s=17e-6, plan_share=0.01)
+_OF_GPUS = _Rates(link_bytes_per_s=290e9, flops_per_s=650e12, plan_s=28e-6, plan_share=0.01)
 # A layer is asked before its weights are there, too.
 _RATES = {"cuda": _OF_GPUS, "cpu": _OF_CPUS, "meta": _OF_CPUS}
 
