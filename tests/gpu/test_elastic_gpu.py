@@ -14,6 +14,7 @@ from moe_ep.checkpoint.demo import make_demo_checkpoint
 from tests.launch.elastic_jobs import PROMPTS, Job, generating
 from tests.launch.jobs import start_moe_ep
 
+NCCL = "allgather_reducescatter"
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kill_ranks.py"
 
 
@@ -23,6 +24,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kill_ranks.py"
         # Processes that share a GPU take turns of milliseconds, in every step.
         pytest.param(["--agents", "3", "--prompts", "300"], marks=pytest.mark.gpu, id="three_share_a_gpu"),
         pytest.param(["--ep-size", "2", "--prompts", "1500"], marks=pytest.mark.gpu2, id="two_gpus"),
+        pytest.param(
+            ["--ep-size", "2", "--prompts", "500", "--options", f"--backend {NCCL}"], marks=pytest.mark.gpu2, id="nccl"
+        ),
     ],
 )
 def test_killed_ranks_are_replaced(gang: list[str], tmp_path: Path) -> None:
@@ -33,7 +37,7 @@ def test_killed_ranks_are_replaced(gang: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     kills = [json.loads(line) for line in rows.read_text().splitlines()]
     assert len(kills) == 2 and all(kill["recovery"] for kill in kills)
-    assert kills[0]["backend"]["decode"] == "nvshmem_low_latency"
+    assert kills[0]["backend"]["decode"] == (NCCL if gang[-1].endswith(NCCL) else "nvshmem_low_latency")
 
 
 # Run by every process of the job at its start: the first that captures a CUDA graph is killed while it does.
