@@ -18,7 +18,7 @@ from moe_ep.fixed_tensors import FixedTensors, table_device
 # With "auto", batches on a GPU of at most so many rows for each slot of a rank use one replica of each expert: reading
 # another replica takes as long there as computing 37 to 94 rows, and what that saves is more than the rows of uneven
 # ranks cost (docs/benchmarks/balancing.md).
-ROWS_PER_SLOT = 12
+ROWS_PER_SLOT = 8
 
 # Returns the physical experts that currently hold a logical one, first replica first.
 Replicas = Callable[[int], list[int]]
