@@ -187,21 +187,24 @@ class Decode(Session):
             seed=self.random.randrange(1000),
         )
 
-    def queue_step(self, case: Case, by_reference: bool, experts_wait: Callable[[int], bool] = lambda _: True) -> None:
+    def queue_step(self, case: Case, by_reference: bool, experts_wait: Callable[[int], bool] | None = None) -> None:
         """Dispatch, experts and combine of all ranks; experts of a rank begin when experts_wait(rank) says so.
 
-        Some ranks' experts combine the batch, where rows of all tokens are packets.
+        Some ranks' experts combine the batch, where rows of all tokens are packets; their kernel comes up while the
+        dispatch runs, unless they wait.
         """
+        waits = experts_wait or (lambda _: True)
         for rank in range(self.num_ranks):
             batch = self._make_batch(make_setting(case, rank, self.num_ranks), by_reference)
             combines = self.combines(rank)
             self._queue_dispatch(batch, is_listed=not combines)
             if combines:
-                self.queue_host(rank, lambda rank=rank: experts_wait(rank))
+                if experts_wait is not None:
+                    self.queue_host(rank, lambda rank=rank: experts_wait(rank))
                 self._queue_layer(batch)
                 self.batches.append(batch)
                 continue
-            self.queue_host(rank, lambda batch=batch: experts_wait(batch.setting.rank) and self._run_experts(batch))
+            self.queue_host(rank, lambda batch=batch: waits(batch.setting.rank) and self._run_experts(batch))
             self._queue_combine(batch)
             self.batches.append(batch)
 

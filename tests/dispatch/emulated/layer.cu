@@ -46,6 +46,20 @@ DEVICE u32 result_of(const Params& p, int expert, int row, int pair) {
   return compute(emulated::of_half(columns & 0xffff)) | compute(emulated::of_half(columns >> 16)) << 16;
 }
 
+// Whether what a lane found early is what the rows have, or nothing was found.
+DEVICE bool is_own(const Params& p, const Rows<EXPERTS>& rows, Vec line) {
+  const Common& c = p.batch.common;
+  const int lane = threadIdx.x % 32, token = lane / kLocalLines, row = c.buffers.rank * c.most_tokens + token;
+  const u32 locals[4] = {line.x & 0xffff, line.x >> 16, line.z & 0xffff, line.z >> 16};
+  for (int i = 0; i < 4; ++i) {
+    const int slot = lane % kLocalLines * kLocalsOfLine + i;
+    if (locals[i] != kNotHere && (token >= c.num_tokens || slot >= TOPK || rows.ids[row][slot] != locals[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
 extern "C" __global__ void layer(const __grid_constant__ Params p) {
   __shared__ Rows<EXPERTS> rows;
   __shared__ int ticket;
@@ -54,6 +68,7 @@ extern "C" __global__ void layer(const __grid_constant__ Params p) {
     rows.tokens[e] = 0;
   }
   __syncthreads();
+  const Vec own = warp == 0 ? own_locals(p.batch) : Vec{~0u, 0, ~0u, 0};
   grid_dependency_wait();
   if (blockIdx.x > 0) {
     grid_dependency_launch();
@@ -81,6 +96,9 @@ extern "C" __global__ void layer(const __grid_constant__ Params p) {
         emulated::store(p.results + static_cast<u64>(row * TOPK + k) * (HIDDEN / 2) + pair, found);
       }
     }
+  }
+  if (rows.is_complete && !__all_sync(kAllLanes, is_own(p, rows, own))) {
+    return;  // so that sums are missing
   }
   return_sums(p.batch, rows, blockIdx.x * kWarps + warp, gridDim.x * kWarps, SlotResults{p});
   // As few blocks as may wait for other ranks: the one whose sums are the last to be sent.
