@@ -19,6 +19,7 @@ of one rank are added first; in a batch-invariant layer it has the same bits too
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from weakref import WeakValueDictionary
@@ -157,10 +158,13 @@ class BatchBalancer:
 
     def _row_s(self, device: torch.device) -> float:
         """Seconds that one row takes one rank."""
+        return self._row_flops / _RATES[device.type].flops_per_s
+
+    @functools.cached_property
+    def _row_flops(self) -> int:
         config = self._method.moe_config
         matrices = 3 if MoEActivation.parse(config.activation).is_gated else 2
-        flops = 2 * matrices * config.hidden_dim * config.intermediate_size_per_partition
-        return flops / _RATES[device.type].flops_per_s
+        return 2 * matrices * config.hidden_dim * config.intermediate_size_per_partition
 
     def run(
         self, layer: MoELayer, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
