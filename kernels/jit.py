@@ -17,10 +17,14 @@ import ctypes.util
 import functools
 import hashlib
 import io
+import json
+import os
 import re
 import struct
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,6 +217,40 @@ def compile_only(source: KernelSource, arch: str) -> Resources:
     if registers is None or spills is None:
         raise RuntimeError(f"ptxas reported no resources for {source.entry} of {source.path.name}: {text}")
     return Resources(int(registers[1]), int(spills[1]), int(spills[2]), text)
+
+
+def compile_elsewhere(sources: Iterable[KernelSource], device: torch.device) -> None:
+    """Has another process compile kernels without an archive into the disk cache, each once; nobody waits for it.
+
+    Compiling holds up all threads of a process for seconds.
+    """
+    arch = _arch_of(device)
+    asked = [source for source in sources if source.archive is None and (source, arch) not in _elsewhere]
+    if asked:
+        _elsewhere.update((source, arch) for source in asked)
+        threading.Thread(target=run_compiler, args=(asked, arch), name="moe_ep-compile", daemon=True).start()
+
+
+def run_compiler(sources: Sequence[KernelSource], arch: str) -> int:
+    """Compiles kernels without an archive in a process that this thread waits for; its exit code."""
+    named = [
+        {"path": str(each.path), "entry": each.entry, "defines": each.defines, "folders": [*map(str, each.folders)]}
+        for each in sources
+    ]
+    command = [sys.executable, "-c", f"from {__name__} import compile_given; compile_given()"]
+    return subprocess.run(command, input=json.dumps([arch, named]), text=True, capture_output=True).returncode
+
+
+def compile_given() -> None:
+    """The process of `run_compiler`."""
+    os.nice(10)
+    arch, named = json.load(sys.stdin)
+    for each in named:
+        defines, folders = tuple(map(tuple, each["defines"])), tuple(map(Path, each["folders"]))
+        cubin(KernelSource(Path(each["path"]), each["entry"], defines, folders=folders), arch)
+
+
+_elsewhere: set[tuple[KernelSource, str]] = set()
 
 
 @functools.cache

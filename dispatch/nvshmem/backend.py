@@ -26,6 +26,7 @@ from moe_ep.dispatch.nvshmem.kernels import BufferLayout
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.distributed.exchange import check_agreement, gather_texts
+from moe_ep.distributed.membership import is_elastic
 from moe_ep.errors import BackendUnavailableError, DispatchTimeoutError, RanksChangedError, rank_list
 from moe_ep.kernels import jit
 from moe_ep.modular_kernel.contracts import BatchExchange, Compilation
@@ -250,6 +251,9 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         memory = kind.of(self.layout, self.ranks, shared_settings(self.moe_config, self.layout), *more)
         self.memory, self.kernels = memory, jit.load_all(self.layout.sources(dtype), memory.device)
         self.placement.expert_map(memory.device)  # not made under capture
+        if self.ranks.rank == 0 and is_elastic(self.ranks.group):
+            # Ranks that remain after a death would compile these before they serve again.
+            jit.compile_elsewhere(self.layout.sources_of_changes(dtype, self.MAX_RANKS), memory.device)
         return memory
 
     @classmethod

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -90,6 +90,16 @@ class BufferLayout(ABC):
     @abstractmethod
     def sources(self, dtype: torch.dtype) -> dict[str, jit.KernelSource]:
         """The backend's kernels by name, for batches of that dtype."""
+
+    def sources_of_changes(self, dtype: torch.dtype, most_ranks: int) -> list[jit.KernelSource]:
+        """The kernels for one rank less and one more, where there may be as many."""
+        changed = [replace(self, num_ranks=self.num_ranks + more) for more in (-1, 1)]
+        return [
+            source
+            for layout in changed
+            if 0 < layout.num_ranks <= most_ranks
+            for source in layout.sources(dtype).values()
+        ]
 
     @cached_property
     def offsets(self) -> dict[str, int]:

@@ -174,6 +174,19 @@ def test_eplb_map_compiles_without_spills(arch: str, dtype: torch.dtype, slots: 
     assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
 
 
+def test_kernels_for_other_numbers_of_ranks_are_named() -> None:
+    layout = BatchLayout(num_ranks=2, capacity=4, hidden_size=128, topk=2, code_dtype=None)
+    for most, expected in ((16, ["1", "1", "3", "3"]), (2, ["1", "1"])):
+        assert [dict(each.defines)["RANKS"] for each in layout.sources_of_changes(BF16, most)] == expected
+
+
+def test_another_process_fills_the_cache(source: jit.KernelSource) -> None:
+    assert jit.run_compiler([source, replace(source, defines=(("FACTOR", "4"),))], "sm_80") == 0
+    kept = _entries()
+    jit.cubin(source, "sm_80")
+    assert len(kept) == 2 and _entries() == kept
+
+
 def test_cubins_are_kept_and_follow_source_headers_defines_and_architecture(source: jit.KernelSource) -> None:
     first = jit.cubin(source, "sm_80")
     kept = _entries()
