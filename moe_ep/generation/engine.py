@@ -407,7 +407,7 @@ class Generation:
             return
         log.flush()
         for slot, sequence in enumerate(self._running):
-            if sequence is not None and decoder.can_repeat and self._num_logprobs is None:
+            if sequence is not None and decoder.can_repeat:
                 last = sequence.token_ids[-1]
                 decoder.resume(slot, last, sequence.num_prompt_tokens + len(sequence.token_ids) - 1)
             else:
@@ -425,7 +425,7 @@ class Generation:
         _check_alike([of_rank["check"] for of_rank in told])
         running = {index for of_rank in told for index in of_rank["running"]}
         tokens, ended = told[0]["tokens"], set(told[0]["ended"])
-        # Log-probabilities of the tokens so far are nowhere else, so such sequences begin again.
+        # Log-probabilities of the tokens so far were on the lost rank alone, so such sequences begin again.
         known, skipped = ({}, {}) if self._num_logprobs is not None else (tokens, told[0]["skipped"])
         waiting = [
             replace(

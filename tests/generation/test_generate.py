@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,15 @@ pytest.importorskip("transformers")
 import transformers
 
 import moe_ep
-from moe_ep.errors import ConfigError, DispatchTimeoutError, MoeEpError
+from moe_ep.distributed.membership import Membership, MembershipLog
+from moe_ep.errors import ConfigError, DispatchTimeoutError, MoeEpError, RanksChangedError
 from moe_ep.generation.decoder import SlotDecoder
 from moe_ep.generation.engine import Completion, Generation, PromptQueue, Request
 from moe_ep.generation.perplexity import perplexity
 from moe_ep.generation.sampling import Sampling, next_tokens
 from moe_ep.hf.loading import context_length
 from moe_ep.hf.parallelized import steps_of
+from moe_ep.launch.gangs.rendezvous import destroy_process_group
 from tests.checkpoint.test_real_layer import text_moe
 from tests.generation.alone import continue_alone, load_alone
 from tests.hf.hf_models import SIZES, make_model
@@ -33,6 +36,7 @@ STOP = 5
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 NEW_TOKENS = 12
 NUM_PROMPTS = 8
+WITH_LOGPROBS: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "num_slots": 2, "stop_ids": [], "logprobs": 1}
 TRAINED_TOKENS = 16
 # Within 0.1% of what text-moe's README says.
 PERPLEXITY = {"english": 7.06, "python": 7.24}
@@ -268,6 +272,38 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     assert len(none.logprobs) == 5 and not none.logprobs[0].best
     with pytest.raises(ConfigError, match="logprobs"):
         Generation(model, requests, **settings, logprobs=SIZES["vocab_size"] + 1)
+
+
+def test_sequences_of_a_rank_that_stays_go_on_with_their_log_probabilities() -> None:
+    """A rank joins and is lost after the second token."""
+    plain = Generation(moe_ep.parallelize(make_model("Qwen3Moe")), requests_of(2), **WITH_LOGPROBS)
+    expected = plain.run()
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    log, membership = MembershipLog(store, [0]), Membership(store, 0)
+    steps = 0
+
+    def change(_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            log.propose(admit=[1])
+            log.propose(remove={1: "died"})
+            with pytest.raises(RanksChangedError):
+                while True:
+                    membership.check()
+                    time.sleep(0.01)
+
+    try:
+        model = moe_ep.parallelize(make_model("Qwen3Moe"), membership=membership)
+        generation = Generation(model, requests_of(2), **WITH_LOGPROBS, membership=membership, on_progress=change)
+        found = generation.run()
+    finally:
+        membership.close()
+        destroy_process_group()
+    assert [done.token_ids for done in found] == [done.token_ids for done in expected]
+    assert [len(done.logprobs) for done in found] == [NEW_TOKENS, NEW_TOKENS]
+    assert membership.epoch.number == 2
+    assert [len(times) for times in generation.times.values()] == [len(times) for times in plain.times.values()]
 
 
 def test_logits_that_choose_no_token() -> None:
