@@ -170,9 +170,10 @@ class SlotDecoder:
     def graphs(self) -> PassGraphs:
         """The graphs of this rank's passes. The first access may make backends, a collective step of the ranks."""
         if self._pass_graphs is None or self._pass_graphs.is_closed:
-            prefill = "it is switched off" if self._prefill_graphs == "off" else self._why_not_packed()
-            prefill = prefill or self._why_not_here()
-            buckets, is_on = None, self._prefill_graphs == "on"
+            is_on, is_off = self._prefill_graphs == "on", self._prefill_graphs == "off"
+            prefill = ("" if is_off else self._why_not_packed()) or self._why_not_here()
+            prefill = prefill or ("prefill_graphs is off" if is_off else "")
+            buckets = None
             if is_on or not prefill:
                 most_rows = self._most_rows()
                 prefill = prefill or self._why_not_captured(most_rows, most_rows)
