@@ -120,8 +120,8 @@ def ask_store(question: Callable[[dist.Store], T], limit_s: float, gives_up: Cal
     """
     store = rendezvous_store()
     # A process that is stopped keeps its connections, and nothing else ends a wait for it.
-    asking = call_in_thread("moe_ep-ask", lambda: question(connect_again(store)))
     until = time.monotonic() + limit_s
+    asking = call_in_thread("moe_ep-ask", lambda: question(_connect_until(store, until)))
     while not asking.done() and time.monotonic() < until and not gives_up():
         wait([asking], min(_ASK_POLL_S, limit_s))
     if asking.done():
@@ -163,6 +163,27 @@ def close_at_exit(what: Closable) -> None:
 def connect_again(store: dist.Store) -> dist.Store:
     """Another connection to the store."""
     return store.clone()  # type: ignore[attr-defined]
+
+
+def _connect_until(store: dist.Store, until: float) -> dist.Store:
+    """Another connection to a store that may be dead. TCPStore logs stack traces of failed attempts, so a plain socket
+    tries first.
+
+    Raises:
+        RuntimeError: nothing listens at its address by then.
+    """
+    inner = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    while isinstance(inner, dist.TCPStore):
+        try:
+            socket.create_connection((inner.host, inner.port), max(until - time.monotonic(), LOOK_S)).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                raise RuntimeError(f"it cannot be reached ({error})") from None
+            time.sleep(_ASK_POLL_S)
+    return connect_again(store)
 
 
 _open: WeakSet[Closable] = WeakSet()
@@ -215,7 +236,8 @@ class _ListeningThread:
         if self._default() is not default:
             # A weak reference: the store ends with its group, and on one rank others reach it only as long.
             self._connection, self._default = None, ref(default)
-            self._connection = connect_again(default)
+            limit_s = default.timeout.total_seconds()  # type: ignore[attr-defined]
+            self._connection = _connect_until(default, time.monotonic() + limit_s)
         if self._connection is not None:
             for listener in listeners:
                 listener.listen(self._connection)

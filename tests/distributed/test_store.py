@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -42,3 +44,19 @@ def test_a_store_that_does_not_answer_is_a_runtime_error(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="did not answer for 0.1 s"):
         ask_store(lambda _: never.wait(), 0.1)
     never.set()
+
+
+def test_a_dead_store_is_not_told_in_stack_traces(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    timeout = timedelta(seconds=0.5)
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", served.port, is_master=False, timeout=timeout))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    assert ask_store(lambda found: found.check(["key"]), 60) is False
+    del served
+    capfd.readouterr()
+    with pytest.raises(RuntimeError, match="it "):
+        ask_store(lambda found: found.check(["key"]), 0.1)
+    time.sleep(1.5)  # TCPStore says it after its timeout, in the thread that asked
+    assert capfd.readouterr().err == ""
