@@ -643,6 +643,7 @@ class Membership:
             waited = time.monotonic() - began
             if waited > _NEWS_S or not isinstance(error, Exception):
                 raise error
+            asked = time.monotonic()
             if self.log.is_finished:
                 raise FinishedError("the work is done")
             if self._cut_off is not None:
@@ -650,6 +651,8 @@ class Membership:
             # A launcher that sees the death knows the cause.
             if waited > _LAUNCHER_S and isinstance(error, DispatchTimeoutError) and error.ranks:
                 self._remove_failed(error)
+            # A store that does not answer, as while its launcher is stopped, has no news.
+            began += time.monotonic() - asked
             time.sleep(_STEP_S)
 
     def _is_outdated(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,46 @@ def test_work_goes_on_after_a_change_and_ends_with_an_error_of_its_own(store: di
         assert epochs == [0, 2] and had_groups == [False, True]
         assert log.latest().removed == {1: "died"}
         assert "moe_ep_recovery" in {event.key for event in profile.key_averages()}
+    finally:
+        membership.close()
+        destroy_process_group()
+
+
+class SlowStore:
+    """A store that does not answer for a while when it is asked once whether the work is done."""
+
+    def __init__(self, store: Any, silent_s: float, then: Callable[[], object]) -> None:
+        self._store, self._silent_s, self._then = store, silent_s, then
+        self.is_slow = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        if self.is_slow and keys[0].endswith("finished"):
+            self.is_slow = False
+            time.sleep(self._silent_s)
+            threading.Timer(0.2, self._then).start()
+        return bool(self._store.check(keys))
+
+
+def test_a_change_is_waited_for_while_the_store_does_not_answer(store: dist.Store) -> None:
+    """As of a launcher that is stopped and goes on."""
+    log, epochs = MembershipLog(store, [0, 1]), []
+    log.propose(remove={1: "died"})
+    membership = Membership(store, 0)
+    slow = SlowStore(membership.log.store, 3.3, lambda: log.propose(admit=[2]) and log.propose(remove={2: "died"}))
+
+    def work() -> None:
+        epochs.append(membership.epoch.number)
+        if len(epochs) == 1:
+            membership.log.move(slow)  # type: ignore[arg-type]
+            slow.is_slow = True
+            raise ValueError("the step failed with a peer")
+
+    try:
+        membership.serve(work)
+        assert epochs == [1, 3]
     finally:
         membership.close()
         destroy_process_group()
