@@ -208,7 +208,9 @@ class ElasticOutcomes:
             for rank in self._log.asked_to_leave()[:1]:
                 left = len(self._epoch.ranks) - 1
                 if left < self._config.min_ranks:
-                    self._keep(rank, f"{left} ranks would be left and --min-ranks is {self._config.min_ranks}")
+                    self._keep(
+                        rank, f"{progress.workers(left)} would be left and --min-ranks is {self._config.min_ranks}"
+                    )
                 else:
                     self._log.let_leave(rank)
                     self._leaving = rank, time.monotonic() + _PREPARE_S
@@ -249,9 +251,7 @@ class ElasticOutcomes:
         if len(epoch.ranks) < self._config.min_ranks:
             lost = "; ".join(f"rank {loss['rank']}: {loss['cause']}" for loss in self.recoveries)
             if not self._failures or self._config.min_ranks > 1:
-                raise GangError(
-                    f"{len(epoch.ranks)} ranks are left, fewer than --min-ranks ({self._config.min_ranks}): {lost}"
-                )
+                raise GangError(f"{size} left, fewer than --min-ranks ({self._config.min_ranks}): {lost}")
             raise gang_error(first_cause(self._failures))
         for cause in epoch.removed.values():
             if cause != _LEFT:
