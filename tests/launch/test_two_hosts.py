@@ -113,7 +113,7 @@ def elastic_agents(model: Path, folder: Path, hosts: Sequence[Host], port: int, 
     for number, host in enumerate(hosts):
         (own := folder / f"{port}.{number}").mkdir()
         # Enough tokens to be serving still when the wire is cut.
-        size = ["--ep-size", str(num_ranks * len(hosts)), "--batch-size", "6", "--max-new-tokens", "64"]
+        size = ["--ep-size", str(num_ranks * len(hosts)), "--batch-size", "6", "--max-new-tokens", "192"]
         command, output = generating(model, own, "--elastic", "--device", "cpu", *where, *size)
         process = host.start("-m", "moe_ep.launch", *command, environment={"MOE_EP_DISPATCH_TIMEOUT_S": "30"})
         jobs.append(Job(process, output))
