@@ -536,7 +536,7 @@ class ElasticAgent:
 
         def start_rank(rank: int) -> None:
             if node.place_new(rank, outcomes.ranks) == node.node_rank:
-                workers.join(self._joining(rank))
+                workers.start_joining(self._joining(rank))
 
         outcomes = elastic.ElasticOutcomes(
             store, None, self._config, workers.kill, start_rank, self._on_item, before=self._recoveries
@@ -599,7 +599,7 @@ class ElasticAgent:
             while node.to_start:
                 rank = node.to_start.pop()
                 self._ranks.add(rank)
-                workers.join(self._joining(rank))
+                workers.start_joining(self._joining(rank))
 
     def _guard(self) -> None:
         """Gives up a leading agent whose store does not answer."""

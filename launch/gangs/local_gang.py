@@ -89,7 +89,7 @@ class LocalGang(Gang):
             range(self.world_size),
             config,
             workers.kill,
-            lambda rank: workers.join(joining_rank_env(rank, self.device, source=self._source)),
+            lambda rank: workers.start_joining(joining_rank_env(rank, self.device, source=self._source)),
             on_item,
             replaces=self._source == "torchrun",  # as torchrun's own agent does
         )
@@ -186,8 +186,8 @@ class LocalWorkers:
             worker.join()
             connection.close()
 
-    def join(self, rank_env: RankEnv) -> None:
-        """Starts another worker later, if on a GPU then on the one that the fewest have."""
+    def start_joining(self, rank_env: RankEnv) -> None:
+        """Starts a worker that joins, if on a GPU then on the one that the fewest have."""
         if rank_env.device != "cpu":
             rank_env = replace(rank_env, device=freest_gpu(self._devices.values()))
         self.start(rank_env)
@@ -338,7 +338,12 @@ def _wait_for_fork_server(context: ForkServerContext, start: Wait) -> None:
 
     def fork_one() -> None:
         first = context.Process(target=int)
-        first.start()
+        try:
+            first.start()
+        except EOFError:
+            raise GangError(
+                "the process that workers are forked from was killed while it started; see dmesg, and start again"
+            ) from None
         first.join()
 
     with ending_fork_server():
