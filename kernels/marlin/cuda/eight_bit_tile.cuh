@@ -218,19 +218,36 @@ DEVICE void activate_sums(const EightBitParams& params, const TileSlice& g, cons
   }
 }
 
+// Of 2 x kCount maxima, a lane leaves one half to the lane at the distance and takes the other; returns where that begins.
+template <int kCount, int kDistance>
+DEVICE int share_maxima(float* largest) {
+  bool upper = threadIdx.x & kDistance;
+#pragma unroll
+  for (int n = 0; n < kCount; n++) {
+    float given = upper ? largest[n] : largest[n + kCount], kept = upper ? largest[n + kCount] : largest[n];
+    largest[n] = max_or_nan(kept, __shfl_xor_sync(~0u, given, kDistance));
+  }
+  return upper ? kCount : 0;
+}
+
 // The scale of a tile's 128 columns of hidden for every token: its inverse in shared memory, itself in hidden_scales.
 template <int kTokens>
 DEVICE void find_scales(const EightBitParams& params, Largest& largest_of, const TileSlice& g, int row,
                         SumsOf<kTokens>& sums) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Eight lanes have the same tokens. Each step halves how many of them a lane has still to do with.
+  float largest[kTokens / 4];
 #pragma unroll
-  for (int j = 0; j < kTokens / 8; j++) {
+  for (int n = 0; n < kTokens / 4; n++) {
+    int at = n / 2 * 4 + n % 2;
+    largest[n] = max_or_nan(fabsf(sums[0][at]), fabsf(sums[1][at]));
+  }
+  int first = share_maxima<kTokens / 8, 4>(largest) + share_maxima<kTokens / 16, 8>(largest) +
+              share_maxima<kTokens / 32, 16>(largest);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float largest = max_or_nan(fabsf(sums[0][4 * j + i]), fabsf(sums[1][4 * j + i]));
-      for (int d = 4; d < 32; d *= 2) largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, d));
-      if (lane < 4) largest_of.of_warp[warp][8 * j + 2 * lane + i] = largest;
-    }
+  for (int n = 0; n < kTokens / 32; n++) {
+    int at = first + n;
+    largest_of.of_warp[warp][at / 2 * 8 + lane % 4 * 2 + at % 2] = largest[n];
   }
   named_barrier<1, kConsumerThreads>();
   int token = threadIdx.x;
@@ -270,17 +287,36 @@ DEVICE void store_hidden(const EightBitParams& params, const Tables& tables, Lar
 
 // ==== Epilogue of w2 ====
 
+// A lane has four neighbouring columns of a token in either half of its warp's 32; lanes 2 i and 2 i + 1 swap one, so
+// that each stores eight neighbours.
 template <int kTokens>
 DEVICE void store_output(const ExpertsParams& p, const TileSlice& g, const u32* output_rows, SumsOf<kTokens>& sums) {
-  int width = p.gemm[1].rows;
+  const GemmParams& gemm = p.gemm[1];
+  int lane = threadIdx.x % 32, first = g.first_row + threadIdx.x / 32 * 32, odd = lane % 2;
+  if (first >= gemm.rows) return;
+  float alpha[2][2], bias[2][2] = {};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    int first = g.first_row + threadIdx.x / 32 * 32 + half * 16;
-    if (first >= width) break;
-    u16* to = p.gemm[1].output + first + threadIdx.x % 4 * 4;
-    auto put = [&](int token, const u32* out) {
-      *reinterpret_cast<uint2*>(to + (i64)output_rows[token] * width) = make_uint2(out[0], out[1]);
-    };
-    finish_rows<kTokens, false>(p, g.expert, g.tokens, first, sums[half], 0, sum_scale_of(p, g, half), put);
+    SumScale unit = sum_scale_of(p, g, half);
+    float global = gemm.alphas == nullptr ? 1.0f : gemm.alphas[g.expert * gemm.alphas_per_expert];
+    alpha[half][0] = unit.low * global, alpha[half][1] = unit.high * global;
+    if (gemm.bias != nullptr) {
+      const u16* biases = gemm.bias + (i64)g.expert * gemm.rows + first + half * 16 + lane / 8 * 4 + lane / 4 % 2;
+      bias[half][0] = to_float(biases[0]), bias[half][1] = to_float(biases[2]);
+    }
+  }
+  u16* to = gemm.output + first + (odd ? 16 : 0) + lane % 4 / 2 * 8;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; j++) {
+    u32 out[2][2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) finish_sums<false>(&sums[half][4 * j], alpha[half], bias[half], out[half]);
+    u32 swapped[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) swapped[i] = __shfl_xor_sync(~0u, odd ? out[0][i] : out[1][i], 1);
+    int token = 8 * j + lane / 4;
+    uint4 eight = odd ? make_uint4(swapped[0], swapped[1], out[1][0], out[1][1])
+                      : make_uint4(out[0][0], out[0][1], swapped[0], swapped[1]);
+    if (token < g.tokens) *reinterpret_cast<uint4*>(to + (i64)output_rows[token] * gemm.rows) = eight;
   }
 }
