@@ -68,6 +68,25 @@ SIZES = {
 }
 
 
+def random_weights(size: Size, local: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, FusedMoEQuantConfig]:
+    """Packed w13 and w2 of a rank's experts, and their scales."""
+    rng = torch.Generator("cuda").manual_seed(1000 + rank)
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32, device="cuda", generator=rng)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, dtype=torch.float32, device="cuda", generator=rng).mul_(0.01).to(BF16)
+
+    quant = FusedMoEQuantConfig(
+        quant_type_id=scalar_types.uint4b8.id,
+        group_size=GROUP,
+        w1_scale=scales(local, size.K // GROUP, 2 * size.N),
+        w2_scale=scales(local, size.N // GROUP, size.K),
+    )
+    return codes(local, size.K // 16, 4 * size.N), codes(local, size.N // 16, 2 * size.K), quant
+
+
 class RankLayer:
     """One rank's part of a layer, with separate kernels and with overlapped ones.
 
@@ -88,22 +107,7 @@ class RankLayer:
             in_dtype=BF16,
             max_num_tokens=capacity,
         )
-        rng = torch.Generator("cuda").manual_seed(1000 + rank)
-
-        def codes(*shape: int) -> torch.Tensor:
-            return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32, device="cuda", generator=rng)
-
-        def scales(*shape: int) -> torch.Tensor:
-            return torch.rand(shape, dtype=torch.float32, device="cuda", generator=rng).mul_(0.01).to(BF16)
-
-        self.w1 = codes(local, size.K // 16, 4 * size.N)
-        self.w2 = codes(local, size.N // 16, 2 * size.K)
-        self.quant = FusedMoEQuantConfig(
-            quant_type_id=scalar_types.uint4b8.id,
-            group_size=GROUP,
-            w1_scale=scales(local, size.K // GROUP, 2 * size.N),
-            w2_scale=scales(local, size.N // GROUP, size.K),
-        )
+        self.w1, self.w2, self.quant = random_weights(size, local, rank)
         expert_map = determine_expert_map(num_ranks, rank, size.experts)[1]
         self.expert_map = None if expert_map is None else expert_map.to("cuda")
         moving = None if sms is None else max(sms // 8, 1)
