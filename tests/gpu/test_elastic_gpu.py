@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kill_ranks.py"
         pytest.param(["--agents", "3", "--prompts", "300"], marks=pytest.mark.gpu, id="three_share_a_gpu"),
         pytest.param(["--ep-size", "2", "--prompts", "1500"], marks=pytest.mark.gpu2, id="two_gpus"),
         pytest.param(
-            ["--ep-size", "2", "--prompts", "500", "--options", f"--backend {NCCL}"], marks=pytest.mark.gpu2, id="nccl"
+            ["--ep-size", "2", "--prompts", "1500", "--options", f"--backend {NCCL}"], marks=pytest.mark.gpu2, id="nccl"
         ),
     ],
 )
