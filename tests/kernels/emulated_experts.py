@@ -44,12 +44,13 @@ BODIES = {
     },
 }
 _STANDS_FOR = ("ptx.cuh", "number.cuh", "mma.cuh", "wgmma.cuh")
-_WGMMA = """template <int kTokens, bool kAdd>
+_WGMMA = """constexpr bool kIsE5m2 = emulated::is_e5m2(WGMMA_TYPES);
+template <int kTokens, bool kAdd>
 DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b) {
-  emulated_wgmma<kTokens, kAdd>(d, emulated::rows_of_lane(a), b);
+  emulated_wgmma<kTokens, kAdd, kIsE5m2>(d, emulated::rows_of_lane(a), b);
 }
 template <int kTokens, bool kAdd>
-DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b) { emulated_wgmma<kTokens, kAdd>(d, rows_at(a), b); }
+DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b) { emulated_wgmma<kTokens, kAdd, kIsE5m2>(d, rows_at(a), b); }
 """
 
 

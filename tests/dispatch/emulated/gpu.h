@@ -202,7 +202,25 @@ inline unsigned larger(unsigned a, unsigned b) {
   return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
 }
 
-// A number in the 16 bits of the activations' dtype, to nearest, ties to even, and back.
+// A number as the bits of an f16, to nearest, ties to even, and back.
+inline unsigned f16(float f) {
+  const unsigned sign = std::signbit(f) ? 0x8000 : 0;
+  const double size = std::fabs(static_cast<double>(f));
+  if (f != f || size >= 65520) {
+    return f != f ? 0x7fff : sign | 0x7c00;
+  }
+  const int exponent = size == 0 ? -14 : std::max(std::ilogb(size), -14);
+  // 1024 and more are normal; 2048 carries into the exponent.
+  return sign | ((exponent + 14) << 10) + static_cast<unsigned>(std::nearbyint(std::ldexp(size, 10 - exponent)));
+}
+inline float of_f16(unsigned half) {
+  const int exponent = half >> 10 & 31, digits = half & 1023;
+  const float size = exponent == 31 ? (digits ? NAN : INFINITY)
+                                    : std::ldexp(exponent ? 1024.0f + digits : digits, std::max(exponent, 1) - 25);
+  return half & 0x8000 ? -size : size;
+}
+
+// The same of the activations' dtype.
 #if ACT_BF16
 inline unsigned half(float f) {  // of finite numbers and NaN
   unsigned bits;
@@ -216,22 +234,8 @@ inline float of_half(unsigned half) {
   return f;
 }
 #else
-inline unsigned half(float f) {
-  const unsigned sign = std::signbit(f) ? 0x8000 : 0;
-  const double size = std::fabs(static_cast<double>(f));
-  if (f != f || size >= 65520) {
-    return f != f ? 0x7fff : sign | 0x7c00;
-  }
-  const int exponent = size == 0 ? -14 : std::max(std::ilogb(size), -14);
-  // 1024 and more are normal; 2048 carries into the exponent.
-  return sign | ((exponent + 14) << 10) + static_cast<unsigned>(std::nearbyint(std::ldexp(size, 10 - exponent)));
-}
-inline float of_half(unsigned half) {
-  const int exponent = half >> 10 & 31, digits = half & 1023;
-  const float size = exponent == 31 ? (digits ? NAN : INFINITY)
-                                    : std::ldexp(exponent ? 1024.0f + digits : digits, std::max(exponent, 1) - 25);
-  return half & 0x8000 ? -size : size;
-}
+inline unsigned half(float f) { return f16(f); }
+inline float of_half(unsigned half) { return of_f16(half); }
 #endif
 }  // namespace emulated
 

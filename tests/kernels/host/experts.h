@@ -115,20 +115,34 @@ inline u8 to_int8(float f) {
   return f != f ? 0 : (u8)(signed char)std::fmax(std::fmin(std::nearbyint(f), 127.0f), -128.0f);
 }
 
+// The number of a code, of e4m3 or (operand A alone) e5m2, the high byte of f16.
 #if ROWS_INT8
-inline int value(u8 code) { return (signed char)code; }
+template <bool kIsE5m2 = false>
+int value(u8 code) {
+  return (signed char)code;
+}
 using Product = i64;
 #else
-inline float value(u8 code) {
+template <bool kIsE5m2 = false>
+float value(u8 code) {
   static const std::vector<float> values = [] {
     std::vector<float> all;
-    for (int i = 0; i < 256; i++) all.push_back(e4m3(i));
+    for (int i = 0; i < 256; i++) all.push_back(kIsE5m2 ? of_f16(i << 8) : e4m3(i));
     return all;
   }();
   return values[code];
 }
 using Product = double;
 #endif
+
+// Whether wgmma takes e5m2 for operand A: "f32.e5m2.e4m3".
+constexpr bool is_e5m2(const char* types) { return types[4] == 'e' && types[5] == '5'; }
+
+// A pair of f16 numbers, each times another one.
+inline u32 mul_f16(u32 pair, u32 by) {
+  const float low = of_f16(pair & 0xffff) * of_f16(by), high = of_f16(pair >> 16) * of_f16(by);
+  return f16(low) | f16(high) << 16;
+}
 
 // Operand A of 16 rows x 32 columns, of which a lane gets its rows g and g + 8; the others have brought theirs.
 struct Rows {
@@ -156,10 +170,10 @@ inline Rows rows_of_lane(const u32* a) {
       .rows;
 }
 
-template <typename Sum>
+template <bool kIsE5m2 = false, typename Sum>
 Sum product(Sum sum, const u8* a, const u8* b) {
   Product total = sum;
-  for (int k = 0; k < 32; k++) total += (Product)value(a[k]) * value(b[k]);
+  for (int k = 0; k < 32; k++) total += (Product)value<kIsE5m2>(a[k]) * value(b[k]);
   return total;
 }
 }  // namespace emulated
@@ -364,7 +378,7 @@ inline emulated::Rows rows_at(u64 descriptor) {
   return rows;
 }
 // A warp's 16 rows of wgmma.m64nNk32; rows of B are 128 bytes apart, 16-byte chunks swizzled by the row.
-template <int kTokens, bool kAdd, typename Sum>
+template <int kTokens, bool kAdd, bool kIsE5m2, typename Sum>
 void emulated_wgmma(Sum* d, const emulated::Rows& rows, u64 descriptor) {
   const u32 start = (descriptor & 0x3fff) << 4;
   if (descriptor >> 32 != kDescriptorHigh) abort();
@@ -377,7 +391,7 @@ void emulated_wgmma(Sum* d, const emulated::Rows& rows, u64 descriptor) {
       }
       for (int h = 0; h < 2; h++) {
         Sum& sum = d[4 * j + 2 * h + i];
-        sum = emulated::product(kAdd ? sum : Sum(0), rows.row[h], token);
+        sum = emulated::product<kIsE5m2>(kAdd ? sum : Sum(0), rows.row[h], token);
       }
     }
   }
