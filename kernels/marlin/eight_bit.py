@@ -113,7 +113,7 @@ def scratch_layout(num_experts: int, num_rows: int, hidden_size: int, intermedia
 
 def is_faster(kind: WeightType, input_dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """Whether such rows beside such weights were measured to be faster than bf16 rows; the others are not taken for a
-    checkpoint's sake. Beside mxfp4, whose sums are scaled every 32 columns, they take 1.35 times as long; e4m3 rows
+    checkpoint's sake. Beside mxfp4 they took 1.35 times as long while sums were scaled every 32 columns; e4m3 rows
     beside uint4 were not timed. Nor were int8 rows beside uint8b128, which are taken: they do less than beside uint4b8.
     """
     is_e4m3_beside_uint4 = kind.has_zero_points and input_dtype == torch.float8_e4m3fn

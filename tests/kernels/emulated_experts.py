@@ -41,6 +41,12 @@ BODIES = {
     },
     "eight_bit_widen.cuh": {
         "u32 flip_and_mask(u32 word, u32 flips, u32 mask)": "return (word ^ flips) & mask;",
+        "u32 larger_pair(u32 a, u32 b)": "return emulated::larger(a, b);",
+        "u32 add_with_least(u32 a, u32 b, u32 least)": (
+            "return emulated::larger(((a & 0xffff) + b & 0xffff) | (a >> 16) + (b >> 16) << 16, least);"
+        ),
+        "u32 mul_f16_low(u32 a, u32 b)": "return emulated::mul_f16(a, b & 0xffff);",
+        "u32 mul_f16_high(u32 a, u32 b)": "return emulated::mul_f16(a, b >> 16);",
     },
 }
 _STANDS_FOR = ("ptx.cuh", "number.cuh", "mma.cuh", "wgmma.cuh")
@@ -156,7 +162,8 @@ class Emulated:
 
 def compile_widening(folder: Path, builds: list[tuple[int, int]]) -> ctypes.CDLL:
     """Of every build, a WEIGHT_TYPE and ROWS_INT8, `widen_T_R(words, count, zeros_low, zeros_high, low, high)` for four
-    bits, or of pairs of words for eight, and `unit_T_R()`, kCodeUnit."""
+    bits, or of pairs of words for eight, and `unit_T_R()`, kCodeUnit. In place of zeros mxfp4 takes exponents of the
+    rows' scales and of their largest ones, 16 bits each."""
     parts = ['#define ROWS_INT8 0\n#include "experts.h"\n#undef ROWS_INT8\n']
     for number, is_int8 in builds:
         name = f"{number}_{is_int8}"
@@ -168,7 +175,8 @@ def compile_widening(folder: Path, builds: list[tuple[int, int]]) -> ctypes.CDLL
         parts.append(
             "void widen(const u32* words, int count, u32 z0, u32 z1, u32* low, u32* high) {\n"
             "  for (int i = 0; i < count; i++) {\n"
-            "    if constexpr (kBits == 4) widen_four_bits(words[i], z0, z1, low[i], high[i]);\n"
+            "    if constexpr (kFoldsScales) widen_e2m1(words[i], factor_pair(z0, z1), low[i], high[i]);\n"
+            "    else if constexpr (kBits == 4) widen_four_bits(words[i], z0, z1, low[i], high[i]);\n"
             "    else low[i] = high[i] = widen_eight_bits(words[i]);\n"
             f'  }}\n}}\n}}\n#undef ROWS_INT8\nextern "C" float unit_{name}() {{ return n{name}::kCodeUnit; }}\n'
             f'extern "C" void widen_{name}(const u32* w, int n, u32 z0, u32 z1, u32* l, u32* h) '

@@ -72,6 +72,26 @@ def test_a_launch_computes_what_plain_torch_does(case: Case, tmp_path: Path) -> 
             assert relative_error(output[chosen], expected) < 0.003, expert
 
 
+def test_scales_of_mxfp4_differ_by_many_binades(tmp_path: Path) -> None:
+    """Groups of a row up to 14 apart, the least scale there is, and a NaN, which its row alone has; the last step of
+    both products lacks groups."""
+    (K, _), count, rng = (shape := (192, 64)), 40, torch.Generator().manual_seed(5)
+    pair = pair_of(FP8, "float4_e2m1f", 32, shape)
+    for weights, first in ((pair.w13, 110), (pair.w2, 113)):
+        weights.scales.copy_(torch.randint(first, first + 15, weights.scales.shape, dtype=torch.uint8, generator=rng))
+        weights.scales[:, :, 5] = 0
+    pair.w2.scales[1, 1, 7] = 255
+    ids = torch.arange(count).view(-1, 1) % E
+    tokens, output = torch.randn(count, K, generator=rng).bfloat16(), torch.zeros(count, K, dtype=torch.bfloat16)
+    Emulated(tmp_path, pair).run(output, tokens, sort_by_expert(ids, E))
+    for expert in range(E):
+        chosen = ids[:, 0] == expert
+        expected = compute_expert(tokens[chosen], pair, expert)
+        assert torch.equal(output[chosen].isfinite(), expected.isfinite())
+        assert (~expected.isfinite()).any(0).sum() == (expert == 1)
+        assert relative_error(output[chosen].nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)) < 0.003
+
+
 # Weights by WEIGHT_TYPE of dequant.cuh: bits, and the values of all codes less a zero point.
 UINT4, UINT4B8, UINT8B128, FLOAT8, MXFP4 = 0, 1, 2, 3, 5
 VALUES = {
@@ -79,42 +99,73 @@ VALUES = {
     UINT4B8: torch.arange(16.0) - 8,
     UINT8B128: torch.arange(256.0) - 128,
     FLOAT8: torch.arange(256, dtype=torch.uint8).view(FP8).float(),
-    MXFP4: E2M1,
 }
-BUILDS = [(UINT4, 1), (UINT4B8, 1), (UINT8B128, 1), (UINT4, 0), (UINT4B8, 0), (FLOAT8, 0), (MXFP4, 0)]
+BUILDS = [(UINT4, 1), (UINT4B8, 1), (UINT8B128, 1), (UINT4, 0), (UINT4B8, 0), (FLOAT8, 0)]
 
 
 @pytest.fixture(scope="module")
 def widening(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compile_widening(tmp_path_factory.mktemp("widening"), BUILDS)
+    return compile_widening(tmp_path_factory.mktemp("widening"), [*BUILDS, (MXFP4, 0)])
 
 
 @pytest.mark.parametrize(("number", "is_int8"), BUILDS)
 def test_widened_codes_are_the_weights(number: int, is_int8: int, widening: ctypes.CDLL) -> None:
     """All 65536 halves of a word, in both places, and all zero points: bytes times kCodeUnit are code - zero point."""
-    values, rng = VALUES[number], torch.Generator().manual_seed(0)
-    bits, halves = 4 if len(values) == 16 else 8, torch.arange(1 << 16)
-    others = torch.randint(0, 1 << 16, (1 << 16,), generator=rng)
-    words = torch.cat([halves | others << 16, others | halves << 16])
-    codes = words[:, None] >> torch.arange(0, 32, bits) & (1 << bits) - 1
-    stored = words
-    if number == MXFP4:
-        stored = torch.zeros_like(words)
-        for mask, by in SPREAD:
-            stored |= (words & mask) << by if by > 0 else (words & mask) >> -by
-    # Columns 2 t, 2 t + 8, 2 t + 1, 2 t + 9 of either row, or of one in 8 bits.
-    order = ([0, 2, 4, 6], [1, 3, 5, 7]) if bits == 4 else ([0, 1, 2, 3],) * 2
-    given = stored.to(torch.int64).flatten().to(torch.uint32)
-    unit = widening[f"unit_{number}_{is_int8}"]
-    unit.restype = ctypes.c_float
+    values = VALUES[number]
+    words, codes = words_and_codes(4 if len(values) == 16 else 8)
+    unit = unit_of(widening, f"{number}_{is_int8}")
     for zero in range(16) if number == UINT4 else (0,):
         zeros = (zero, 15 - zero) if number == UINT4 else (0, 0)
-        rows = [torch.empty(len(words), dtype=torch.uint32) for _ in range(2)]
-        widening[f"widen_{number}_{is_int8}"](
-            ctypes.c_void_p(given.data_ptr()), len(words), *(z * 0x01010101 for z in zeros),
-            *(ctypes.c_void_p(row.data_ptr()) for row in rows),
-        )  # fmt: skip
-        for row, columns, own_zero in zip(rows, order, zeros, strict=True):
-            got = row.view(torch.int8 if is_int8 else FP8).view(-1, 4).float() * unit()
-            expected = values[codes[:, columns]] - own_zero
+        rows = widen(widening, f"{number}_{is_int8}", words, [z * 0x01010101 for z in zeros])
+        for row, columns, own_zero in zip(rows, codes, zeros, strict=True):
+            got = row.view(torch.int8 if is_int8 else FP8).view(-1, 4).float() * unit
+            expected = values[columns] - own_zero
             assert torch.equal(got.nan_to_num(9999.0), expected.nan_to_num(9999.0))
+
+
+def test_widened_codes_of_mxfp4_have_their_scale(widening: ctypes.CDLL) -> None:
+    """All halves of a word and distances of a scale from the largest one, of either row: exact up to 16 binades, beyond
+    less than 2^-17 nearer to zero. Zeros keep their sign."""
+    words, codes = words_and_codes(4)
+    spread = torch.zeros_like(words)
+    for mask, by in SPREAD:
+        spread |= (words & mask) << by if by > 0 else (words & mask) >> -by
+    unit = unit_of(widening, f"{MXFP4}_0")
+    distances = [(low, high) for low in range(18) for high in (0, 17 - low)] + [(20, 29), (30, 33), (254, 40)]
+    for chosen in distances:
+        largest = torch.tensor([254, 254 - chosen[1] // 2])
+        exponents = (largest - torch.tensor(chosen)).clamp(min=0)
+        pairs = [int(low) | int(high) << 16 for low, high in (exponents.tolist(), largest.tolist())]
+        rows = widen(widening, f"{MXFP4}_0", spread, pairs)
+        for row, columns, distance in zip(rows, codes, (largest - exponents).tolist(), strict=True):
+            got = row.view(torch.float8_e5m2).view(-1, 4).float() * unit
+            exact = E2M1[columns] * 2.0**-distance
+            assert torch.equal(got.signbit(), columns > 7)
+            if distance <= 16:
+                assert torch.equal(got, exact)
+            assert ((exact - got).abs() < 2.0**-17).all()
+            assert (got.abs() <= exact.abs()).all()
+
+
+def words_and_codes(bits: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """int64 words with each of 65536 halves in both places, and their codes of either row, or of one in 8 bits: columns
+    2 t, 2 t + 8, 2 t + 1, 2 t + 9."""
+    halves = torch.arange(1 << 16)
+    others = torch.randint(0, 1 << 16, (1 << 16,), generator=torch.Generator().manual_seed(0))
+    words = torch.cat([halves | others << 16, others | halves << 16])
+    codes = words[:, None] >> torch.arange(0, 32, bits) & (1 << bits) - 1
+    return words, [codes[:, ::2], codes[:, 1::2]] if bits == 4 else [codes, codes]
+
+
+def widen(library: ctypes.CDLL, build: str, words: torch.Tensor, of_rows: list[int]) -> list[torch.Tensor]:
+    """Operands of rows g and g + 8; of_rows: their zero points, or scales."""
+    given, rows = words.to(torch.uint32), [torch.empty(len(words), dtype=torch.uint32) for _ in range(2)]
+    places = [ctypes.c_void_p(row.data_ptr()) for row in rows]
+    library[f"widen_{build}"](ctypes.c_void_p(given.data_ptr()), len(words), *map(ctypes.c_uint32, of_rows), *places)
+    return rows
+
+
+def unit_of(library: ctypes.CDLL, build: str) -> float:
+    unit = library[f"unit_{build}"]
+    unit.restype = ctypes.c_float
+    return float(unit())

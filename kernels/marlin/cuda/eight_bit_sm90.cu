@@ -11,12 +11,13 @@
 // Out: rows of sorted ids (params.py), unweighted, 16 bits.
 // Warp roles (12 warps):  0-7 two consumer warpgroups: 128 weight rows x up to 128 tokens each; widen, wgmma, promote,
 //                         epilogue;  8 claims tiles and streams weights;  9 streams tokens;  10, 11 give their registers.
-// Operands: weights are A, widened from packed codes in registers, or e4m3 in shared memory as they are; tokens are B,
-//           K-major, 128-byte swizzle.
+// Operands: weights are A, widened from packed codes in registers (mxfp4 to e5m2, with the differences of a row's scales
+//           folded in: eight_bit_widen.cuh), or e4m3 in shared memory as they are; tokens are B, K-major, 128-byte
+//           swizzle.
 // Pipeline: ring of kStages stages of 128 columns (256 rows of codes, tokens, scales), full/empty mbarriers per stage.
-// Promotion: the tensor cores add up the products of one group of columns; the sum, times the scales of its weight row
-//            and (w2) of its token, is added to an f32 sum. int8 sums with one scale a row need none in w13: they stay
-//            int32 until the end.
+// Promotion: the tensor cores add up the products of one group of columns (mxfp4: of a step); the sum, times the scales
+//            of its weight row (mxfp4: the largest of the step's) and (w2) of its token, is added to an f32 sum. int8
+//            sums with one scale a row need none in w13: they stay int32 until the end.
 // Schedule: data-parallel tiles claimed by an atomic ticket: expert by expert, weight rows, then tokens; w13 before w2.
 //           A tile of w2 waits for all tiles of w13 of its expert, whose tickets are earlier, so their CTAs are running.
 // Epilogue of w13: gate and up rows alternate, so 256 rows make 128 columns of hidden, one scale group of every token.
@@ -179,8 +180,12 @@ DEVICE void run_token_thread(const EightBitParams& params, const Tables& tables,
 #define WGMMA_SIGNS
 #else
 #define SUM_CONSTRAINT "+f"
-#define WGMMA_TYPES "f32.e4m3.e4m3"
 #define WGMMA_SIGNS ", 1, 1"
+#if WEIGHT_TYPE == MXFP4
+#define WGMMA_TYPES "f32.e5m2.e4m3"
+#else
+#define WGMMA_TYPES "f32.e4m3.e4m3"
+#endif
 #endif
 
 // d = a * b, or d + a * b.
@@ -251,7 +256,7 @@ DEVICE void multiply_block(Sum* part, const u32* weights, u64 first_weights, u64
 // so that unpromoted sums take half the registers. What the next one needs is read while the tensor cores multiply.
 template <int kTokens, int kPhase>
 DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ring) {
-  constexpr int kBlocks = 4 / kGroups;
+  constexpr int kBlocks = 4 / kProductGroups;
   int lane = threadIdx.x % 32;
   LanePlace own;
   Packed<kBlocks> packed;
@@ -267,15 +272,16 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
     int stage = ring.stage;
     u32 token_scales = ring.place() + kTokenScalesPlace + lane % 4 * 16;
 #pragma unroll
-    for (int n = 0; n < 2 * kGroups; n++) {
+    for (int n = 0; n < 2 * kProductGroups; n++) {
       int group = n / 2, half = n % 2;
       u32 weights[kBlocks][4];
       Sum part[kTokens / 2];
+      packed.fold_scales(groups);
 #pragma unroll
       for (int i = 0; i < kBlocks && !kFromShared; i++) packed.widen(i, weights[i]);
       float low = packed.low(), high = packed.high();
       // Columns that the last step lacks multiply zeros, but their scales may be anything.
-      if (kGroups > 1 && group >= groups) low = high = 0.0f;
+      if (kProductGroups > 1 && group >= groups) low = high = 0.0f;
       wgmma_fence();
       multiply_block<kTokens, false>(part, weights[0], from + fragment_place(half) / 16, tokens, group * kBlocks);
 #pragma unroll
@@ -283,7 +289,7 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
         multiply_block<kTokens, true>(part, weights[i], from + fragment_place(half) / 16, tokens, group * kBlocks + i);
       }
       wgmma_commit();
-      if (n < 2 * kGroups - 1) {
+      if (n < 2 * kProductGroups - 1) {
         int next = n + 1;
         packed.load_part(ring.place(), own, next % 2, next / 2);
       } else {

@@ -4,8 +4,9 @@
 // A tile is 256 weight rows (operand A, in registers) x up to kTileTokens tokens (operand B); eight warps have 32 rows
 // each, as two times 16. Of the weights a lane has rows g and g + 8, columns 4 t to 4 t + 3, then the same 16 columns
 // further on; its sums lie as in wgmma.cuh.
-// Promotion: the tensor cores add up the products of one group of columns; the sum, times the scales of its weight row
-// and (kTokenScales) of its token, is added to an f32 sum.
+// Promotion: the tensor cores add up the products of one group of columns, or of a step if scales are folded into the
+// operands (mxfp4); the sum, times the scales of its weight row (mxfp4: the largest of the step's) and (kTokenScales) of
+// its token, is added to an f32 sum.
 // Epilogue of w13: gate and up rows alternate, so 256 rows make 128 columns of hidden, one scale group of every token.
 #pragma once
 #include "eight_bit_layout.cuh"
@@ -13,6 +14,7 @@
 #include "epilogue.cuh"
 #include "mma.cuh"
 
+static_assert(!kFoldsScales || GROUPS_PER_STEP == 4, "scales are folded into operands of 32 columns");
 static_assert(kGated, "a tile of w13 makes 128 columns of hidden where gate and up alternate");
 
 #if ROWS_INT8
@@ -28,8 +30,9 @@ constexpr int kConsumerWarps = 8;
 constexpr int kConsumerThreads = 32 * kConsumerWarps;
 
 constexpr bool kGrouped = GROUPS_PER_STEP > 0;
-constexpr int kGroups = kGrouped ? GROUPS_PER_STEP : 1;  // of a step
-constexpr int kBlockColumns = 32;                        // of a product of the tensor cores
+constexpr int kGroups = kGrouped ? GROUPS_PER_STEP : 1;     // of a step
+constexpr int kProductGroups = kFoldsScales ? 1 : kGroups;  // of a step, each promoted on its own
+constexpr int kBlockColumns = 32;                           // of a product of the tensor cores
 // Whether tokens have a scale for every 128 columns in w13 (SENT_ROWS) and in w2.
 constexpr bool kTokenScales[2] = {SENT_ROWS != 0, true};
 
@@ -101,16 +104,22 @@ struct LanePlace {
 };
 
 // What a lane reads of a stage for one group of products: 16 weight rows x kBlocks x 32 columns, their scales, zero
-// points.
+// points. Scales that are folded into the operands are one for every block.
 template <int kBlocks>
 struct Packed {
   u32 codes[kBlocks][kBits / 2];
-  u32 scales, zeros;
+  u32 scales[kFoldsScales ? kBlocks : 1], zeros;
+  u32 largest;  // exponents of rows g and g + 8
 
   DEVICE void load(u32 codes_from, u32 scales_from) {
 #pragma unroll
     for (int n = 0; n < kBlocks && !kFromShared; n++) load_words_at<0>(codes_from + n * 4 * kFragmentBytes, codes[n]);
-    if constexpr (kGrouped) scales = kScaleBytes == 2 ? load_shared_u32(scales_from) : load_shared_u16(scales_from);
+    if constexpr (kFoldsScales) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; n++) scales[n] = load_shared_u16(scales_from + n * kScaleRowBytes);
+    } else if constexpr (kGrouped) {
+      scales[0] = load_shared_u32(scales_from);
+    }
     if constexpr (kHasZeros) zeros = load_shared_u32(scales_from + kZerosPlace - kScalesPlace);
   }
 
@@ -120,12 +129,29 @@ struct Packed {
          stage + own.scales + half * 16 * kScaleBytes + group * kScaleRowBytes);
   }
 
+  // Finds the largest scales and makes factors of all. Of four groups the last step may have two; the other bytes are
+  // anything.
+  DEVICE void fold_scales(int groups) {
+    if constexpr (kFoldsScales) {
+      largest = 0x00010001u;  // 2^-126, the least normal f32; a scale of 2^-127 is half of it
+#pragma unroll
+      for (int n = 0; n < kBlocks; n++) {
+        scales[n] = exponent_pair(scales[n], n < 2 || groups > 2);
+        largest = larger_pair(largest, scales[n]);
+      }
+#pragma unroll
+      for (int n = 0; n < kBlocks; n++) scales[n] = factor_pair(scales[n], largest);
+    }
+  }
+
   // Operand A of block n.
   DEVICE void widen(int n, u32 (&a)[4]) const {
     const u32* w = codes[n];
 #pragma unroll
     for (int k = 0; k < kBits / 2; k++) {
-      if constexpr (kBits == 4) {
+      if constexpr (kFoldsScales) {
+        widen_e2m1(w[k], scales[n], a[2 * k], a[2 * k + 1]);
+      } else if constexpr (kBits == 4) {
         u32 low = kHasZeros ? zero_bytes(zeros & 0xffff) : 0, high = kHasZeros ? zero_bytes(zeros >> 16) : 0;
         widen_four_bits(w[k], low, high, a[2 * k], a[2 * k + 1]);
       } else {
@@ -135,14 +161,8 @@ struct Packed {
   }
 
   // Scales of rows g (low) and g + 8.
-  DEVICE float low() const { return scale_of(kScaleBytes == 2 ? scales & 0xffff : scales & 0xff); }
-  DEVICE float high() const { return scale_of(kScaleBytes == 2 ? scales >> 16 : scales >> 8); }
-
- private:
-  static DEVICE float scale_of(u32 bits) {
-    if constexpr (kScaleBytes == 2) return to_float(bits);
-    return __uint_as_float(bits == 0 ? 0x00400000u : bits << 23);  // e8m0: 2^(bits - 127)
-  }
+  DEVICE float low() const { return kFoldsScales ? __uint_as_float(largest << 23) : to_float(scales[0] & 0xffff); }
+  DEVICE float high() const { return kFoldsScales ? __uint_as_float(largest >> 16 << 23) : to_float(scales[0] >> 16); }
 };
 
 // ==== Sums ====

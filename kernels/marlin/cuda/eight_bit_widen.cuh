@@ -1,4 +1,4 @@
-// Widens packed codes to operand A of the 8-bit tensor cores: int8 or e4m3 bytes that are weights without their scale.
+// Widens packed codes to operand A of the 8-bit tensor cores: int8, e4m3 or e5m2 bytes, weights without their scale.
 //
 // Four-bit codes: a word has columns 2 t, 2 t + 8, 2 t + 1, 2 t + 9 of rows g and g + 8 (repack.py); the two results
 // have one row each, a column a byte. Operands are the weights divided by kCodeUnit, exactly:
@@ -12,10 +12,16 @@
 //   e4m3   uint4,     n = code - 8 or - zero point as sign and magnitude: the    2^9
 //          uint4b8    byte 0 to 16, read as e4m3, is n * 2^-9, also beyond the
 //                     subnormal numbers
-//   e4m3   mxfp4      the fields of e2m1 in those of e4m3: sign 00 exponent      2^6
-//                     mantissa 00, whose bias is 6 more, subnormal too
+//   e4m3   mxfp4      e5m2: code * 2^(1 - d), where the scale of its 32 columns  2^-1
+//                     is d binades below the largest of its row in the step
+//
+// mxfp4: sums of a step's 128 columns are then promoted once, with that largest scale. e5m2 is the upper byte of f16. An
+// e2m1 code, its exponent and mantissa at the ends of those of f16, is code * 2^-14, subnormal too; one multiplication
+// scales two codes. Results are exact up to d = 16. Beyond, bits below 2^-16 are cut off, an error less than 2^-19 of
+// the largest weight that the row can have in the step: e4m3 rows are rounded to 2^-4.
 //
 // Example (e4m3 rows, uint4b8): codes 0x3 and 0xb are -5 and 3: bytes 0x85 and 0x03, which are -5 * 2^-9 and 3 * 2^-9.
+// Example (mxfp4): code 0xd is -3; as -6 = 0xc6 where d = 0, as -1.5 = 0xbe where d = 2.
 #pragma once
 #include "dequant.cuh"
 
@@ -25,7 +31,10 @@ static_assert(ROWS_INT8 ? kIntegers : WEIGHT_TYPE != UINT8B128 && WEIGHT_TYPE !=
 constexpr float kCodeUnit = ROWS_INT8                    ? (WEIGHT_TYPE == UINT4B8 ? 0.0625f : 1.0f)
                             : kIntegers                  ? 512.0f
                             : WEIGHT_TYPE == FLOAT8_E4M3 ? 1.0f
-                                                         : 64.0f;
+                                                         : 0.5f;
+
+// Whether the distances of scales from their row's largest one are folded into the operands.
+constexpr bool kFoldsScales = WEIGHT_TYPE == MXFP4;
 
 // (word ^ flips) & mask in one instruction.
 DEVICE u32 flip_and_mask(u32 word, u32 flips, u32 mask) {
@@ -50,7 +59,7 @@ DEVICE u32 subtract_zeros_signed(u32 nibbles, u32 zeros) {
 // A zero point, which is a 16-bit number, in all bytes of a word.
 DEVICE u32 zero_bytes(u32 zero) { return (u32)to_float(zero) * 0x01010101u; }
 
-// Eight four-bit codes; zeros: the two rows' zero points in all bytes, where there are any.
+// Eight four-bit integers; zeros: the two rows' zero points in all bytes, where there are any.
 DEVICE void widen_four_bits(u32 word, u32 zeros_low, u32 zeros_high, u32& low, u32& high) {
   if constexpr (kHasZeros) {
     low = ROWS_INT8 ? subtract_zeros(word & 0x0f0f0f0fu, zeros_low)
@@ -60,20 +69,64 @@ DEVICE void widen_four_bits(u32 word, u32 zeros_low, u32 zeros_high, u32& low, u
   } else if constexpr (kIntegers && ROWS_INT8) {
     low = flip_and_mask(word << 4, 0x80808080u, 0xf0f0f0f0u);
     high = flip_and_mask(word, 0x80808080u, 0xf0f0f0f0u);
-  } else if constexpr (kIntegers) {
+  } else {
     low = sign_and_magnitude(word & 0x07070707u, ~word >> 3 & 0x01010101u, 7);
     high = sign_and_magnitude(word >> 4 & 0x07070707u, ~word >> 7 & 0x01010101u, 7);
-  } else {
-    // The bits of each code are apart (repack.SPREAD). Codes 0, 2, 4, 6: two shifts bring exponents and mantissas to
-    // bits 4 to 2 of a byte, one shift the signs to bit 7.
-    u32 sizes = permute_bytes(word >> 4, __funnelshift_l(word, word, 1), 0x5270);
-    u32 signs = permute_bytes(word, word << 13, 0x7351);
-    low = and_or(signs, 0x80808080u, sizes & 0x1c1c1c1cu);
-    // Codes 1, 3, 5, 7: of 3 and 7 even exponent and mantissa are apart, which a multiplication joins, as it does signs.
-    sizes = permute_bytes(__funnelshift_l(word, word, 6), (word & 0x00190019u) * (1u << 12 | 1u << 7), 0x7250);
-    signs = (word & 0x00220022u) * (1u << 14 | 1u << 2);
-    high = and_or(signs, 0x80808080u, sizes & 0x1c1c1c1cu);
   }
+}
+
+// ==== mxfp4 ====
+
+// The larger one of either half; a + b, but at least `least`, of either half.
+DEVICE u32 larger_pair(u32 a, u32 b) {
+  u32 out;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+DEVICE u32 add_with_least(u32 a, u32 b, u32 least) {
+  u32 out;
+  asm("{\n.reg .b32 sum;\nadd.u16x2 sum, %1, %2;\nmax.u16x2 %0, sum, %3;\n}" : "=r"(out) : "r"(a), "r"(b), "r"(least));
+  return out;
+}
+
+// Two f16 numbers times the low (or high) half of b.
+DEVICE u32 mul_f16_low(u32 a, u32 b) {
+  u32 out;
+  asm("{\n.reg .b16 l, h;\n.reg .b32 b;\nmov.b32 {l, h}, %2;\nmov.b32 b, {l, l};\nmul.f16x2 %0, %1, b;\n}"
+      : "=r"(out)
+      : "r"(a), "r"(b));
+  return out;
+}
+DEVICE u32 mul_f16_high(u32 a, u32 b) {
+  u32 out;
+  asm("{\n.reg .b16 l, h;\n.reg .b32 b;\nmov.b32 {l, h}, %2;\nmov.b32 b, {h, h};\nmul.f16x2 %0, %1, b;\n}"
+      : "=r"(out)
+      : "r"(a), "r"(b));
+  return out;
+}
+
+// e8m0 bytes of rows g and g + 8 as two exponents of 16 bits; 0 for a group that the step lacks.
+DEVICE u32 exponent_pair(u32 bytes, bool is_there) { return permute_bytes(bytes, 0, is_there ? 0x4140 : 0x4444); }
+
+// f16 2^(15 - d) of exponents that are d below the largest; 0 from d = 30 on.
+DEVICE u32 factor_pair(u32 exponents, u32 largest) {
+  constexpr u32 kEach = 0x00010001u, kAbove = 0x100 * kEach;  // so that no half is negative
+  return (add_with_least(exponents, kAbove + 30 * kEach - largest, kAbove) - kAbove) << 10;
+}
+
+// Eight e2m1 codes; factors: of the two rows.
+DEVICE void widen_e2m1(u32 word, u32 factors, u32& low, u32& high) {
+  // The bits of each code are apart (repack.SPREAD). Pairs of codes have exponent and mantissa at bits 11 to 9 of halves.
+  constexpr u32 kFields = 0x0e000e00u;
+  u32 turned = __funnelshift_l(word, word, 29);
+  u32 of_0_4 = mul_f16_low(word << 3 & kFields, factors), of_6_2 = mul_f16_low(word & kFields, factors);
+  u32 of_5_1 = mul_f16_high(turned & kFields, factors);
+  // Of 3 and 7 exponent and mantissa are apart, which a multiplication joins.
+  u32 of_3_7 = mul_f16_high((word & 0x00190019u) * (1u << 6 | 1u << 11) & kFields, factors);
+  // The signs of 0 and 4 are the top bits of the word's halves, those of 6 and 2 of the turned word's.
+  low = and_or(permute_bytes(word, turned, 0x5371), 0x80808080u, permute_bytes(of_0_4, of_6_2, 0x5371));
+  u32 signs = (word & 0x00220022u) * (1u << 14 | 1u << 2);
+  high = and_or(signs, 0x80808080u, permute_bytes(of_5_1, of_3_7, 0x7153));
 }
 
 // Four codes of 8 bits.
