@@ -154,6 +154,19 @@ def test_every_pair_in_f16(rows: torch.dtype, kind: WeightType, sent: bool) -> N
     check(experts, [1, 15, 16, 17, 97, 112, 113, 129], sent)
 
 
+@pytest.mark.usefixtures("any_rows")
+@sent_or_not
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scales_of_mxfp4_differ_by_many_binades(sent: bool, shape: tuple[int, int]) -> None:
+    """Scales of one row by up to 14 binades, of different rows by more; some rows have the least scale there is."""
+    experts = weights(3, shape, 32, kind=MXFP4, rows=FP8)
+    for part in (experts.w13, experts.w2):
+        least = torch.randint(104, 112, (3, 1, part.num_rows), dtype=torch.uint8, device="cuda")
+        part.scales.copy_(least + torch.randint(0, 15, part.scales.shape, dtype=torch.uint8, device="cuda"))
+        part.scales[:, :, 5::64] = 0
+    check(experts, [65, 200, 1], sent)
+
+
 def test_few_rows_that_were_sent_are_converted_back() -> None:
     experts = weights(4, (256, 128))
     ids = ids_of([2, 3, 0, 1])
