@@ -58,6 +58,7 @@ SHAPES = {
     "mixtral": Shape(experts=1, K=4096, N=14336),
     "qwen3-30b": Shape(experts=16, K=2048, N=768),
     "kimi-k2": Shape(experts=48, K=7168, N=2048),
+    "deepseek-v4-flash": Shape(experts=32, K=4096, N=2048, kind="float4_e2m1f", group=32),
     "gpt-oss-120b": Shape(
         experts=16, K=2880, N=2880, kind="float4_e2m1f", group=32, activation=MoEActivation.SWIGLUOAI, bias=True
     ),
