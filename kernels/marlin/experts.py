@@ -127,7 +127,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         if moe_config.batch_invariant:
             return "batch_invariant is set, and on a GPU the number of rows decides whether they are rounded"
         kind, capability = weight_type(quant.quant_type_id), jit.capability(device.index or 0)
-        if quant.faster_rows_only and not eight_bit.is_faster(kind, dtype, capability):
+        if quant.faster_rows_only and not eight_bit.is_faster(kind, capability):
             return (
                 f"{dtype_name(dtype)} rows beside {kind.scalar_type} weights were not measured to be faster on a GPU "
                 f"of compute capability {capability[0]}.{capability[1]}; name the dtype to take them"
