@@ -41,7 +41,10 @@ for tool in memcheck racecheck; do
   check $tool 0 "high_throughput_plan high_throughput_dispatch high_throughput_combine" \
     $tests tests/gpu/test_nvshmem_ranks_gpu.py -k all_has_come &
   running="$running $!"
-  check $tool 0 "decode prefill" $tests tests/gpu/test_marlin_gpu.py -k "small_shapes and hopper and ($types)" &
+  # racecheck takes what a thread of decode stores before bar.arrive for a race with loads behind the bar.sync that waits
+  # for it, in some blocks of some runs.
+  case $tool in memcheck) experts="decode prefill" ;; *) experts=prefill ;; esac
+  check $tool 0 "$experts" $tests tests/gpu/test_marlin_gpu.py -k "small_shapes and hopper and ($types)" &
   running="$running $!"
   check $tool 0 "eight_bit_rows eight_bit_experts" $tests tests/gpu/test_marlin_eight_bit_gpu.py -k "shapes and 384 or are_those" &
   running="$running $!"
