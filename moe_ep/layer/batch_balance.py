@@ -65,20 +65,24 @@ class _Rates:
         link_bytes_per_s, flops_per_s: bytes out of a rank, and operations of its experts.
         plan_s: what exchange and plan of an even batch take.
         plan_share: of the time of a batch's rows, what they may take.
+        probed_share: the same for batches that are balanced while it helps, and probed otherwise.
     """
 
     link_bytes_per_s: float
     flops_per_s: float
     plan_s: float
     plan_share: float
+    probed_share: float
 
 
 # gloo over loopback, f32 products of one core, plans at EP 8. About 0.3 of the busiest rank's rows are taken away.
-_OF_CPUS = _Rates(link_bytes_per_s=1e9, flops_per_s=30e9, plan_s=0.01, plan_share=0.3)
+_OF_CPUS = _Rates(link_bytes_per_s=1e9, flops_per_s=30e9, plan_s=0.01, plan_share=0.3, probed_share=0.3)
 # NVLink between H200s, and bf16 products as the experts reach them (docs/benchmarks). An even batch gains nothing.
-_OF_GPUS = _Rates(link_bytes_per_s=290e9, flops_per_s=650e12, plan_s=28e-6, plan_share=0.01)
+_OF_GPUS = _Rates(link_bytes_per_s=290e9, flops_per_s=650e12, plan_s=28e-6, plan_share=0.01, probed_share=0.02)
 # A layer is asked before its weights are there, too.
 _RATES = {"cuda": _OF_GPUS, "cpu": _OF_CPUS, "meta": _OF_CPUS}
+# One of so many batches is probed.
+_PROBE_EVERY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,8 @@ class BatchBalance:
     Attributes:
         spare_slots: scratch slots of each rank, shared by all layers of one kind.
         min_rows: rows (tokens times top_k) of the rank that has most, from which on a batch is balanced; None for as
-            many as pay for the plan: on GPUs those whose experts take 100 times as long, and over NCCL none.
+            many as pay for the plan: on GPUs those whose experts take 100 times as long, over NVSHMEM from half of them
+            on those behind a batch that had copies, and one of 16; over NCCL none.
         copy_cost_rows: rows that a copy must take off the busiest rank; None for as many as are computed in the time
             that an expert is sent in.
 
@@ -119,10 +124,15 @@ class BatchBalance:
 
 
 class BatchBalancer:
-    """Balances the batches of one layer, to which its quantization method belongs."""
+    """Balances the batches of one layer, to which its quantization method belongs.
+
+    Attributes:
+        had_copies: whether the last batch that was balanced had copies, on any rank.
+    """
 
     def __init__(self, method: FusedMoEMethodBase, options: BatchBalance) -> None:
         self._method, self.options = method, options
+        self.had_copies, self._num_probed = False, 0
         self._parts: _Parts | None = None
         self._slots: torch.Tensor | None = None
 
@@ -144,17 +154,32 @@ class BatchBalancer:
     def forget(self) -> None:
         """Drops what was made for the layer's kernels."""
         self._parts = None
+        self.had_copies, self._num_probed = False, 0
 
-    def min_rows(self, device: torch.device, on_device: bool) -> int | None:
-        """Rows of the rank that has most, from which on a batch is balanced; None for never.
+    def min_rows(self, device: torch.device, on_device: bool) -> tuple[int, int] | None:
+        """Rows of the rank that has most, from which on a batch may be balanced, and is; None for never.
 
         Args:
             on_device: of the exchange. Where the host of a GPU plans, no batch pays for its wait.
         """
-        if self.options.min_rows is not None or (device.type == "cuda" and not on_device):
-            return self.options.min_rows
-        rates = _RATES[device.type]
-        return int(rates.plan_s / (rates.plan_share * self._row_s(device)))
+        least = self.options.min_rows
+        if least is not None:
+            return least, least
+        if device.type == "cuda" and not on_device:
+            return None
+        rates, row_s = _RATES[device.type], self._row_s(device)
+        return int(rates.plan_s / (rates.probed_share * row_s)), int(rates.plan_s / (rates.plan_share * row_s))
+
+    def takes(self, most_rows: int, device: torch.device, on_device: bool) -> bool:
+        """Whether a batch is balanced, of which no rank has more rows. All ranks ask alike, once a batch, and know
+        alike what it depends on."""
+        least = self.min_rows(device, on_device)
+        if least is None or most_rows < least[0]:
+            return False
+        if most_rows >= least[1]:
+            return True
+        self._num_probed += 1
+        return self.had_copies or self._num_probed % _PROBE_EVERY == 1
 
     def _row_s(self, device: torch.device) -> float:
         """Seconds that one row takes one rank."""
@@ -191,6 +216,7 @@ class BatchBalancer:
             else:
                 whole = plan_batch(counts, slots, exchange.size, spare_slots, cost)
                 if not whole.copies and slots.numel() == layer.num_experts:
+                    self.had_copies = False
                     return None
                 plan = whole.of_rank(exchange.rank, slots, spare_slots)
             extended = place_rows(topk_ids, RankPlan(*(tensor.to(topk_ids.device) for tensor in plan)))
@@ -208,6 +234,7 @@ class BatchBalancer:
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
         )
         copied = parts.experts.copied()
+        self.had_copies = copied.total > 0
         tell_copies(layer, copied.total, parts.resident_rows.expert_bytes)
         copied.release()
         return cast("torch.Tensor | tuple[torch.Tensor, torch.Tensor]", result)

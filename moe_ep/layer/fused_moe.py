@@ -568,27 +568,28 @@ class FusedMoE(MoELayer):
 
     def _is_balanced(self, num_tokens: int, most_tokens: int | None, device: torch.device) -> bool:
         """Whether the passes of a batch are balanced by their own counts; the same on every rank."""
-        least = self._balanced_from(device)
-        if least is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
+        if self.balancer is None or exchange is None or self.balancer.min_rows(device, exchange.on_device) is None:
+            return False
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
         # A chunk has no more tokens than the capacity.
         capacity = self.prepare_finalize.max_num_tokens_per_rank()
         if capacity is None or most_tokens is None:
-            return self.dispatcher.most_tokens(num_tokens) >= least
-        return min(capacity, most_tokens) >= least
+            most = self.dispatcher.most_tokens(num_tokens)
+        else:
+            most = min(capacity, most_tokens)
+        return self.balancer.takes(most * self.top_k, device, exchange.on_device)
 
     @property
     def balanced_from(self) -> int | None:
-        """Tokens of the rank that has most, from which on a batch is balanced by its own counts; None for never."""
-        # Before its weights are there, a layer may be nowhere.
-        return None if self.balancer is None else self._balanced_from(self.device)
-
-    def _balanced_from(self, device: torch.device) -> int | None:
+        """Tokens of the rank that has most, from which on a batch may be balanced by its own counts; None for never."""
         exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
         if self.balancer is None or exchange is None:
             return None
-        least = self.balancer.min_rows(device, exchange.on_device)
-        return None if least is None else -(-least // self.top_k)
+        # Before its weights are there, a layer may be nowhere.
+        least = self.balancer.min_rows(self.device, exchange.on_device)
+        return None if least is None else -(-least[0] // self.top_k)
 
     def _forward_tokens(
         self,

@@ -164,15 +164,39 @@ def when_it_pays(rank: int, world_size: int) -> None:
         with stages.listening(listener := Copies()):
             layer(rows, topk_weights=weights, topk_ids=ids)
         assert len(listener.found) == expected  # of small experts a copy takes longer than their rows
-    least = make_layer("plain", batch_balance="auto").balancer.min_rows
-    # On a GPU that plans itself, rows that take its experts 100 times as long as the plan.
+    balancer, on_device = make_layer("plain", batch_balance="auto").balancer, (torch.device("cuda"), True)
+    # On a GPU that plans itself, rows that take its experts 100 times as long as the plan, or half as many.
     row_s = 6 * layer.moe_config.hidden_dim * layer.moe_config.intermediate_size_per_partition / 650e12
-    assert least(torch.device("cuda"), on_device=True) * row_s == pytest.approx(100 * 28e-6, rel=0.001)
-    assert least(torch.device("cuda"), on_device=False) is None
+    probed, least = balancer.min_rows(*on_device)
+    assert [probed * row_s, least * row_s] == pytest.approx([50 * 28e-6, 100 * 28e-6], rel=0.001)
+    assert balancer.min_rows(torch.device("cuda"), on_device=False) is None
+    assert not balancer.takes(least, torch.device("cuda"), on_device=False)
+    assert balancer.takes(least, *on_device) and not balancer.takes(probed - 1, *on_device)
+    # Between them one batch of 16 is, and those that follow one with copies.
+    assert [balancer.takes(probed, *on_device) for _ in range(33)] == [n % 16 == 0 for n in range(33)]
+    balancer.had_copies = True
+    assert all(balancer.takes(least - 1, *on_device) for _ in range(5))
     expensive = make_layer("plain", batch_balance=BatchBalance(min_rows=0, copy_cost_rows=1e6))
     with stages.listening(listener := Copies()):
         expensive(rows, topk_weights=weights, topk_ids=ids)
     assert sum(listener.found) == 0
+
+
+def what_the_last_batch_had(rank: int, world_size: int) -> None:
+    layer = make_layer("plain", batch_balance=BatchBalance(min_rows=0), all2all_backend="all_to_all")
+    found = []
+    for kind, cost in (("very skewed", 0), ("even", 1e6), ("one expert", 0)):
+        rows, weights, ids = batch_of(rank, kind, torch.float32)
+        layer.balancer.options = BatchBalance(min_rows=0, copy_cost_rows=cost)
+        layer(rows, topk_weights=weights, topk_ids=ids)
+        found.append(layer.balancer.had_copies)
+    assert found == [True, False, True]
+    layer.forget_kernels()
+    assert not layer.balancer.had_copies
+
+
+def test_all_ranks_know_whether_the_last_batch_had_copies() -> None:
+    ranks(2).run(what_the_last_batch_had)
 
 
 def test_small_batches_and_expensive_copies_are_left_alone() -> None:
