@@ -155,6 +155,12 @@ PARTS = (
         "{torchrun} scripts/soak_nvshmem.py --hidden 2048 --delay-us 5 --pairs 1000000 --seconds {left}",
         headline="rows compared",
     ),
+    _every(
+        "soak-layers", "scaling.md", 110,
+        "{torchrun} scripts/soak_overlap.py --steps 10000 --seconds 45 {commit} --json {rows}",
+        "{torchrun} scripts/soak_decode.py --seconds {left} {commit} --json {rows}",
+        headline="rows compared",
+    ),
     replace(
         _one(
             "sanitizers", "dispatch.md", 120, "sh scripts/sanitize.sh",

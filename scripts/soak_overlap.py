@@ -83,9 +83,9 @@ def main() -> int:
         with ranks_on_one_gpu(num_ranks):
             layers = layers_of_one_gpu(size, num_ranks, options.capacity)
             steps, rows, wrong = soak(layers, range(num_ranks), num_ranks, *rest)
-    row = {"benchmark": "soak_overlap", "size": options.size, "ranks": num_ranks, "steps": steps, "rows": rows}
-    bench.keep(row | {"wrong_rows": wrong, "seconds": round(time.perf_counter() - begin, 1)})
     if rank == 0:
+        row = {"benchmark": "soak_overlap", "size": options.size, "ranks": num_ranks, "steps": steps, "rows": rows}
+        bench.keep(row | {"wrong_rows": wrong, "seconds": round(time.perf_counter() - begin, 1)})
         print(f"{steps} overlapped steps on {num_ranks} ranks: {rows} rows compared, {wrong} wrong rows")
     return int(wrong > 0)
 
