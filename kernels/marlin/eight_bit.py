@@ -49,7 +49,7 @@ _TABLES = 3
 _ALIGNMENT = 128  # bytes
 _HOPPER, _OLDEST = (9, 0), (8, 0)
 # Fewer rows are not worth quantizing, and fewer tiles leave multiprocessors idle, as no tile is split here.
-_LEAST_ROWS, _LEAST_E4M3_ROWS = 64, 48
+_LEAST_ROWS, _LEAST_ROWS_OF = 64, {scalar_types.float8_e4m3fn: 48, scalar_types.float4_e2m1f: 96}
 _LEAST_WAVES = 3
 
 
@@ -111,12 +111,10 @@ def scratch_layout(num_experts: int, num_rows: int, hidden_size: int, intermedia
     return ScratchLayout(capacity, codes, row_scales, hidden, hidden_scales, num_bytes)
 
 
-def is_faster(kind: WeightType, capability: tuple[int, int]) -> bool:
-    """Whether rows of 8 bits beside such weights were measured to be faster than bf16 rows; others are not taken for a
-    checkpoint's sake. Beside mxfp4 they were timed at 256 rows alone since scales are folded into operands. int8 rows
-    beside uint8b128 were not, and are taken: they do less than beside uint4b8.
-    """
-    return capability == _HOPPER and kind.scalar_type != scalar_types.float4_e2m1f
+def is_faster(capability: tuple[int, int]) -> bool:
+    """Whether rows of 8 bits were measured to be faster than bf16 rows on such a GPU, from some number of rows on; they
+    are not taken for a checkpoint's sake elsewhere."""
+    return capability == _HOPPER
 
 
 def has_kernel(input_dtype: torch.dtype, capability: tuple[int, int]) -> bool:
@@ -157,8 +155,7 @@ def unfit_reason(
 def pays(pair: WeightPair, expected_m: float) -> bool:
     """Whether 8-bit rows are taken for experts that have expected_m rows in the mean: where they are faster on Hopper,
     as measured; other pairs and GPUs follow the same rule."""
-    is_e4m3 = pair.kind.scalar_type == scalar_types.float8_e4m3fn
-    least = _LEAST_E4M3_ROWS if is_e4m3 else _LEAST_ROWS
+    least = _LEAST_ROWS_OF.get(pair.kind.scalar_type, _LEAST_ROWS)
     if pair.input_dtype not in INPUT_DTYPES or expected_m < least or not pair.once(_has_kernels):
         return False
     row_tiles = sum(-(-w.num_rows // _TILE_ROWS) for w in (pair.w13, pair.w2))

@@ -126,11 +126,11 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return None
         if moe_config.batch_invariant:
             return "batch_invariant is set, and on a GPU the number of rows decides whether they are rounded"
-        kind, capability = weight_type(quant.quant_type_id), jit.capability(device.index or 0)
-        if quant.faster_rows_only and not eight_bit.is_faster(kind, capability):
+        capability = jit.capability(device.index or 0)
+        if quant.faster_rows_only and not eight_bit.is_faster(capability):
             return (
-                f"{dtype_name(dtype)} rows beside {kind.scalar_type} weights were not measured to be faster on a GPU "
-                f"of compute capability {capability[0]}.{capability[1]}; name the dtype to take them"
+                f"{dtype_name(dtype)} rows were not measured to be faster on a GPU of compute capability "
+                f"{capability[0]}.{capability[1]}; name the dtype to take them"
             )
         if moe_config.num_local_experts > hopper.MOST_EXPERTS:
             return f"there are {moe_config.num_local_experts} experts on a rank; 8-bit rows take {hopper.MOST_EXPERTS}"

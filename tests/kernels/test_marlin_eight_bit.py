@@ -123,6 +123,8 @@ def test_rows_are_rounded_where_that_is_faster() -> None:
     assert [eight_bit.pays(qwen, rows) for rows in (48, 128, 256, 1024)] == [False, False, True, True]
     int8 = experts(32, 7168, 2048, INT8)
     assert [eight_bit.pays(int8, rows) for rows in (32, 63.9, 64, 1024)] == [False, False, True, True]
+    mxfp4 = experts(32, 7168, 2048, kind=MXFP4)
+    assert [eight_bit.pays(mxfp4, rows) for rows in (64, 95.9, 96, 1024)] == [False, False, True, True]
     assert not eight_bit.pays(experts(32, 7168, 2048, None), 1024)
     assert not eight_bit.pays(experts(769, 7168, 2048), 1024)
     counts = torch.zeros(32, dtype=torch.int32)
@@ -140,7 +142,7 @@ def test_the_rule_takes_8_bit_rows_where_the_measured_table_has_them_faster() ->
     for row in rows:
         dtype, kind = getattr(torch, row["input_dtype"]), KINDS[row["weights"]]
         pair = experts(*sizes[row["shape"]], dtype, kind)
-        taken = eight_bit.is_faster(kind, (9, 0)) and eight_bit.pays(pair, row["rows"])
+        taken = eight_bit.pays(pair, row["rows"])
         assert taken == (row["ratio"] > 1), row
 
 
@@ -156,7 +158,7 @@ def test_older_gpus_round_to_int8_alone(monkeypatch: pytest.MonkeyPatch) -> None
     ("dtype", "kind", "capability", "faster"),
     [
         (INT8, UINT4B8, (9, 0), True), (FP8, E4M3, (9, 0), True), (INT8, UINT4B8, (8, 0), False),
-        (FP8, UINT4B8, (9, 0), True), (FP8, MXFP4, (9, 0), False), (INT8, UINT4, (9, 0), True),
+        (FP8, UINT4B8, (9, 0), True), (FP8, MXFP4, (9, 0), True), (INT8, UINT4, (9, 0), True),
         (FP8, UINT4, (9, 0), True),
     ],
     ids=str,
