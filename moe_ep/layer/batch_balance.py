@@ -65,7 +65,7 @@ class _Rates:
         link_bytes_per_s, flops_per_s: bytes out of a rank, and operations of its experts.
         plan_s: what exchange and plan of an even batch take.
         plan_share: of the time of a batch's rows, what they may take.
-        probed_share: the same for batches that are balanced while it helps, and probed otherwise.
+        probed_share: the same for batches that are balanced only while copies are made, and to see whether they are.
     """
 
     link_bytes_per_s: float
@@ -92,8 +92,8 @@ class BatchBalance:
     Attributes:
         spare_slots: scratch slots of each rank, shared by all layers of one kind.
         min_rows: rows (tokens times top_k) of the rank that has most, from which on a batch is balanced; None for as
-            many as pay for the plan: on GPUs those whose experts take 100 times as long, over NVSHMEM from half of them
-            on those behind a batch that had copies, and one of 16; over NCCL none.
+            many as pay for the plan. On GPUs over NVSHMEM their experts take 100 times as long; from half of that on
+            batches are balanced that follow one with copies, and one of 16. Over NCCL none is.
         copy_cost_rows: rows that a copy must take off the busiest rank; None for as many as are computed in the time
             that an expert is sent in.
 
