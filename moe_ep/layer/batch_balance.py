@@ -170,11 +170,14 @@ class BatchBalancer:
         rates, row_s = _RATES[device.type], self._row_s(device)
         return int(rates.plan_s / (rates.probed_share * row_s)), int(rates.plan_s / (rates.plan_share * row_s))
 
-    def takes(self, most_rows: int, device: torch.device, on_device: bool) -> bool:
+    def takes(self, most_rows: int, least: tuple[int, int]) -> bool:
         """Whether a batch is balanced, of which no rank has more rows. All ranks ask alike, once a batch, and know
-        alike what it depends on."""
-        least = self.min_rows(device, on_device)
-        if least is None or most_rows < least[0]:
+        alike what it depends on.
+
+        Args:
+            least: from `min_rows`.
+        """
+        if most_rows < least[0]:
             return False
         if most_rows >= least[1]:
             return True

@@ -569,9 +569,10 @@ class FusedMoE(MoELayer):
     def _is_balanced(self, num_tokens: int, most_tokens: int | None, device: torch.device) -> bool:
         """Whether the passes of a batch are balanced by their own counts; the same on every rank."""
         exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
-        if self.balancer is None or exchange is None or self.balancer.min_rows(device, exchange.on_device) is None:
+        if self.balancer is None or exchange is None:
             return False
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        least = self.balancer.min_rows(device, exchange.on_device)
+        if least is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return False
         # A chunk has no more tokens than the capacity.
         capacity = self.prepare_finalize.max_num_tokens_per_rank()
@@ -579,7 +580,7 @@ class FusedMoE(MoELayer):
             most = self.dispatcher.most_tokens(num_tokens)
         else:
             most = min(capacity, most_tokens)
-        return self.balancer.takes(most * self.top_k, device, exchange.on_device)
+        return self.balancer.takes(most * self.top_k, least)
 
     @property
     def balanced_from(self) -> int | None:

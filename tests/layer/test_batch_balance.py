@@ -164,18 +164,17 @@ def when_it_pays(rank: int, world_size: int) -> None:
         with stages.listening(listener := Copies()):
             layer(rows, topk_weights=weights, topk_ids=ids)
         assert len(listener.found) == expected  # of small experts a copy takes longer than their rows
-    balancer, on_device = make_layer("plain", batch_balance="auto").balancer, (torch.device("cuda"), True)
+    balancer, gpu = make_layer("plain", batch_balance="auto").balancer, torch.device("cuda")
     # On a GPU that plans itself, rows that take its experts 100 times as long as the plan, or half as many.
     row_s = 6 * layer.moe_config.hidden_dim * layer.moe_config.intermediate_size_per_partition / 650e12
-    probed, least = balancer.min_rows(*on_device)
-    assert [probed * row_s, least * row_s] == pytest.approx([50 * 28e-6, 100 * 28e-6], rel=0.001)
-    assert balancer.min_rows(torch.device("cuda"), on_device=False) is None
-    assert not balancer.takes(least, torch.device("cuda"), on_device=False)
-    assert balancer.takes(least, *on_device) and not balancer.takes(probed - 1, *on_device)
+    probed, always = least = balancer.min_rows(gpu, on_device=True)
+    assert [probed * row_s, always * row_s] == pytest.approx([50 * 28e-6, 100 * 28e-6], rel=0.001)
+    assert balancer.min_rows(gpu, on_device=False) is None
+    assert balancer.takes(always, least) and not balancer.takes(probed - 1, least)
     # Between them one batch of 16 is, and those that follow one with copies.
-    assert [balancer.takes(probed, *on_device) for _ in range(33)] == [n % 16 == 0 for n in range(33)]
+    assert [balancer.takes(probed, least) for _ in range(33)] == [n % 16 == 0 for n in range(33)]
     balancer.had_copies = True
-    assert all(balancer.takes(least - 1, *on_device) for _ in range(5))
+    assert all(balancer.takes(always - 1, least) for _ in range(5))
     expensive = make_layer("plain", batch_balance=BatchBalance(min_rows=0, copy_cost_rows=1e6))
     with stages.listening(listener := Copies()):
         expensive(rows, topk_weights=weights, topk_ids=ids)
