@@ -44,11 +44,18 @@ class Batch(NamedTuple):
     most_tokens: int | None = None
     experts_combine: bool = False
 
-    def wire_rows(self) -> torch.Tensor:
-        """Rows as they are transferred: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`)."""
+    def wire_rows(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows as they are transferred: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`), one scale
+        a row where experts read them so.
+
+        Args:
+            out: as of `quantize_rows`.
+        """
         if self.scales is not None:
             return join_rows(self.rows, self.scales)
-        return self.rows if self.code_dtype is None else quantize_rows(self.rows, self.code_dtype)
+        return (
+            self.rows if self.code_dtype is None else quantize_rows(self.rows, self.code_dtype, self.keeps_codes, out)
+        )
 
     def received(self, wire_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows `[..., K]` and their scales, from rows as they were transferred; without scales of the batch's dtype."""
@@ -56,7 +63,7 @@ class Batch(NamedTuple):
         if self.code_dtype is None:
             return wire_rows, None
         if self.keeps_codes:
-            return split_rows(wire_rows, hidden_size, self.code_dtype)
+            return split_rows(wire_rows, hidden_size, self.code_dtype, whole=True)
         return dequantize_rows(wire_rows, hidden_size, self.rows.dtype, self.code_dtype), None
 
 

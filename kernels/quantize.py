@@ -1,8 +1,9 @@
-"""Rows in e4m3 or int8: one byte per column, and one f32 scale for every 128 columns of a row.
+"""Rows in e4m3 or int8: one byte per column, and one f32 scale for every 128 columns of a row, or for all.
 
-A quantized row is a sequence of bytes: K codes, padding to a multiple of 4, then ceil(K / 128) scales. The last group
-may be partial. value = code * scale with scale = max |x| of the group / 448 (e4m3) or / 127 (int8), so the largest
-column of a group is exact up to the rounding of the scale.
+A quantized row is a sequence of bytes: K codes, padding to a multiple of 4, then ceil(K / 128) scales; or one scale and
+padding to a multiple of 16. The last group may be partial. value = code * scale with scale = max |x| of the group / 448
+(e4m3) or / 127 (int8), so the largest column of a group is exact up to the rounding of the scale. Rows have one scale
+for experts that multiply codes: their sums need none before the last column.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.kernels.dispatch_rows import row_blocks
-from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, comes_early, is_interpreted, take_over, tl, triton_jit
+from moe_ep.kernels.triton_kernel import (
+    TritonKernel,
+    cdiv,
+    comes_early,
+    is_interpreted,
+    next_power_of_2,
+    take_over,
+    tl,
+    triton_jit,
+)
 from moe_ep.registry import choose_form
 
 GROUP_SIZE = 128
@@ -26,16 +36,22 @@ def scale_offset(hidden_size: int) -> int:
     return -(-hidden_size // 4) * 4
 
 
-def quantized_row_bytes(hidden_size: int) -> int:
+def quantized_row_bytes(hidden_size: int, whole: bool = False) -> int:
     """Bytes of a quantized row of K columns, a multiple of 4.
 
-    Example: K=7168: 7168 codes and 56 scales, 7392 bytes.
+    Args:
+        whole: one scale a row.
+
+    Example: K=7168: 7168 codes and 56 scales, 7392 bytes; whole, 7184.
     """
-    return scale_offset(hidden_size) + 4 * -(-hidden_size // GROUP_SIZE)
+    start = scale_offset(hidden_size)
+    return start // 16 * 16 + 16 if whole else start + 4 * -(-hidden_size // GROUP_SIZE)
 
 
-def quantize_rows(rows: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-    """Quantizes `[T, K]` f32, f16 or bf16 to uint8 `[T, quantized_row_bytes(K)]`.
+def quantize_rows(
+    rows: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, whole: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Quantizes `[T, K]` f32, f16 or bf16 to uint8 `[T, quantized_row_bytes(K, whole)]`.
 
     Codes are rounded to nearest, ties to even. e4m3 codes have the signs of their columns; NaN stays NaN, and infinity
     becomes NaN. An int8 group with either is NaN as a whole. Both forms, Triton on CUDA and plain torch, give the same
@@ -43,13 +59,16 @@ def quantize_rows(rows: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) 
 
     Args:
         dtype: of the codes, torch.float8_e4m3fn or torch.int8.
+        whole: one scale a row.
+        out: where they are written, if rows are longer.
 
     Raises:
         ValueError: another dtype.
     """
     check_code_dtype(dtype)
-    quantized = rows.new_empty((rows.size(0), quantized_row_bytes(rows.size(1))), dtype=torch.uint8)
-    return choose_form(quantize_rows_reference, triton_quantize_rows, rows)(rows, quantized, dtype)
+    if out is None:
+        out = rows.new_empty((rows.size(0), quantized_row_bytes(rows.size(1), whole)), dtype=torch.uint8)
+    return choose_form(quantize_rows_reference, triton_quantize_rows, rows)(rows, out, dtype, whole)
 
 
 def dequantize_rows(
@@ -66,7 +85,7 @@ def dequantize_rows(
 
 
 def dequantize_codes(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts codes `[T, K]` in int8 or e4m3 with f32 scales `[T, ceil(K / 128)]` to `[T, K]` of `dtype`.
+    """Converts codes `[T, K]` in int8 or e4m3 with f32 scales `[T, ceil(K / 128)]` or `[T, 1]` to `[T, K]` of `dtype`.
 
     Columns must be adjacent; rows may lie anywhere that is a multiple of 4 bytes (`split_rows`).
     """
@@ -80,23 +99,30 @@ def check_code_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"dtype is {dtype}; rows are quantized to torch.float8_e4m3fn or torch.int8")
 
 
-def split_rows(quantized: torch.Tensor, hidden_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes `[..., K]` of `dtype` and f32 scales `[..., ceil(K / 128)]` of quantized rows; both are views."""
-    return quantized[..., :hidden_size].view(dtype), quantized[..., scale_offset(hidden_size) :].view(torch.float32)
+def split_rows(
+    quantized: torch.Tensor, hidden_size: int, dtype: torch.dtype, whole: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes `[..., K]` of `dtype` and f32 scales of quantized rows, `[..., ceil(K / 128)]` or, whole, `[..., 1]`; both
+    are views."""
+    start = scale_offset(hidden_size)
+    scales = quantized[..., start : start + 4 if whole else None]
+    return quantized[..., :hidden_size].view(dtype), scales.view(torch.float32)
 
 
 def join_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Quantized rows `[T, quantized_row_bytes(K)]` of what `split_rows` returns of them: the same bytes."""
+    """Quantized rows of what `split_rows` returns of them, with one scale a row."""
     num_tokens, hidden_size = codes.shape
-    quantized = codes.new_zeros((num_tokens, quantized_row_bytes(hidden_size)), dtype=torch.uint8)
-    for part, given in zip(split_rows(quantized, hidden_size, codes.dtype), (codes, scales), strict=True):
+    quantized = codes.new_zeros((num_tokens, quantized_row_bytes(hidden_size, True)), dtype=torch.uint8)
+    for part, given in zip(split_rows(quantized, hidden_size, codes.dtype, True), (codes, scales), strict=True):
         part.copy_(given)
     return quantized
 
 
 def row_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The f32 values of codes `[..., K]` and scales as of `split_rows`."""
-    return codes.float() * scales.repeat_interleave(GROUP_SIZE, dim=-1)[..., : codes.size(-1)]
+    if scales.size(-1) > 1:
+        scales = scales.repeat_interleave(GROUP_SIZE, dim=-1)[..., : codes.size(-1)]
+    return codes.float() * scales
 
 
 # The least scale of rows that experts round themselves, of which products with weights' scales stay normal numbers.
@@ -125,14 +151,15 @@ def round_rows(rows: torch.Tensor, dtype: torch.dtype, group_columns: int = GROU
 
 
 def quantize_rows_reference(
-    rows: torch.Tensor, quantized: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+    rows: torch.Tensor, quantized: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, whole: bool = False
 ) -> torch.Tensor:
     """quantize_rows in plain torch, on any device; writes `quantized` and returns it."""
     num_tokens, hidden_size = rows.shape
-    num_groups = -(-hidden_size // GROUP_SIZE)
-    padded = torch.zeros((num_tokens, num_groups * GROUP_SIZE), dtype=torch.float32, device=rows.device)
+    group_size = hidden_size if whole else GROUP_SIZE
+    num_groups = -(-hidden_size // group_size)
+    padded = torch.zeros((num_tokens, num_groups * group_size), dtype=torch.float32, device=rows.device)
     padded[:, :hidden_size] = rows
-    groups = padded.view(num_tokens, num_groups, GROUP_SIZE)
+    groups = padded.view(num_tokens, num_groups, group_size)
     magnitudes = groups.abs()
     is_int8 = dtype == torch.int8
     largest = magnitudes.amax(dim=2) if is_int8 else torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(dim=2)
@@ -150,7 +177,7 @@ def quantize_rows_reference(
     start = scale_offset(hidden_size)
     quantized[:, hidden_size:start] = 0
     # A copy, as where there is one column torch calls any strides contiguous.
-    quantized[:, start:] = scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    quantized[:, start : start + 4 * num_groups] = scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return quantized
 
 
@@ -168,7 +195,7 @@ def dequantize_codes_reference(codes: torch.Tensor, scales: torch.Tensor, rows: 
 
 
 # As measured: 16 columns per thread, and blocks that extend little beyond the end of a row.
-_MOST_COLUMNS, _WARP_COLUMNS = 1024, 512
+_MOST_COLUMNS, _WARP_COLUMNS, _MOST_WARPS = 1024, 512, 16
 
 
 @triton_jit
@@ -309,12 +336,12 @@ def quantize_kernel(
 @TritonKernel
 def dequantize_kernel(
     codes_ptr, scales_ptr, rows_ptr,
-    hidden_size, code_stride, scale_stride, row_stride,
+    hidden_size, code_stride, scale_stride, group_stride, row_stride,
     GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr, INT8: tl.constexpr, HAS_E4M3: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """rows[t, c] = decode(codes[t, c]) * scales[t, c / GROUP], for BLOCK_GROUPS groups of one row.
 
-    Before: wire rows, as codes uint8 and scales f32. After: rows `[T, K]`.
+    Before: wire rows, as codes uint8 and scales f32, group_stride apart: 0 for one a row. After: rows `[T, K]`.
 
     Example: GROUP=2, codes [0x38, 0xfe, 0x7e, 0x00], scales [1, 2]: [1, -448, 896, 0]. INT8, codes [1, -127], scale 2:
     [2, -254].
@@ -325,7 +352,7 @@ def dequantize_kernel(
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     in_row = column < hidden_size
     codes = tl.load(codes_ptr + row * code_stride + column, mask=in_row, other=0)
-    scale = tl.load(scales_ptr + row * scale_stride + group, mask=group * GROUP < hidden_size, other=0.0)
+    scale = tl.load(scales_ptr + row * scale_stride + group * group_stride, mask=group * GROUP < hidden_size, other=0.0)
     if INT8:
         values = codes.to(tl.int8, bitcast=True).to(tl.float32)
     elif HAS_E4M3:
@@ -337,26 +364,27 @@ def dequantize_kernel(
 
 
 def triton_quantize_rows(
-    rows: torch.Tensor, quantized: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+    rows: torch.Tensor, quantized: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, whole: bool = False
 ) -> torch.Tensor:
     """Writes `quantized` and returns it; arguments as in `quantize_rows`, not checked."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     num_tokens, hidden_size = rows.shape
-    num_groups = cdiv(hidden_size, GROUP_SIZE)
     # Views of one buffer: codes from its first byte, scales behind them.
     start = scale_offset(hidden_size)
     if start > hidden_size:
         quantized[:, hidden_size:start].zero_()
-    block = min(_MOST_COLUMNS, row_blocks(num_tokens, hidden_size, rows.element_size())[0])
-    block_groups = max(1, block // GROUP_SIZE)
+    group_size = next_power_of_2(hidden_size) if whole else GROUP_SIZE
+    block = max(group_size, min(_MOST_COLUMNS, row_blocks(num_tokens, hidden_size, rows.element_size())[0]))
+    block_groups = 1 if whole else block // group_size
+    num_groups = cdiv(hidden_size, group_size)
     is_int8 = dtype == torch.int8
     corrections = 0 if is_interpreted() or is_int8 else 1 if rows.element_size() == 2 else 2
     quantize_kernel[(num_tokens, cdiv(num_groups, block_groups))](
         rows, quantized, quantized[:, start:].view(torch.float32),
         hidden_size, num_groups, rows.stride(0), quantized.stride(0), quantized.stride(0) // 4,
-        TINY=TINY_SCALE, GROUP=GROUP_SIZE, BLOCK_GROUPS=block_groups, INT8=is_int8, HAS_E4M3=_has_e4m3(rows.device),
+        TINY=TINY_SCALE, GROUP=group_size, BLOCK_GROUPS=block_groups, INT8=is_int8, HAS_E4M3=_has_e4m3(rows.device),
         CORRECTIONS=corrections,
-        num_warps=max(1, block // _WARP_COLUMNS),
+        num_warps=min(max(1, block // _WARP_COLUMNS), _MOST_WARPS),
     )  # fmt: skip
     return quantized
 
@@ -379,7 +407,7 @@ def triton_dequantize_codes(codes: torch.Tensor, scales: torch.Tensor, rows: tor
     early = comes_early(rows.device)
     dequantize_kernel[(num_tokens, cdiv(hidden_size, block_groups * GROUP_SIZE))](
         codes.view(torch.uint8), scales, rows,
-        hidden_size, codes.stride(0), scales.stride(0), rows.stride(0),
+        hidden_size, codes.stride(0), scales.stride(0), int(scales.size(1) > 1), rows.stride(0),
         GROUP=GROUP_SIZE, BLOCK_GROUPS=block_groups, INT8=codes.dtype == torch.int8, HAS_E4M3=_has_e4m3(rows.device),
         EARLY=early,
         num_warps=num_warps, launch_pdl=early,

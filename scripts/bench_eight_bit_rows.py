@@ -87,7 +87,7 @@ def measure(
         def quantize(i: int) -> None:
             eight_bit.quantize(tokens, rounding[i % len(rounding)], rows, scratch)  # noqa: B023
 
-        sent = split_rows(quantize_rows(tokens, input_dtype), shape.K, input_dtype)
+        sent = split_rows(quantize_rows(tokens, input_dtype, whole=True), shape.K, input_dtype, whole=True)
 
         def with_sent(i: int) -> None:
             each = rounding[i % len(rounding)]

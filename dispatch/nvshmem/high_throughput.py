@@ -1,10 +1,11 @@
 """Prefill over NVLink: a token is written once into the memory of each rank that has one of its experts.
 
 Rows go straight to where the experts read them, in the order and with the ids of `all_to_all`, so 16-bit rows are not
-copied after they arrived; 8-bit rows are converted as they arrive, and results are added up on the token's rank as they
-arrive. To place them, a separate kernel first exchanges row counts. This saves a pass over memory and flow control, and
-costs symmetric memory for the most rows that can arrive, R * max_num_tokens. All layers of one shape share that memory,
-with room for `batches_in_flight` between dispatch and combine.
+copied after they arrived, nor are those that experts read in 8 bits, which are quantized before; other 8-bit rows are
+made and converted on their way, and results are added up on the token's rank as they arrive. To place them, a separate
+kernel first exchanges row counts. This saves a pass over memory and flow control, and costs symmetric memory for the
+most rows that can arrive, R * max_num_tokens. All layers of one shape share that memory, with room for
+`batches_in_flight` between dispatch and combine.
 
 With overlap=True ids are sent first, and rows while the experts that wait for them run; results leave while the last
 ones are computed (docs/kernels.md, "Prefill, overlapped").
@@ -37,7 +38,7 @@ from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.torch_distributed import CombineCall
 from moe_ep.kernels import jit
 from moe_ep.kernels.arrival import Arrival, ArrivalParams, Limits
-from moe_ep.kernels.quantize import GROUP_SIZE
+from moe_ep.kernels.quantize import GROUP_SIZE, quantized_row_bytes
 from moe_ep.modular_kernel.contracts import BatchExchange, Dispatched, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceContiguous
 
@@ -45,6 +46,8 @@ NAME = "nvshmem_high_throughput"
 KERNELS = ("plan", "dispatch", "combine")
 # The combine that is given the slots of each row, beside the one that is given their sums.
 _SLOTS = "combine_slots"
+# The dispatch of rows that experts read in 8 bits, which it sends as if they were some columns of 16 bits.
+_CODES = "dispatch_codes"
 OVERLAPPED_KERNELS = ("plan", "ids", "rows", "combine")
 _PART = 1024  # columns of a result that have a flag, where the combine adds up slots
 _EXPERT_FLAGS = 1024  # the most experts of a rank beside which rows are sent
@@ -63,7 +66,7 @@ WARPS = THREADS // 32
 # With at most so many SMs, some blocks of a dispatch of 8-bit rows only send.
 _FEW_SMS = 32
 # Quantizing a row takes as long as storing this part of one that is not quantized.
-_CODES = 0.4
+_QUANTIZING = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,8 @@ class Layout(BufferLayout):
     def kernels(self) -> tuple[str, ...]:
         if self.overlaps:
             return OVERLAPPED_KERNELS
-        return (*KERNELS, _SLOTS) if self.sums_slots else KERNELS
+        more = ((_SLOTS, self.sums_slots), (_CODES, self.is_quantized))
+        return (*KERNELS, *(name for name, is_used in more if is_used))
 
     def sources(self, dtype: torch.dtype) -> dict[str, jit.KernelSource]:
         return {name: kernel_source(name, self, dtype) for name in self.kernels}
@@ -107,6 +111,23 @@ class Layout(BufferLayout):
             columns = self.hidden_size + align(2 * -(-self.hidden_size // GROUP_SIZE), 4)
         return align(columns + 8 * self.topk, _LINK_LINE_BYTES) if self.takes_rows else columns
 
+    @property
+    def code_row_bytes(self) -> int:
+        """Bytes of a row that experts read in 8 bits; where rows are put, its ids and weights follow on the wire."""
+        return align(quantized_row_bytes(self.hidden_size, True), _LINK_LINE_BYTES)
+
+    @property
+    def moved_row_bytes(self) -> int:
+        """Bytes of the largest row on the wire."""
+        if not (self.is_quantized and self.device_api):
+            return self.row_bytes
+        return max(self.row_bytes, align(self.code_row_bytes + 8 * self.topk, _LINK_LINE_BYTES))
+
+    @property
+    def taken_row_bytes(self) -> int:
+        """Bytes of the largest row that was copied out of symmetric memory."""
+        return max(2 * self.hidden_size, self.code_row_bytes if self.is_quantized else 0)
+
     @cached_property
     def sizes(self) -> dict[str, int]:
         return {
@@ -116,9 +137,9 @@ class Layout(BufferLayout):
             "result_flags": _FLAG_BYTES * self.max_results * (-(-self.hidden_size // _PART) if self.sums_slots else 1),
             "ids": 4 * self.topk * self.max_rows,
             "weights": 4 * self.topk * self.max_rows,
-            "rows": self.row_bytes * self.max_rows,
+            "rows": self.moved_row_bytes * self.max_rows,
             "results": self.result_bytes * self.max_results,
-            "staged_rows": self.row_bytes * self.capacity if self.device_api else 0,
+            "staged_rows": self.moved_row_bytes * self.capacity if self.device_api else 0,
             "staged_results": self.result_bytes * self.max_rows if self.device_api else 0,
             **({"source_flags": _FLAG_BYTES * self.num_ranks} if self.overlaps else {}),
         }
@@ -126,12 +147,15 @@ class Layout(BufferLayout):
     @property
     def plain_bytes(self) -> int:
         """Bytes of plain device memory beside it: slots, and rows if they do not stay where they arrive."""
-        rows = 2 * self.hidden_size * self.max_rows if self.takes_rows else 0
+        rows = self.taken_row_bytes * self.max_rows if self.takes_rows else 0
         return self.batches_in_flight * (rows + 4 * self.capacity * self.num_ranks)
 
 
 def kernel_source(name: str, layout: Layout, dtype: torch.dtype) -> jit.KernelSource:
     """One of the layout's kernels, for batches of that dtype."""
+    if name == _CODES:
+        defines = {"HIDDEN": layout.code_row_bytes // 2, "EIGHT_BIT": 0, "INT8": 0}
+        return kernels.kernel_source("high_throughput_dispatch", layout, dtype, **defines)
     more = {"SLOTS": 1} if name == _SLOTS else {}
     return kernels.kernel_source(f"high_throughput_{name.removesuffix('_slots')}", layout, dtype, **more)
 
@@ -226,10 +250,14 @@ class BatchParts:
         self._params: dict[str, Any] = {}
         self.arriving = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arriving = self.arriving.numpy()
+        rows = block.part(index, "rows")
+        taken = rows
         if layout.takes_rows:
-            self.rows = torch.empty((layout.max_rows, layout.hidden_size), dtype=in_dtype, device=device)
-        else:
-            self.rows = block.part(index, "rows").view(in_dtype).view(layout.max_rows, layout.hidden_size)
+            taken = torch.empty(layout.max_rows * layout.taken_row_bytes, dtype=torch.uint8, device=device)
+        self.rows = _as_rows(taken, layout.max_rows, 2 * layout.hidden_size).view(in_dtype)
+        self.codes: torch.Tensor | None = None
+        if layout.is_quantized:
+            self.codes = _as_rows(taken if layout.device_api else rows, layout.max_rows, layout.code_row_bytes)
         self.ids = block.part(index, "ids").view(torch.int32).view(layout.max_rows, layout.topk)
         self.weights = block.part(index, "weights").view(torch.float32).view(layout.max_rows, layout.topk)
         self.expert_flags: torch.Tensor | None = None
@@ -291,10 +319,16 @@ def common_type(num_ranks: int) -> Any:
     )
 
 
+def _as_rows(memory: torch.Tensor, num_rows: int, row_bytes: int) -> torch.Tensor:
+    """The beginning of memory as uint8 `[num_rows, row_bytes]`."""
+    return memory[: num_rows * row_bytes].view(num_rows, row_bytes)
+
+
 class _Sent(NamedTuple):
     parts: BatchParts
     number: int
     batch: Batch
+    moved: torch.Tensor  # the rows that the kernel sends
     rows: int
     check: Callable[[], None]
     arrival: Arrival | None
@@ -458,15 +492,20 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         number, check = parts.number, self._begin_batch()
         where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if known_rows is None else None]
         most_rows = known_rows or 0
+        codes, moved, arrived = parts.codes if batch.keeps_codes else None, batch.rows, parts.rows
+        if codes is not None:
+            moved, arrived = batch.wire_rows(codes.new_empty((num_tokens, layout.code_row_bytes))), codes
         with self.block.order:
             self._launch("plan", parts, where, [num_ids, num_tokens, number])
             if layout.overlaps:
                 tensors = [batch.topk_ids, batch.topk_weights, batch.owners, parts.slots]
                 self._launch("ids", parts, tensors, [num_ids, num_tokens, most_rows])
             else:
-                tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
-                senders = senders_of(layout, self.num_sms)
-                self._launch("dispatch", parts, tensors, [num_ids, num_tokens, most_rows, *senders])
+                tensors = [moved, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, arrived]
+                senders = senders_of(layout, self.num_sms, codes is not None)
+                self._launch(
+                    "dispatch" if codes is None else _CODES, parts, tensors, [num_ids, num_tokens, most_rows, *senders]
+                )
         arrival = self._arrival(parts, batch) if layout.overlaps else None
 
         def receive() -> Dispatched:
@@ -477,12 +516,15 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
                 self.check()
                 rows = parts.rows_of(number) or 0
             is_full = rows == layout.max_rows
+            given = arrived if is_full else arrived[:rows]
+            given, scales = (given, None) if codes is None else batch.received(given)
             return Dispatched(
-                rows=parts.rows if is_full else parts.rows[:rows],
+                rows=given,
+                row_scales=scales,
                 topk_ids=parts.ids[:rows],  # another object for every batch, which `prepare` tells batches apart by
                 topk_weights=parts.weights if is_full else parts.weights[:rows],
                 arrival=arrival,
-                handle=_Sent(parts, number, batch, rows, check, arrival),
+                handle=_Sent(parts, number, batch, moved, rows, check, arrival),
             )
 
         return Pending(lambda: None, receive)
@@ -555,24 +597,27 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         params = parts.params(name, pointers, numbers)
         claims = name == _SLOTS or (name == "combine" and self.layout.overlaps)
         blocks = 1 if name == "plan" else self.combine_blocks if claims else self.num_sms
-        early = name in ("dispatch", "ids", "rows") or (name == "combine" and self.layout.overlaps)
+        early = name in ("dispatch", _CODES, "ids", "rows") or (name == "combine" and self.layout.overlaps)
         self.kernels[name].launch(params, (blocks,), THREADS, early=early)
 
 
 @functools.cache
-def senders_of(layout: Layout, num_sms: int) -> tuple[int, int]:
+def senders_of(layout: Layout, num_sms: int, codes: bool = False) -> tuple[int, int]:
     """Blocks of a dispatch that send, and warps of each that do, where others take what arrives.
 
     Half of every block's warps do, and one releases flags beside them. Where few SMs make 8-bit rows, stores at home
     would queue behind those to busy links, so almost all warps of some blocks send and the other blocks take, in shares
     of what each stores if tokens go to any experts.
 
+    Args:
+        codes: rows are sent that experts read in 8 bits.
+
     Example: 24 SMs, K=7168, top-8: of 8 ranks 10 blocks send, of 4 ranks 12.
     """
-    if not layout.is_quantized or layout.device_api or num_sms > _FEW_SMS:
+    if codes or not layout.is_quantized or layout.device_api or num_sms > _FEW_SMS:
         return num_sms, WARPS // 2
     plain, others = 2 * layout.hidden_size, layout.num_ranks - 1
     to_a_rank = 1 - (others / layout.num_ranks) ** layout.topk
-    sent = to_a_rank * (others * layout.row_bytes + plain) + _CODES * plain
+    sent = to_a_rank * (others * layout.row_bytes + plain) + _QUANTIZING * plain
     taken = to_a_rank * others * plain
     return max(round(num_sms * sent / (sent + taken)), 1), WARPS - 1

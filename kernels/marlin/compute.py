@@ -177,7 +177,7 @@ def compute_tokens(
     Args:
         output: `[T, topk, K]` gets the slots of local experts alone, neither weighted nor summed; not in f16.
         row_scales: of rows that came quantized (reference.compute_rows). On a GPU they are converted back where experts
-            do not multiply rows of 8 bits.
+            do not multiply rows of 8 bits, or rows have several scales.
     """
     num_tokens, topk = topk_ids.shape
     if num_tokens == 0:
@@ -191,7 +191,7 @@ def compute_tokens(
             eight_bit.prepare(pair, row_scales is not None)
         if row_scales is not None:
             hidden_states, row_scales = eight_bit.in_sent_form(hidden_states, row_scales)
-            if not rounds:
+            if not rounds or row_scales.size(1) > 1:
                 hidden_states, row_scales = dequantize_codes(hidden_states, row_scales, pair.act_dtype), None
         like = hidden_states if row_scales is None else hidden_states.new_empty(0, dtype=pair.act_dtype)
         slots = output

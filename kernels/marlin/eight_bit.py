@@ -87,7 +87,7 @@ class ScratchLayout(NamedTuple):
 
     Attributes:
         capacity: rows that there is room for.
-        codes, row_scales: of the input; scales for every 128 columns have room.
+        codes, row_scales: of the input.
         hidden, hidden_scales: of the activation's output.
         num_bytes: of all.
     """
@@ -104,8 +104,7 @@ def scratch_layout(num_experts: int, num_rows: int, hidden_size: int, intermedia
     """The scratch that up to num_rows rows of all experts together need."""
     capacity = -(-(num_rows + num_experts * (_START_MULTIPLE - 1)) // _START_MULTIPLE) * _START_MULTIPLE
     ends = [0]
-    scales = (4 * -(-size // GROUP_SIZE) for size in (hidden_size, intermediate_size))
-    for row_bytes in (hidden_size, next(scales), intermediate_size, next(scales)):
+    for row_bytes in (hidden_size, 4, intermediate_size, 4 * -(-intermediate_size // GROUP_SIZE)):
         ends.append(-(-(ends[-1] + capacity * row_bytes) // _ALIGNMENT) * _ALIGNMENT)
     codes, row_scales, hidden, hidden_scales, num_bytes = ends
     return ScratchLayout(capacity, codes, row_scales, hidden, hidden_scales, num_bytes)
@@ -184,7 +183,7 @@ def run(
         hidden_states: `[T, K]`, in the activations' dtype, or with row_scales in pair.input_dtype.
         rows: sorted ones.
         scratch: of any dtype, scratch_bytes that begin at a multiple of 16.
-        row_scales: f32 `[T, ceil(K / 128)]` of rows that were sent in 8 bits.
+        row_scales: f32 `[T, 1]` of rows that were sent in 8 bits.
         ampere_only: do not use Hopper's own kernel, so that tests can run that of other GPUs on it.
     """
     launches = _launches(pair, row_scales is not None, ampere_only)
@@ -254,7 +253,7 @@ def make_params(
 
 
 def in_sent_form(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales as `run` reads them: where they lie, unless columns or rows begin where it cannot read."""
+    """Codes and scales as kernels read them: where they lie, unless columns or rows begin where they cannot be read."""
     if codes.stride(1) != 1 or codes.stride(0) % 4 or codes.data_ptr() % 4:
         codes = codes.contiguous()
     return codes, scales if scales.stride(1) == 1 else scales.contiguous()
@@ -340,9 +339,9 @@ def kernel_sources(
         "ROWS_INT8": str(int(input_dtype == torch.int8)),
         "ACT_BF16": str(int(act_dtype == torch.bfloat16)),
     }
+    experts = numbers | {"GROUPS_PER_STEP": str(groups), **activation_defines(activation, clamp_limit)}
     if sent:
         numbers["SENT_ROWS"] = "1"
-    experts = numbers | {"GROUPS_PER_STEP": str(groups), **activation_defines(activation, clamp_limit)}
     sources = {"rows": jit.KernelSource(CUDA / "eight_bit_rows.cu", "eight_bit_rows", tuple(numbers.items()))}
     if not older:
         sources["experts"] = jit.KernelSource(CUDA / "eight_bit_sm90.cu", "eight_bit_experts", tuple(experts.items()))

@@ -119,7 +119,8 @@ class Dispatched:
 
     Attributes:
         rows: Standard `[num_recv, K]`; BatchedExperts `[El, capacity, K]`, or `[num_rows, K]` if batched by reference.
-        row_scales: f32 `[..., ceil(K / 128)]`, of int8 and e4m3 rows; None for rows of the activations' dtype.
+        row_scales: f32 `[..., 1]` or `[..., ceil(K / 128)]`, of int8 and e4m3 rows; None for rows of the activations'
+            dtype.
         expert_tokens_meta: how many rows each local expert has; always given with BatchedExperts.
         topk_ids: `[num_recv, topk]`, Standard only: global ids of the rows, -1 where the expert is not on this rank.
             None leaves this rank's own.
@@ -671,7 +672,7 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
 
     def takes_quantized_rows(self) -> bool:
         """Whether rows that were sent in `quant_config.input_dtype` may come as they were sent: int8 or e4m3 codes with
-        one f32 scale for every 128 columns (`row_scales`)."""
+        f32 scales (`row_scales`)."""
         return False
 
     @abstractmethod

@@ -36,7 +36,8 @@ BACKENDS = ("allgather_reducescatter", "all_to_all", "batched_all_to_all")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step of all ranks. `tokens` are dealt out over the ranks in turn; `routing` says how ids are drawn."""
+    """One step of all ranks. `tokens` are dealt out over the ranks in turn; `routing` says how ids are drawn; `whole`
+    rows have one scale, for experts that read codes."""
 
     tokens: tuple[int, ...] = (5, 0, 3, 4)
     num_experts: int = 10
@@ -47,6 +48,7 @@ class Case:
     placement: str = "linear"
     num_shared: int = 0
     code_dtype: torch.dtype | None = None
+    whole: bool = False
     on_input: bool = False
     capacity: int = 8
     ids_dtype: torch.dtype = torch.int32
@@ -163,11 +165,11 @@ def owner_of(setting: Setting, source: int, expert: int) -> int:
 
 
 def wire(case: Case, row: torch.Tensor) -> torch.Tensor:
-    """What arrives of a row: itself, or what codes with a scale for 128 columns leave of it."""
+    """What arrives of a row: itself, or what codes with a scale for 128 columns, or for all, leave of it."""
     if case.code_dtype is None:
         return row
     groups = []
-    for group in row.float().split(GROUP_SIZE):
+    for group in row.float().split(len(row) if case.whole else GROUP_SIZE):
         most = 127.0 if case.code_dtype == torch.int8 else 448.0
         scale = (group.abs().max() / most).clamp(min=torch.finfo(torch.float32).tiny)
         codes = (group / scale).clamp(-most, most)

@@ -17,13 +17,14 @@ import torch
 from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.dispatch.nvshmem import arena, high_throughput
-from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, OVERLAPPED_KERNELS, Block, Layout
+from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, OVERLAPPED_KERNELS, Block, Layout, kernel_source
 from moe_ep.dispatch.rank_group import Placement
 from moe_ep.dispatch.torch_distributed import owners_of
 from moe_ep.distributed.failure_detection import FailureDetector
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.kernels.align import sort_slots_by_expert
 from moe_ep.kernels.arrival import ArrivalParams
+from moe_ep.kernels.quantize import row_values
 from moe_ep.modular_kernel.contracts import Dispatched
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import (
@@ -50,8 +51,8 @@ THREADS = {"plan": 1024, **dict.fromkeys(("dispatch", "ids", "rows", "combine"),
 EXPERTS_THREADS = 64
 NUM_EXPERTS = 7
 _POISON = 0x7F
-# The combine of slots: the source of `combine`, built again.
-_SLOTS = "combine_slots"
+# The sources of `combine` and `dispatch`, built again: for slots, and for rows that experts read in 8 bits.
+_SLOTS, _CODES = "combine_slots", "dispatch_codes"
 
 
 def compile_prefill(
@@ -79,7 +80,25 @@ def compile_prefill(
             f"#define SLOTS 1\n#define high_throughput_combine high_throughput_{_SLOTS}\n"
             f'#include "high_throughput_combine.cu"\n'
         )
+    if code_dtype is not None:
+        threads[f"high_throughput_{_CODES}"] = THREADS["dispatch"]
+        redefined = dict(kernel_source(_CODES, layout_of(num_ranks, code_dtype, dtype), dtype).defines)
+        (folder / f"high_throughput_{_CODES}.cu").write_text(
+            "".join(f"#undef {name}\n#define {name} {redefined[name]}\n" for name in ("HIDDEN", "EIGHT_BIT", "INT8"))
+            + f'#define high_throughput_dispatch high_throughput_{_CODES}\n#include "high_throughput_dispatch.cu"\n'
+        )
     return compile_kernels(folder, threads, **defines)
+
+
+def layout_of(num_ranks: int, code_dtype: torch.dtype | None, dtype: torch.dtype, **more: Any) -> Layout:
+    return Layout(
+        num_ranks=num_ranks,
+        capacity=CAPACITY,
+        topk=TOPK,
+        code_dtype=code_dtype,
+        f32_results=dtype is torch.float16,
+        **{"hidden_size": HIDDEN, **more},
+    )
 
 
 class ExpertsParams(ctypes.Structure):
@@ -122,6 +141,7 @@ class Prefill(Session):
 
     Attributes:
         batches_in_flight: as of the backends.
+        reads_codes: experts read rows as they are sent in 8 bits.
         replays: as in CUDA graphs: hosts wait for no number of rows, and do not look whether something has failed.
         steps: of each rank, as far as they were dispatched.
         stalls: by rank and kernel, what the next launch of it comes behind.
@@ -142,17 +162,12 @@ class Prefill(Session):
         self.code_dtype, self.timeout_ns = code_dtype, timeout_ns
         self.num_sms, self.replays = self.random.choice([1, 2, 3]), self.random.random() < 0.5
         self.batches_in_flight = self.random.choice([1, 1, 2])
+        self.reads_codes = code_dtype is not None and self.random.random() < 0.5
         self._combines_at_once = self.random.choices([False, True], k=100)
-        self.layout = Layout(
-            num_ranks=num_ranks,
-            capacity=CAPACITY,
-            hidden_size=self.hidden_size,
-            topk=TOPK,
-            code_dtype=code_dtype,
-            f32_results=dtype is torch.float16,
-            batches_in_flight=self.batches_in_flight,
+        self.layout = layout_of(
+            num_ranks, code_dtype, dtype, hidden_size=self.hidden_size, batches_in_flight=self.batches_in_flight,
             overlaps=overlaps,
-        )
+        )  # fmt: skip
         self.memory = torch.full((num_ranks, self.layout.symmetric_bytes), _POISON, dtype=torch.uint8)
         for rank, memory in enumerate(self.memory):
             self.add_memory(rank, memory)
@@ -207,7 +222,7 @@ class Prefill(Session):
 
     def _launch(self, rank: int, name: str) -> Callable[..., None]:
         def launch(params: Any, grid: tuple[int, ...], threads: int, early: bool = False) -> None:
-            stall = self.stalls.pop((rank, name.removesuffix("_slots")), None)
+            stall = self.stalls.pop((rank, name.split("_")[0]), None)
             if stall is not None:
                 self.queue_host(rank, stall)
             self.queue_kernel(rank, f"high_throughput_{name}", params, grid[0], early=early)
@@ -225,6 +240,7 @@ class Prefill(Session):
             routing=self.random.choice(["random", "random", "masked", "any", "one_rank", "none"]),
             capacity=CAPACITY,
             code_dtype=self.code_dtype,
+            whole=self.reads_codes,
             seed=self.random.randrange(1000),
         )
 
@@ -271,8 +287,9 @@ class Prefill(Session):
 
     def _dispatch(self, rank: int, case: Case) -> Generator[None, None, tuple[Any, Step, Dispatched]]:
         backend, setting = self.backends[rank], make_setting(case, rank, self.num_ranks)
-        # Experts that read rows as they are sent.
-        config = FusedMoEQuantConfig(dispatch_dtype=self.code_dtype, input_dtype=self.code_dtype)
+        config = FusedMoEQuantConfig(
+            dispatch_dtype=self.code_dtype, input_dtype=self.code_dtype if self.reads_codes else None
+        )
         rows, routing, config = dispatch_args((*prepare_args(setting, "cpu")[:-1], config))
         routing.most_tokens = self.random.choice([None, max(case.tokens), CAPACITY])
         pending = backend.dispatch_async(rows, routing, config)
@@ -295,8 +312,10 @@ class Prefill(Session):
         kind = "contiguous" if leaves_slots else "noop"
 
         def experts() -> bool:
-            rows, _, _, ids, weights = as_tuple(received)
+            rows, scales, _, ids, weights = as_tuple(received)
             count = int((ids >= 0).any(dim=1).sum())
+            if scales is not None:
+                rows = row_values(rows, scales).to(self.dtype)
             arrived = (rows[:count], None, None, ids[:count], weights[:count])
             try:
                 assert len(rows) == (count if step.known_rows is None else step.known_rows)

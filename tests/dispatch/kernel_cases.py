@@ -70,6 +70,7 @@ def check_quantize(case: Case, device: str) -> None:
             rows[-1] *= 1e-35  # scales of few bits and, in f32, subnormal columns
         if not case.num_tokens:
             continue
+        check_whole_rows(rows, codes)
         empty = torch.zeros(
             (case.num_tokens, quantize.quantized_row_bytes(case.hidden_size)), dtype=torch.uint8, device=device
         )
@@ -83,6 +84,20 @@ def check_quantize(case: Case, device: str) -> None:
             for dequantize in (quantize.dequantize_rows_reference, quantize.triton_dequantize_rows):
                 found_back = dequantize(quantized, torch.empty_like(rows[: len(quantized)]), codes)
                 assert torch.equal(bits(found_back), bits(back[: len(quantized)]))
+
+
+def check_whole_rows(rows: torch.Tensor, codes: torch.dtype) -> None:
+    """One scale a row, in rows that are longer than they must be."""
+    num_tokens, hidden_size = rows.shape
+    empty = rows.new_zeros((num_tokens, quantize.quantized_row_bytes(hidden_size, True) + 32), dtype=torch.uint8)
+    expected = quantize.quantize_rows_reference(rows, empty.clone(), codes, True)
+    found = quantize.triton_quantize_rows(rows, empty.clone(), codes, True)
+    assert torch.equal(found, expected)
+    parts = quantize.split_rows(expected, hidden_size, codes, True)
+    assert parts[1].shape == (num_tokens, 1)
+    assert torch.equal(quantize.join_rows(*parts), expected[:, :-32])
+    back = quantize.dequantize_codes_reference(*parts, torch.empty_like(rows))
+    assert torch.equal(bits(quantize.triton_dequantize_codes(*parts, torch.empty_like(rows))), bits(back))
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

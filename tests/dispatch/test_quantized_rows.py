@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
-from moe_ep.kernels.quantize import quantize_rows, round_rows, row_values, split_rows
+from moe_ep.kernels.quantize import quantize_rows, round_rows, split_rows
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import OnlineFp8Config, OnlineIntConfig, relative_error
 from tests.dispatch.backend_cases import BACKENDS, Case, make_backend, make_setting, prepare_args
@@ -32,8 +32,8 @@ def check_codes(rank: int, world_size: int, cases: list[Case]) -> int:
     os.environ["MOE_EP_RANKS_PER_HOST"] = "2"
     for case in cases:
         setting = make_setting(case, rank, world_size)
-        wires = [quantize_rows(given.rows, case.code_dtype) for given in setting.inputs]
-        sent = [split_rows(wire, case.hidden_size, case.code_dtype) for wire in wires]
+        wires = [quantize_rows(given.rows, case.code_dtype, whole=True) for given in setting.inputs]
+        sent = [split_rows(wire, case.hidden_size, case.code_dtype, whole=True) for wire in wires]
         for name in OTHERS:
             *args, quant_config = prepare_args(setting, "cpu")
             backend: Any = make_backend(setting, name)
@@ -82,7 +82,7 @@ def check_layer(rank: int, world_size: int, backend: str, scheme: str) -> float:
     x, logits = make_inputs((3, 0, 5, 2)[rank], K, E, seed=rank)
     output, expected = layer(x, logits), torch.zeros_like(x)
     as_quantized = layer.quant_method.as_quantized
-    rows = row_values(*split_rows(quantize_rows(x, dtype), K, dtype))
+    rows = round_rows(x, dtype, K)
     for t, row in enumerate(rows):
         factors, chosen = logits[t].softmax(0).topk(TOP_K)
         for factor, index in zip(factors / factors.sum(), chosen.tolist(), strict=True):

@@ -97,7 +97,7 @@ def check(experts: WeightPair, counts: list[int], sent: bool = False) -> None:
     ids, K = ids_of(counts), experts.w13.num_columns
     tokens, scales = torch.randn(ids.size(0), K, device="cuda").to(experts.act_dtype), None
     if sent:
-        tokens, scales = split_rows(quantize_rows(tokens, experts.input_dtype), K, experts.input_dtype)
+        tokens, scales = split_rows(quantize_rows(tokens, experts.input_dtype, True), K, experts.input_dtype, True)
     output = slots_of(experts, tokens, ids, scales)
     assert torch.equal(output, slots_of(experts, tokens, ids, scales))
     assert not output[ids[:, 0] < 0].any()
@@ -170,9 +170,26 @@ def test_scales_of_mxfp4_differ_by_many_binades(sent: bool, shape: tuple[int, in
 def test_few_rows_that_were_sent_are_converted_back() -> None:
     experts = weights(4, (256, 128))
     ids = ids_of([2, 3, 0, 1])
-    codes, scales = split_rows(quantize_rows(torch.randn(ids.size(0), 256, device="cuda")), 256, FP8)
-    output = slots_of(experts, codes, ids, scales)
-    assert torch.equal(output, slots_of(experts, row_values(codes, scales).bfloat16(), ids))
+    for whole in (False, True):
+        rows = quantize_rows(torch.randn(ids.size(0), 256, device="cuda"), FP8, whole)
+        codes, scales = split_rows(rows, 256, FP8, whole)
+        output = slots_of(experts, codes, ids, scales)
+        assert torch.equal(output, slots_of(experts, row_values(codes, scales).bfloat16(), ids))
+
+
+@pytest.mark.usefixtures("any_rows")
+@every_pair
+def test_rows_have_the_same_bits_whether_they_were_sent(rows: torch.dtype, kind: WeightType) -> None:
+    """They are rounded by the same rule; those that come with a scale for every 128 columns are rounded again."""
+    experts = weights(4, (320, 192), 32, kind=kind, rows=rows)
+    ids = ids_of([33, 0, 300, 130])
+    tokens = torch.randn(ids.size(0), 320, device="cuda").bfloat16()
+    expected = slots_of(experts, tokens, ids)
+    whole = split_rows(quantize_rows(tokens, rows, True), 320, rows, True)
+    assert torch.equal(slots_of(experts, whole[0], ids, whole[1]), expected)
+    codes, scales = split_rows(quantize_rows(tokens, rows), 320, rows)
+    again = slots_of(experts, row_values(codes, scales).bfloat16(), ids)
+    assert torch.equal(slots_of(experts, codes, ids, scales), again)
 
 
 @pytest.mark.usefixtures("any_rows")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_ep.errors import DispatchTimeoutError
+from moe_ep.kernels.quantize import row_values
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import (
     CASES,
@@ -93,15 +94,18 @@ def check_grid(rank: int, world_size: int) -> int:
     for case in GRID:
         setting = make_setting(case, rank, world_size)
         backends = [make_backend(setting, name) for name in (NAME, "all_to_all")]
-        args = prepare_args(setting, "cuda")
-        for _ in range(3):
-            batches = [backend.prepare(*args) for backend in backends]
-            for index in (0, 3, 4):
-                assert torch.equal(batches[0][index], batches[1][index]), (index, case)
+        *args, quant_config = prepare_args(setting, "cuda")
+        for reads_codes in (False, case.code_dtype is not None, True):
+            asked = quant_config.with_input_dtype(case.code_dtype if reads_codes else None)
+            batches = [backend.prepare(*args, asked) for backend in backends]
+            assert (batches[0][1] is not None) == (reads_codes and case.code_dtype is not None)
             outputs = [torch.full_like(args[0], float("nan")) for _ in backends]
-            for backend, output, (rows, _, _, ids, weights) in zip(backends, outputs, batches, strict=True):
-                backend.finalize(output, rows * 3, weights, ids, False, TopKWeightAndReduceNoOP())
-            assert torch.equal(*outputs), case
+            given = []
+            for backend, output, (rows, scales, _, ids, weights) in zip(backends, outputs, batches, strict=True):
+                values = rows if scales is None else row_values(rows, scales).bfloat16()
+                given.append((values, ids, weights))
+                backend.finalize(output, values * 3, weights, ids, False, TopKWeightAndReduceNoOP())
+            assert all(map(torch.equal, *given)) and torch.equal(*outputs), case
         backends[0].check()
     return len(GRID)
 

@@ -60,7 +60,9 @@ def test_a_launch_computes_what_plain_torch_does(case: Case, tmp_path: Path) -> 
     ids = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)] + [-1] * 2)
     ids = ids[torch.randperm(len(ids), generator=rng)].view(-1, 1)
     tokens = (torch.randn(len(ids), K, generator=rng) * torch.rand(len(ids), 1, generator=rng)).bfloat16()
-    given, scales = (tokens, None) if not sent else split_rows(quantize_rows(tokens, rows_dtype), K, rows_dtype)
+    given, scales = tokens, None
+    if sent:
+        given, scales = split_rows(quantize_rows(tokens, rows_dtype, whole=True), K, rows_dtype, whole=True)
     output = torch.full((len(ids), K), float("nan"), dtype=torch.bfloat16)
     emulated = Emulated(tmp_path, pair, sent, older)
     emulated.run(output, given, sort_by_expert(ids, E), scales)

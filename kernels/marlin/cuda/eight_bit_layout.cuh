@@ -9,11 +9,6 @@
 #pragma once
 #include "params.cuh"
 
-// Whether the input's rows came in 8 bits, with a scale for every 128 columns instead of one a row.
-#ifndef SENT_ROWS
-#define SENT_ROWS 0
-#endif
-
 #ifndef TILE_TOKENS
 #define TILE_TOKENS 128
 #endif

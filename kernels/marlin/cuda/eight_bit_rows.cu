@@ -3,13 +3,18 @@
 //   scale[r] = max(max |x[r]| / kLargestCode, 2^-60);  codes[r, permuted k] = round(x[r, k] / scale[r])
 //
 // In: rows of 16-bit numbers, gathered by sorted ids. Out: codes and scales, laid out as eight_bit_layout.cuh says.
-// With SENT_ROWS rows come as codes with a scale for every 128 columns; both are copied, bit for bit, to their places.
+// With SENT_ROWS rows come as codes with one scale; both are copied, bit for bit, to their places.
 // A block quantizes a row at a time and reads it once: every thread keeps 32 columns in registers while the block finds
 // the largest magnitude. The host launches columns / 32 threads, rounded up to whole warps.
 //
 // Example (e4m3): a row of 1, 2, 3, ... 128: scale 128 / 448, codes of 3.5, 7, 10.5 (rounded to 10), ... 448.
 #include "eight_bit_layout.cuh"
 #include "number.cuh"
+
+// Whether the rows came in 8 bits.
+#ifndef SENT_ROWS
+#define SENT_ROWS 0
+#endif
 
 constexpr int kChunk = 16;  // columns that are read together
 constexpr int kChunks = 2;  // of a thread
@@ -18,7 +23,7 @@ constexpr int kMaxWarps = 32;
 struct RowsParams {
   ExpertsParams experts;
   u8* codes;      // [capacity, columns]
-  float* scales;  // [capacity], or [ceil(columns / 128), capacity] with SENT_ROWS
+  float* scales;  // [capacity]
   // Of SENT_ROWS: codes are at gemm[0].input; strides of rows, in bytes and in floats.
   const float* sent_scales;
   i64 sent_stride, sent_scale_stride;
@@ -58,11 +63,11 @@ DEVICE uint4 in_packed_order(const u32* words) {
                     permute_bytes(words[1], words[3], 0x5140), permute_bytes(words[1], words[3], 0x7362));
 }
 
-// A block copies row `row_id`, number `row` of its expert, whose rows begin at `start`.
-DEVICE void copy_sent_row(const RowsParams& params, i64 row_id, int start, int row) {
+// A block copies row `row_id`.
+DEVICE void copy_sent_row(const RowsParams& params, i64 row_id, i64 row) {
   int columns = params.experts.gemm[0].columns, thread = threadIdx.x, threads = blockDim.x;
   const u8* from = reinterpret_cast<const u8*>(params.experts.gemm[0].input) + row_id * params.sent_stride;
-  u8* to = params.codes + (start + row) * (i64)columns;
+  u8* to = params.codes + row * columns;
   bool aligned = reinterpret_cast<u64>(from) % 16 == 0;
   for (int first = thread * kChunk; first < columns; first += threads * kChunk) {
     u32 words[4];
@@ -74,11 +79,7 @@ DEVICE void copy_sent_row(const RowsParams& params, i64 row_id, int start, int r
     }
     *reinterpret_cast<uint4*>(to + first) = in_packed_order(words);
   }
-  int groups = (columns + kGroupColumns - 1) / kGroupColumns;
-  for (int group = thread; group < groups; group += threads) {
-    params.scales[group * (i64)params.capacity + start + scale_place(row)] =
-        params.sent_scales[row_id * params.sent_scale_stride + group];
-  }
+  if (thread == 0) params.scales[row] = params.sent_scales[row_id * params.sent_scale_stride];
 }
 
 // A block quantizes a row; `largest_of` has room for a number a warp, which other rows do not use until two further on.
@@ -126,12 +127,12 @@ extern "C" __global__ void eight_bit_rows(const __grid_constant__ RowsParams par
   int total = tables.firsts[p.num_experts], parity = 0;
   for (int place = blockIdx.x; place < total; place += gridDim.x, parity ^= 1) {
     int expert = find_expert(tables.firsts, p.num_experts, 1, place);
-    int start = tables.starts[expert], row = place - tables.firsts[expert];
+    int row = tables.starts[expert] + place - tables.firsts[expert];
     i64 row_id = p.row_ids[place] / p.ids_divisor;
     if constexpr (SENT_ROWS) {
-      copy_sent_row(params, row_id, start, row);
+      copy_sent_row(params, row_id, row);
     } else {
-      quantize_row(params, row_id, start + row, largest_of[parity]);
+      quantize_row(params, row_id, row, largest_of[parity]);
     }
   }
 }

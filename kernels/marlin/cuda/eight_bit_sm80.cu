@@ -66,9 +66,8 @@ DEVICE void load_stage(const EightBitParams& params, const TileSlice& g, int fir
                   codes + token * (i64)gemm.columns + (valid ? chunk * kChunkBytes : 0), valid * kChunkBytes);
   }
   if constexpr (kTokenScales[PHASE]) {
-    const float* all = PHASE == 0 ? params.row_scales : params.hidden_scales;
     int num_scales = (g.tokens + kStartMultiple - 1) / kStartMultiple * kStartMultiple;
-    copy_run(stage + kTokenScalesPlace, reinterpret_cast<const u8*>(all + step * (i64)params.capacity + first_row),
+    copy_run(stage + kTokenScalesPlace, reinterpret_cast<const u8*>(params.hidden_scales + step * (i64)params.capacity + first_row),
              num_scales * 4);
   }
 }

@@ -6,8 +6,7 @@
 // ROWS_INT8 1: int8 rows x uint4, uint4b8 or uint8b128 weights, sums in int32. 0: e4m3 rows x e4m3, uint4, uint4b8 or
 // mxfp4 weights, sums in f32.
 // In:  packed weights (repack.py) with scales of GROUPS_PER_STEP groups every 128 columns, or one a row (0);
-//      x as codes with one scale a row, or with SENT_ROWS every 128 columns (eight_bit_rows.cu). Between: hidden as
-//      codes with one scale every 128 columns.
+//      x as codes with one scale a row (eight_bit_rows.cu). Between: hidden as codes with one scale every 128 columns.
 // Out: rows of sorted ids (params.py), unweighted, 16 bits.
 // Warp roles (12 warps):  0-7 two consumer warpgroups: 128 weight rows x up to 128 tokens each; widen, wgmma, promote,
 //                         epilogue;  8 claims tiles and streams weights;  9 streams tokens;  10, 11 give their registers.
@@ -150,9 +149,7 @@ DEVICE void run_token_thread(const EightBitParams& params, const Tables& tables,
   }
   int row = tables.starts[g.expert] + g.first_token;
   int boxes = (g.tokens + kBoxTokens - 1) / kBoxTokens;
-  const float* all_scales = SENT_ROWS && g.phase == 0 ? params.row_scales : params.hidden_scales;
-  int scale_bytes =
-      SENT_ROWS || g.phase == 1 ? (g.tokens + kStartMultiple - 1) / kStartMultiple * kStartMultiple * 4 : 0;
+  int scale_bytes = g.phase == 1 ? (g.tokens + kStartMultiple - 1) / kStartMultiple * kStartMultiple * 4 : 0;
   u64 policy = policy_evict_normal();
   for (int step = 0; step < steps_of(p, g.phase); step++) {
     ring.wait_empty();
@@ -162,7 +159,7 @@ DEVICE void run_token_thread(const EightBitParams& params, const Tables& tables,
       tensor_copy(to, &params.tokens[g.phase], step * kGroupColumns, row + i * kBoxTokens, ring.full(shared));
     }
     if (scale_bytes > 0) {
-      const float* scales = all_scales + step * (i64)params.capacity + row;
+      const float* scales = params.hidden_scales + step * (i64)params.capacity + row;
       bulk_copy(ring.place() + kTokenScalesPlace, scales, scale_bytes, ring.full(shared), policy);
     }
     ring.advance();
@@ -353,7 +350,7 @@ DEVICE void fetch_of_token(const EightBitParams& params, const Tables& tables, S
                            int parity) {
   const ExpertsParams& p = params.experts;
   int token = threadIdx.x % 128;
-  if (token >= g.tokens || (SENT_ROWS && kPhase == 0)) return;
+  if (token >= g.tokens) return;
   const void* from = kPhase == 0 ? (const void*)(params.row_scales + tables.starts[g.expert] + g.first_token + token)
                                  : (const void*)(p.row_ids + tables.firsts[g.expert] + g.first_token + token);
   copy_async_4(shared_address(&shared.of_token[parity][threadIdx.x / 128][token]), from);

@@ -33,8 +33,8 @@ constexpr bool kGrouped = GROUPS_PER_STEP > 0;
 constexpr int kGroups = kGrouped ? GROUPS_PER_STEP : 1;     // of a step
 constexpr int kProductGroups = kFoldsScales ? 1 : kGroups;  // of a step, each promoted on its own
 constexpr int kBlockColumns = 32;                           // of a product of the tensor cores
-// Whether tokens have a scale for every 128 columns in w13 (SENT_ROWS) and in w2.
-constexpr bool kTokenScales[2] = {SENT_ROWS != 0, true};
+// Whether tokens have a scale for every 128 columns, as in w2: those of w13 have one a row.
+constexpr bool kTokenScales[2] = {false, true};
 
 // e4m3 weights are operands as they are: wgmma takes them from shared memory, where each half of a tile's rows lies in
 // blocks of 32 columns.
@@ -54,7 +54,7 @@ struct EightBitParams {
   TensorMap tokens[2];   // codes of the input, codes of hidden; of sm_90 alone
   TensorMap weights[2];  // codes of w13 and w2, where kFromShared
   ExpertsParams experts;
-  const float* row_scales;  // [capacity], of the input; with SENT_ROWS as hidden_scales
+  const float* row_scales;  // [capacity], of the input
   u8* hidden;               // [capacity, columns of w2]
   float* hidden_scales;     // [ceil(columns of w2 / 128), capacity]
   int capacity;             // rows
@@ -226,7 +226,7 @@ DEVICE void activate_sums(const EightBitParams& params, const TileSlice& g, cons
     }
 #pragma unroll
     for (int j = 0; j < kTokens / 8; j++) {
-      float2 scale = SENT_ROWS ? make_float2(1.0f, 1.0f) : scales[4 * j];
+      float2 scale = scales[4 * j];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float token = i ? scale.y : scale.x;
@@ -283,7 +283,7 @@ DEVICE void find_scales(const EightBitParams& params, Largest& largest_of, const
   named_barrier<1, kConsumerThreads>();
 }
 
-// Activates, rounds and stores a tile of hidden; row_scales: of its input rows, without SENT_ROWS.
+// Activates, rounds and stores a tile of hidden; row_scales: of its input rows.
 template <int kTokens>
 DEVICE void store_hidden(const EightBitParams& params, const Tables& tables, Largest& largest_of, const TileSlice& g,
                          const u32* row_scales, SumsOf<kTokens>& sums) {
