@@ -136,7 +136,10 @@ def test_rows_are_rounded_where_that_is_faster() -> None:
 @pytest.mark.usefixtures("on_hopper")
 def test_the_rule_takes_8_bit_rows_where_the_measured_table_has_them_faster() -> None:
     """Every row of the table that its documentation shows; the rule names no shape."""
-    sizes = {"deepseek-v3": (32, 7168, 2048), "qwen3-235b": (16, 4096, 1536)}
+    sizes = {
+        "deepseek-v3": (32, 7168, 2048), "qwen3-235b": (16, 4096, 1536), "kimi-k2": (48, 7168, 2048),
+        "deepseek-v4-flash": (32, 4096, 2048),
+    }  # fmt: skip
     rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
     assert rows
     for row in rows:

@@ -67,7 +67,8 @@ DEVICE void load_stage(const EightBitParams& params, const TileSlice& g, int fir
   }
   if constexpr (kTokenScales[PHASE]) {
     int num_scales = (g.tokens + kStartMultiple - 1) / kStartMultiple * kStartMultiple;
-    copy_run(stage + kTokenScalesPlace, reinterpret_cast<const u8*>(params.hidden_scales + step * (i64)params.capacity + first_row),
+    copy_run(stage + kTokenScalesPlace,
+             reinterpret_cast<const u8*>(params.hidden_scales + step * (i64)params.capacity + first_row),
              num_scales * 4);
   }
 }
