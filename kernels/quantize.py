@@ -29,6 +29,8 @@ E4M3_MAX = 448.0
 INT8_MAX = 127.0
 # The smallest normal f32. A group of zeros has this scale, to avoid a division by zero.
 TINY_SCALE = torch.finfo(torch.float32).tiny
+# The least scale of rows that experts multiply as codes, of which products with weights' scales stay normal numbers.
+LEAST_SCALE = 2.0**-60
 
 
 def scale_offset(hidden_size: int) -> int:
@@ -59,7 +61,7 @@ def quantize_rows(
 
     Args:
         dtype: of the codes, torch.float8_e4m3fn or torch.int8.
-        whole: one scale a row.
+        whole: one scale a row; values are those of `round_rows`.
         out: where they are written, if rows are longer.
 
     Raises:
@@ -125,10 +127,6 @@ def row_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.float() * scales
 
 
-# The least scale of rows that experts round themselves, of which products with weights' scales stay normal numbers.
-_LEAST_SCALE = 2.0**-60
-
-
 def round_rows(rows: torch.Tensor, dtype: torch.dtype, group_columns: int = GROUP_SIZE) -> torch.Tensor:
     """Rows `[n, K]` as experts read them where they round them to int8 or e4m3 (`input_dtype`): f32.
 
@@ -144,7 +142,7 @@ def round_rows(rows: torch.Tensor, dtype: torch.dtype, group_columns: int = GROU
     largest = groups.abs().amax(dim=2, keepdim=True)
     # A tensor as the divisor: torch on CUDA multiplies by the reciprocal of a number.
     most = torch.full_like(largest, INT8_MAX if dtype == torch.int8 else E4M3_MAX)
-    scales = (largest / most).clamp(min=_LEAST_SCALE)
+    scales = (largest / most).clamp(min=LEAST_SCALE)
     codes = groups / scales
     codes = codes.round() if dtype == torch.int8 else codes.to(dtype).float()
     return (codes * scales).view(num_rows, num_groups * group_columns)[:, :num_columns]
@@ -164,7 +162,8 @@ def quantize_rows_reference(
     is_int8 = dtype == torch.int8
     largest = magnitudes.amax(dim=2) if is_int8 else torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(dim=2)
     # The divisor is a tensor, since torch on CUDA multiplies by the reciprocal of a scalar, which rounds differently.
-    scales = (largest / torch.full_like(largest, INT8_MAX if is_int8 else E4M3_MAX)).clamp(min=TINY_SCALE)
+    scales = largest / torch.full_like(largest, INT8_MAX if is_int8 else E4M3_MAX)
+    scales = scales.clamp(min=LEAST_SCALE if whole else TINY_SCALE)
     quotients = groups / scales[:, :, None]
     if is_int8:
         scales = torch.where(scales.isnan(), float("nan"), scales)  # the same bits of NaN on every machine
@@ -382,8 +381,8 @@ def triton_quantize_rows(
     quantize_kernel[(num_tokens, cdiv(num_groups, block_groups))](
         rows, quantized, quantized[:, start:].view(torch.float32),
         hidden_size, num_groups, rows.stride(0), quantized.stride(0), quantized.stride(0) // 4,
-        TINY=TINY_SCALE, GROUP=group_size, BLOCK_GROUPS=block_groups, INT8=is_int8, HAS_E4M3=_has_e4m3(rows.device),
-        CORRECTIONS=corrections,
+        TINY=LEAST_SCALE if whole else TINY_SCALE, GROUP=group_size, BLOCK_GROUPS=block_groups, INT8=is_int8,
+        HAS_E4M3=_has_e4m3(rows.device), CORRECTIONS=corrections,
         num_warps=min(max(1, block // _WARP_COLUMNS), _MOST_WARPS),
     )  # fmt: skip
     return quantized

@@ -20,7 +20,7 @@ from moe_ep.kernels.marlin.params import Rows
 from moe_ep.kernels.marlin.plain import TOLERANCES
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.kernels.marlin.weights import WeightPair
-from moe_ep.kernels.quantize import round_rows
+from moe_ep.kernels.quantize import quantize_rows, round_rows, row_values, split_rows
 from moe_ep.layer.methods.base import relative_error
 from moe_ep.scalar_type import scalar_types
 from tests.kernels.marlin_cases import E, arguments, make, moe_config
@@ -58,6 +58,14 @@ def test_a_row_is_a_scale_and_codes() -> None:
     hidden = torch.cat([torch.full((1, 128), 1.0), torch.full((1, 128), 2.0**-24)], dim=1)
     assert torch.equal(round_rows(hidden, FP8), hidden)
     assert not round_rows(hidden, FP8, 256)[0, 128:].any()  # too small beside the rest of the row
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+def test_a_row_that_is_sent_is_rounded_as_experts_round_it(dtype: torch.dtype) -> None:
+    rows = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 20, 5)[:, None]
+    rows[3] = 0.0
+    parts = split_rows(quantize_rows(rows, dtype, whole=True), 300, dtype, whole=True)
+    assert torch.equal(row_values(*parts), round_rows(rows, dtype, 300))
 
 
 def test_results_are_those_of_rounded_rows() -> None:
