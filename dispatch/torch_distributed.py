@@ -110,8 +110,8 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         ValueError: a group whose size is not ep_size, or num_local_experts that does not fit the placement.
     """
 
-    # Whether rows of 8 bits can be handed over as they were sent.
-    keeps_codes: ClassVar[bool] = True
+    # Whether `pass_on` takes rows of 8 bits.
+    passes_codes: ClassVar[bool] = True
 
     def __init__(
         self,

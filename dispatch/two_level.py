@@ -210,7 +210,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
                 hidden_states, routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input,
                 routing.num_experts, self._capacity,
             )  # fmt: skip
-        if not self.within.keeps_codes:
+        if not self.within.passes_codes:
             quant_config = quant_config.with_input_dtype(None)
         across = self.across.dispatch(hidden_states, replace(routing, expert_map=None), quant_config)
         on_host = Routing(

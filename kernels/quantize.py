@@ -120,8 +120,20 @@ def join_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return quantized
 
 
+def check_row_scales(codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Raises ValueError for scales that do not belong to codes `[..., K]`."""
+    *rows, hidden_size = codes.shape
+    fit = [(*rows, number) for number in (1, -(-hidden_size // GROUP_SIZE))]
+    if tuple(scales.shape) not in fit or scales.dtype != torch.float32:
+        raise ValueError(
+            f"a1q_scale is {tuple(scales.shape)} of {scales.dtype} beside rows of {tuple(codes.shape)}; it must be "
+            f"torch.float32 of {fit[0]} (one scale a row) or {fit[1]} (one for every {GROUP_SIZE} columns)"
+        )
+
+
 def row_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The f32 values of codes `[..., K]` and scales as of `split_rows`."""
+    """The f32 values of codes `[..., K]` and scales as of `split_rows`; ValueError as `check_row_scales`."""
+    check_row_scales(codes, scales)
     if scales.size(-1) > 1:
         scales = scales.repeat_interleave(GROUP_SIZE, dim=-1)[..., : codes.size(-1)]
     return codes.float() * scales

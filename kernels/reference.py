@@ -121,8 +121,8 @@ def compute_rows(
     scale each, the activation's output with one for every 128 columns, as the kernels quantize them.
 
     Args:
-        scales: f32 `[n, ceil(K / 128)]` of rows that came in int8 or e4m3, which are computed as they came. Of rows in
-            other dtypes they say nothing.
+        scales: f32 `[n, 1]` or `[n, ceil(K / 128)]` of rows that came in int8 or e4m3, which are computed as they came.
+            Of rows in other dtypes they say nothing.
         weight: returns f32 `[out, in]` of w13 (0) and w2 (1).
         activate: the activation, of `[n, 2N]`, or `[n, N]` if it is ungated.
     """

@@ -446,7 +446,7 @@ class FusedMoEQuantConfig:
         g1_alphas, g2_alphas: global scales per expert, f32 `[El]` (or `[El, 2]` for w13).
         a1_scale, a2_scale: static activation scales.
         dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn or
-            torch.int8 (with one f32 scale per 128 columns).
+            torch.int8 (with one f32 scale per 128 columns, or per row where input_dtype is the same).
         input_dtype: torch.int8 or torch.float8_e4m3fn if experts round rows to it: always on CPUs, on GPUs where that
             is faster. None: rows are not rounded.
         faster_rows_only: on GPUs, of input_dtype only what was measured to be faster there: nothing else is taken for

@@ -232,8 +232,8 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     MAX_RANKS: ClassVar[int]
     LAYOUT: ClassVar[type[BufferLayout]]
     hidden_size_multiple = 16
-    # Kernels convert rows of 8 bits as they arrive.
-    keeps_codes = False
+    # Kernels are made for one dtype of rows, which a level across hosts may not keep to.
+    passes_codes = False
     _recoveries = 0
     memory: SymmetricBuffers
     layout: BufferLayout

@@ -2,9 +2,9 @@
 
 Rows go straight to where the experts read them, in the order and with the ids of `all_to_all`, so 16-bit rows are not
 copied after they arrived, nor are those that experts read in 8 bits, which are quantized before; other 8-bit rows are
-made and converted on their way, and results are added up on the token's rank as they arrive. To place them, a separate
-kernel first exchanges row counts. This saves a pass over memory and flow control, and costs symmetric memory for the
-most rows that can arrive, R * max_num_tokens. All layers of one shape share that memory, with room for
+quantized and converted on their way, and results are added up on the token's rank as they arrive. To place them, a
+separate kernel first exchanges row counts. This saves a pass over memory and flow control, and costs symmetric memory
+for the most rows that can arrive, R * max_num_tokens. All layers of one shape share that memory, with room for
 `batches_in_flight` between dispatch and combine.
 
 With overlap=True ids are sent first, and rows while the experts that wait for them run; results leave while the last
@@ -77,7 +77,7 @@ class Layout(BufferLayout):
     def kernels(self) -> tuple[str, ...]:
         if self.overlaps:
             return OVERLAPPED_KERNELS
-        more = ((_SLOTS, self.sums_slots), (_CODES, self.is_quantized))
+        more = ((_SLOTS, self.sums_slots), (_CODES, self.keeps_codes))
         return (*KERNELS, *(name for name, is_used in more if is_used))
 
     def sources(self, dtype: torch.dtype) -> dict[str, jit.KernelSource]:
@@ -112,21 +112,14 @@ class Layout(BufferLayout):
         return align(columns + 8 * self.topk, _LINK_LINE_BYTES) if self.takes_rows else columns
 
     @property
+    def keeps_codes(self) -> bool:
+        """Whether rows may be handed over in 8 bits, as they were sent: of ranks whose memory is in reach."""
+        return self.is_quantized and not self.device_api
+
+    @property
     def code_row_bytes(self) -> int:
-        """Bytes of a row that experts read in 8 bits; where rows are put, its ids and weights follow on the wire."""
-        return align(quantized_row_bytes(self.hidden_size, True), _LINK_LINE_BYTES)
-
-    @property
-    def moved_row_bytes(self) -> int:
-        """Bytes of the largest row on the wire."""
-        if not (self.is_quantized and self.device_api):
-            return self.row_bytes
-        return max(self.row_bytes, align(self.code_row_bytes + 8 * self.topk, _LINK_LINE_BYTES))
-
-    @property
-    def taken_row_bytes(self) -> int:
-        """Bytes of the largest row that was copied out of symmetric memory."""
-        return max(2 * self.hidden_size, self.code_row_bytes if self.is_quantized else 0)
+        """Bytes of a row that is handed over in 8 bits, on the wire and behind it; at most row_bytes."""
+        return align(quantized_row_bytes(self.hidden_size, whole=True), _LINK_LINE_BYTES)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -137,9 +130,9 @@ class Layout(BufferLayout):
             "result_flags": _FLAG_BYTES * self.max_results * (-(-self.hidden_size // _PART) if self.sums_slots else 1),
             "ids": 4 * self.topk * self.max_rows,
             "weights": 4 * self.topk * self.max_rows,
-            "rows": self.moved_row_bytes * self.max_rows,
+            "rows": self.row_bytes * self.max_rows,
             "results": self.result_bytes * self.max_results,
-            "staged_rows": self.moved_row_bytes * self.capacity if self.device_api else 0,
+            "staged_rows": self.row_bytes * self.capacity if self.device_api else 0,
             "staged_results": self.result_bytes * self.max_rows if self.device_api else 0,
             **({"source_flags": _FLAG_BYTES * self.num_ranks} if self.overlaps else {}),
         }
@@ -147,7 +140,7 @@ class Layout(BufferLayout):
     @property
     def plain_bytes(self) -> int:
         """Bytes of plain device memory beside it: slots, and rows if they do not stay where they arrive."""
-        rows = self.taken_row_bytes * self.max_rows if self.takes_rows else 0
+        rows = 2 * self.hidden_size * self.max_rows if self.takes_rows else 0
         return self.batches_in_flight * (rows + 4 * self.capacity * self.num_ranks)
 
 
@@ -250,14 +243,15 @@ class BatchParts:
         self._params: dict[str, Any] = {}
         self.arriving = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arriving = self.arriving.numpy()
-        rows = block.part(index, "rows")
-        taken = rows
+        memory = block.part(index, "rows")
         if layout.takes_rows:
-            taken = torch.empty(layout.max_rows * layout.taken_row_bytes, dtype=torch.uint8, device=device)
-        self.rows = _as_rows(taken, layout.max_rows, 2 * layout.hidden_size).view(in_dtype)
+            self.rows = torch.empty((layout.max_rows, layout.hidden_size), dtype=in_dtype, device=device)
+        else:
+            self.rows = memory.view(in_dtype).view(layout.max_rows, layout.hidden_size)
         self.codes: torch.Tensor | None = None
-        if layout.is_quantized:
-            self.codes = _as_rows(taken if layout.device_api else rows, layout.max_rows, layout.code_row_bytes)
+        if layout.keeps_codes:
+            num_bytes = layout.max_rows * layout.code_row_bytes
+            self.codes = memory[:num_bytes].view(layout.max_rows, layout.code_row_bytes)
         self.ids = block.part(index, "ids").view(torch.int32).view(layout.max_rows, layout.topk)
         self.weights = block.part(index, "weights").view(torch.float32).view(layout.max_rows, layout.topk)
         self.expert_flags: torch.Tensor | None = None
@@ -317,11 +311,6 @@ def common_type(num_ranks: int) -> Any:
         ("pes", ctypes.c_int * num_ranks),
         anonymous=("limits",),
     )
-
-
-def _as_rows(memory: torch.Tensor, num_rows: int, row_bytes: int) -> torch.Tensor:
-    """The beginning of memory as uint8 `[num_rows, row_bytes]`."""
-    return memory[: num_rows * row_bytes].view(num_rows, row_bytes)
 
 
 class _Sent(NamedTuple):
@@ -502,10 +491,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
                 self._launch("ids", parts, tensors, [num_ids, num_tokens, most_rows])
             else:
                 tensors = [moved, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, arrived]
-                senders = senders_of(layout, self.num_sms, codes is not None)
-                self._launch(
-                    "dispatch" if codes is None else _CODES, parts, tensors, [num_ids, num_tokens, most_rows, *senders]
-                )
+                senders = senders_of(layout, self.num_sms)
+                name = "dispatch" if codes is None else _CODES
+                self._launch(name, parts, tensors, [num_ids, num_tokens, most_rows, *senders])
         arrival = self._arrival(parts, batch) if layout.overlaps else None
 
         def receive() -> Dispatched:
@@ -602,19 +590,16 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
 
 
 @functools.cache
-def senders_of(layout: Layout, num_sms: int, codes: bool = False) -> tuple[int, int]:
+def senders_of(layout: Layout, num_sms: int) -> tuple[int, int]:
     """Blocks of a dispatch that send, and warps of each that do, where others take what arrives.
 
     Half of every block's warps do, and one releases flags beside them. Where few SMs make 8-bit rows, stores at home
     would queue behind those to busy links, so almost all warps of some blocks send and the other blocks take, in shares
     of what each stores if tokens go to any experts.
 
-    Args:
-        codes: rows are sent that experts read in 8 bits.
-
     Example: 24 SMs, K=7168, top-8: of 8 ranks 10 blocks send, of 4 ranks 12.
     """
-    if codes or not layout.is_quantized or layout.device_api or num_sms > _FEW_SMS:
+    if not layout.is_quantized or layout.device_api or num_sms > _FEW_SMS:
         return num_sms, WARPS // 2
     plain, others = 2 * layout.hidden_size, layout.num_ranks - 1
     to_a_rank = 1 - (others / layout.num_ranks) ** layout.topk

@@ -40,6 +40,7 @@ from moe_ep.kernels.marlin.compute import (
 from moe_ep.kernels.marlin.repack import has_all_groups, not_packed_reason, pack_experts
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, check_input_dtype, weight_type
 from moe_ep.kernels.marlin.weights import WeightPair
+from moe_ep.kernels.quantize import check_row_scales
 from moe_ep.modular_kernel.contracts import Compilation, ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.quantization.input_rows import dtype_name
@@ -221,6 +222,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
                 f"a1q_scale comes with rows of {rows.dtype}; these experts take rows of their input_dtype "
                 f"({self.quant_config.input_dtype}), on a GPU not in batches: dequantize them before"
             )
+        check_row_scales(rows, scales)
         return rows, self.moe_config.in_dtype
 
     def _output_dtype(self, step: Step, act_dtype: torch.dtype) -> torch.dtype:

@@ -135,6 +135,11 @@ def test_rows_that_come_quantized_are_computed_as_they_came(dtype: torch.dtype, 
         batched, rows[0], more["w1"], more["w2"], *weights, SILU, E, None, rows[1], None, *scratch, meta, False
     )
     assert relative_error(batched, every) < 0.005
+    for wrong in (scales[:, :2], scales[1:], scales.double()):
+        with pytest.raises(ValueError, match=r"a1q_scale is .* beside rows of .*; it must be torch.float32 of"):
+            made.apply(
+                output, codes, more["w1"], more["w2"], *weights, SILU, E, None, wrong, None, *scratch, None, False
+            )
     with pytest.raises(ValueError, match="a1q_scale .*torch.uint8"):
         wrong = codes.view(torch.uint8)
         made.apply(output, wrong, more["w1"], more["w2"], *weights, SILU, E, None, scales, None, *scratch, None, False)

@@ -65,7 +65,7 @@ DEVICE void load_stage(const EightBitParams& params, const TileSlice& g, int fir
     copy_async_16(stage + kTokensPlace + token * kGroupColumns + (chunk ^ token % 8) * kChunkBytes,
                   codes + token * (i64)gemm.columns + (valid ? chunk * kChunkBytes : 0), valid * kChunkBytes);
   }
-  if constexpr (kTokenScales[PHASE]) {
+  if constexpr (PHASE == 1) {
     int num_scales = (g.tokens + kStartMultiple - 1) / kStartMultiple * kStartMultiple;
     copy_run(stage + kTokenScalesPlace,
              reinterpret_cast<const u8*>(params.hidden_scales + step * (i64)params.capacity + first_row),

@@ -375,7 +375,7 @@ DEVICE void run_tile(const EightBitParams& params, const Tables& tables, Shared&
   const ExpertsParams& p = params.experts;
   SumsOf<kTokens> sums;
   fetch_of_token<kPhase>(params, tables, shared, g, parity);
-  if constexpr (!kTokenScales[kPhase] && ROWS_INT8 && !kGrouped) {
+  if constexpr (kPhase == 0 && ROWS_INT8 && !kGrouped) {
     multiply_tile_exactly<kTokens>(sums, steps_of(p, kPhase), ring);
   } else {
     multiply_tile<kTokens, kPhase>(sums, steps_of(p, kPhase), p.gemm[kPhase].groups, ring);

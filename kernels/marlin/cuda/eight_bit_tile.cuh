@@ -5,7 +5,7 @@
 // each, as two times 16. Of the weights a lane has rows g and g + 8, columns 4 t to 4 t + 3, then the same 16 columns
 // further on; its sums lie as in wgmma.cuh.
 // Promotion: the tensor cores add up the products of one group of columns, or of a step if scales are folded into the
-// operands (mxfp4); the sum, times the scales of its weight row (mxfp4: the largest of the step's) and (kTokenScales) of
+// operands (mxfp4); the sum, times the scales of its weight row (mxfp4: the largest of the step's) and (w2) of
 // its token, is added to an f32 sum.
 // Epilogue of w13: gate and up rows alternate, so 256 rows make 128 columns of hidden, one scale group of every token.
 #pragma once
@@ -33,8 +33,6 @@ constexpr bool kGrouped = GROUPS_PER_STEP > 0;
 constexpr int kGroups = kGrouped ? GROUPS_PER_STEP : 1;     // of a step
 constexpr int kProductGroups = kFoldsScales ? 1 : kGroups;  // of a step, each promoted on its own
 constexpr int kBlockColumns = 32;                           // of a product of the tensor cores
-// Whether tokens have a scale for every 128 columns, as in w2: those of w13 have one a row.
-constexpr bool kTokenScales[2] = {false, true};
 
 // e4m3 weights are operands as they are: wgmma takes them from shared memory, where each half of a tile's rows lies in
 // blocks of 32 columns.
@@ -177,11 +175,11 @@ DEVICE void promote(float* sums, const Sum* part, float low, float high, u32 tok
 #pragma unroll
   for (int j = 0; j < kTokens / 16; j++) {
     float token[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-    if constexpr (kTokenScales[kPhase]) load_shared(token, token_scales + 64 * j);
+    if constexpr (kPhase == 1) load_shared(token, token_scales + 64 * j);
 #pragma unroll
     for (int i = 8 * j; i < 8 * j + 8; i++) {
       float scale = kGrouped ? (i % 4 < 2 ? low : high) : 1.0f;
-      if constexpr (kTokenScales[kPhase]) scale *= token[i % 8 / 4 * 2 + i % 2];
+      if constexpr (kPhase == 1) scale *= token[i % 8 / 4 * 2 + i % 2];
       sums[i] = fmaf((float)part[i], scale, sums[i]);
     }
   }
