@@ -71,6 +71,7 @@ WEIGHTS = {
     "uint4": ("uint4", 128),
     "int8": ("uint8b128", 128),
     "fp8": ("float8_e4m3fn", 128),
+    "fp8-channel": ("float8_e4m3fn", -1),
     "mxfp8": ("float8_e4m3fn", 32),
     "mxfp4": ("float4_e2m1f", 32),
     "nvfp4": ("float4_e2m1f", 16),

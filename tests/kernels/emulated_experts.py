@@ -39,24 +39,24 @@ BODIES = {
             " : emulated::to_e4m3(low) | emulated::to_e4m3(high) << 8;"
         ),
     },
+    "eight_bit_rows.cu": {"u32 larger_pair(u32 a, u32 b)": "return emulated::larger(a, b);"},
     "eight_bit_widen.cuh": {
         "u32 flip_and_mask(u32 word, u32 flips, u32 mask)": "return (word ^ flips) & mask;",
-        "u32 larger_pair(u32 a, u32 b)": "return emulated::larger(a, b);",
-        "u32 add_with_least(u32 a, u32 b, u32 least)": (
-            "return emulated::larger(((a & 0xffff) + b & 0xffff) | (a >> 16) + (b >> 16) << 16, least);"
-        ),
+        "u32 add_relu(u32 a, u32 b)": "return emulated::add_relu(a, b);",
         "u32 mul_f16_low(u32 a, u32 b)": "return emulated::mul_f16(a, b & 0xffff);",
         "u32 mul_f16_high(u32 a, u32 b)": "return emulated::mul_f16(a, b >> 16);",
     },
 }
 _STANDS_FOR = ("ptx.cuh", "number.cuh", "mma.cuh", "wgmma.cuh")
 _WGMMA = """constexpr bool kIsE5m2 = emulated::is_e5m2(WGMMA_TYPES);
-template <int kTokens, bool kAdd>
-DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b) {
-  emulated_wgmma<kTokens, kAdd, kIsE5m2>(d, emulated::rows_of_lane(a), b);
+template <int kTokens>
+DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b, int adds) {
+  emulated_wgmma<kTokens, kIsE5m2>(d, emulated::rows_of_lane(a), b, adds);
 }
-template <int kTokens, bool kAdd>
-DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b) { emulated_wgmma<kTokens, kAdd, kIsE5m2>(d, rows_at(a), b); }
+template <int kTokens>
+DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b, int adds) {
+  emulated_wgmma<kTokens, kIsE5m2>(d, rows_at(a), b, adds);
+}
 """
 
 
@@ -65,7 +65,7 @@ def for_cpu(name: str, text: str) -> str:
     for function, body in BODIES.get(name, {}).items():
         text = with_body(text, function, body)
     if name == "eight_bit_sm90.cu":
-        begin = text.index("// d = a * b, or d + a * b.")
+        begin = text.index("// d = a * b, added to d")
         end = text.index("// ==== Products ====")
         text = text[:begin] + _WGMMA + text[end:]
         text = re.sub(r"  asm volatile\(\"fence.mbarrier_init[^;]*;\"\);\n", "", text)
@@ -163,7 +163,7 @@ class Emulated:
 def compile_widening(folder: Path, builds: list[tuple[int, int]]) -> ctypes.CDLL:
     """Of every build, a WEIGHT_TYPE and ROWS_INT8, `widen_T_R(words, count, zeros_low, zeros_high, low, high)` for four
     bits, or of pairs of words for eight, and `unit_T_R()`, kCodeUnit. In place of zeros mxfp4 takes exponents of the
-    rows' scales and of their largest ones, 16 bits each."""
+    rows' scales, 16 bits each, and of their largest ones, 8 bits each."""
     parts = ['#define ROWS_INT8 0\n#include "experts.h"\n#undef ROWS_INT8\n']
     for number, is_int8 in builds:
         name = f"{number}_{is_int8}"
@@ -175,7 +175,8 @@ def compile_widening(folder: Path, builds: list[tuple[int, int]]) -> ctypes.CDLL
         parts.append(
             "void widen(const u32* words, int count, u32 z0, u32 z1, u32* low, u32* high) {\n"
             "  for (int i = 0; i < count; i++) {\n"
-            "    if constexpr (kFoldsScales) widen_e2m1(words[i], factor_pair(z0, z1), low[i], high[i]);\n"
+            "    u32 factors = factor_pair(z0, factor_offsets(z1));\n"
+            "    if constexpr (kFoldsScales) widen_e2m1(words[i], factors, low[i], high[i]);\n"
             "    else if constexpr (kBits == 4) widen_four_bits(words[i], z0, z1, low[i], high[i]);\n"
             "    else low[i] = high[i] = widen_eight_bits(words[i]);\n"
             f'  }}\n}}\n}}\n#undef ROWS_INT8\nextern "C" float unit_{name}() {{ return n{name}::kCodeUnit; }}\n'

@@ -137,7 +137,7 @@ def test_widened_codes_of_mxfp4_have_their_scale(widening: ctypes.CDLL) -> None:
     for chosen in distances:
         largest = torch.tensor([254, 254 - chosen[1] // 2])
         exponents = (largest - torch.tensor(chosen)).clamp(min=0)
-        pairs = [int(low) | int(high) << 16 for low, high in (exponents.tolist(), largest.tolist())]
+        pairs = [int(low) | int(high) << by for (low, high), by in ((exponents.tolist(), 16), (largest.tolist(), 8))]
         rows = widen(widening, f"{MXFP4}_0", spread, pairs)
         for row, columns, distance in zip(rows, codes, (largest - exponents).tolist(), strict=True):
             got = row.view(torch.float8_e5m2).view(-1, 4).float() * unit

@@ -83,8 +83,9 @@ def test_results_are_those_of_rounded_rows() -> None:
 @pytest.mark.parametrize("N", [128, 160])
 def test_scratch_has_room_for_all(num_experts: int, num_rows: int, N: int) -> None:
     where = eight_bit.scratch_layout(num_experts, num_rows, K, N)
-    sizes = (where.capacity * K, 4 * where.capacity, where.capacity * N, 4 * where.capacity * -(-N // 128))
-    starts, ends = where[1:5], where[2:]
+    of_hidden = where.capacity * N, 4 * where.capacity * -(-N // 128)
+    sizes = (where.capacity * K, 4 * where.capacity, *of_hidden, num_experts * (2 * N + K))
+    starts, ends = where[1:6], where[2:]
     for start, size, after in zip(starts, sizes, ends, strict=True):
         assert start % 128 == 0
         assert start + size <= after

@@ -88,7 +88,7 @@ DEVICE void multiply_stage(SumsOf<kTileTokens>& sums, u32 stage, int groups) {
     Packed<kBlocks> packed[2];
     SumsOf<kTileTokens, Sum> part = {};
 #pragma unroll
-    for (int half = 0; half < 2; half++) packed[half].load_part(stage, own, half, group);
+    for (int half = 0; half < 2; half++) packed[half].load_part(stage, own, half, group * kBlocks);
 #pragma unroll
     for (int i = 0; i < kBlocks; i++) {
       u32 a[2][4];
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       store_hidden<kTileTokens>(params, tables, largest, g, scales, sums);
     } else {
       const int* rows = p.row_ids + tables.firsts[g.expert] + g.first_token;
-      store_output<kTileTokens>(p, g, reinterpret_cast<const u32*>(rows), sums);
+      store_output<kTileTokens>(params, g, reinterpret_cast<const u32*>(rows), sums);
     }
     __syncthreads();  // all stages are read
   }

@@ -14,9 +14,9 @@
 //           folded in: eight_bit_widen.cuh), or e4m3 in shared memory as they are; tokens are B, K-major, 128-byte
 //           swizzle.
 // Pipeline: ring of kStages stages of 128 columns (256 rows of codes, tokens, scales), full/empty mbarriers per stage.
-// Promotion: the tensor cores add up the products of one group of columns (mxfp4: of a step); the sum, times the scales
-//            of its weight row (mxfp4: the largest of the step's) and (w2) of its token, is added to an f32 sum. int8
-//            sums with one scale a row need none in w13: they stay int32 until the end.
+// Promotion: the tensor cores add up the products of one group of columns, or where weight rows have one scale (mxfp4:
+//            the largest) of two steps in w13 and one in w2; the sum, times the group's scale and (w2) that of its
+//            token, is added to an f32 sum. int8 sums with one scale a row need none in w13: they stay int32.
 // Schedule: data-parallel tiles claimed by an atomic ticket: expert by expert, weight rows, then tokens; w13 before w2.
 //           A tile of w2 waits for all tiles of w13 of its expert, whose tickets are earlier, so their CTAs are running.
 // Epilogue of w13: gate and up rows alternate, so 256 rows make 128 columns of hidden, one scale group of every token.
@@ -66,7 +66,11 @@ struct Ring {
   DEVICE u64* full(Shared& shared) { return &shared.full[stage]; }
   DEVICE void wait_full() { barrier_wait_at<kFullPlace>(address + 8 * stage, parity); }
   DEVICE void wait_empty() { barrier_wait_at<kEmptyPlace>(address + 8 * stage, parity ^ 1); }
-  DEVICE void release(int stage) { barrier_arrive_at<kEmptyPlace>(address + 8 * stage); }
+  // By a warp that has read a stage.
+  DEVICE void release(int stage) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive_at<kEmptyPlace>(address + 8 * stage);
+  }
   DEVICE void advance() {
     if (++stage == kStages) {
       stage = 0;
@@ -185,50 +189,46 @@ DEVICE void run_token_thread(const EightBitParams& params, const Tables& tables,
 #endif
 #endif
 
-// d = a * b, or d + a * b.
-template <int kTokens, bool kAdd>
-DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b);
+// d = a * b, added to d if `adds`.
+template <int kTokens>
+DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b, int adds);
 
 // The same with weights in shared memory, as descriptors of their core matrices.
-template <int kTokens, bool kAdd>
-DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b);
+template <int kTokens>
+DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b, int adds);
 
 #define EIGHT(i)                                                                                      \
   SUM_CONSTRAINT(d[i]), SUM_CONSTRAINT(d[i + 1]), SUM_CONSTRAINT(d[i + 2]), SUM_CONSTRAINT(d[i + 3]), \
       SUM_CONSTRAINT(d[i + 4]), SUM_CONSTRAINT(d[i + 5]), SUM_CONSTRAINT(d[i + 6]), SUM_CONSTRAINT(d[i + 7])
 #define THIRTY_TWO(i) EIGHT(i), EIGHT(i + 8), EIGHT(i + 16), EIGHT(i + 24)
 
-#define WGMMA_EIGHT_BIT_FORM(n, adds, first, list, a0, a1, a2, a3, place, ...)                                         \
-  template <>                                                                                                          \
-  DEVICE void wgmma_eight_bit<n, adds>(Sum * d, const u32* a, u64 b) {                                                 \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k32." WGMMA_TYPES " {" list "}, {" a0 ", " a1 ", " a2 ", " a3 \
-                 "}, " place ", " first WGMMA_SIGNS ";"                                                                \
-                 : __VA_ARGS__                                                                                         \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                \
+// Behind the places of the sums those of a, b and adds.
+#define WGMMA_EIGHT_BIT(n, list, a0, a1, a2, a3, place, adds_place, ...)                                           \
+  template <>                                                                                                      \
+  DEVICE void wgmma_eight_bit<n>(Sum * d, const u32* a, u64 b, int adds) {                                         \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_place ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
+                 "k32." WGMMA_TYPES " {" list "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " place ", adds" WGMMA_SIGNS   \
+                 ";\n}"                                                                                            \
+                 : __VA_ARGS__                                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));                                 \
   }
-#define WGMMA_EIGHT_BIT(n, ...)                    \
-  WGMMA_EIGHT_BIT_FORM(n, false, "0", __VA_ARGS__) \
-  WGMMA_EIGHT_BIT_FORM(n, true, "1", __VA_ARGS__)
-#define WGMMA_FROM_SHARED_FORM(n, adds, first, list, a_place, place, ...)                                     \
-  template <>                                                                                                 \
-  DEVICE void wgmma_eight_bit<n, adds>(Sum * d, u64 a, u64 b) {                                               \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k32." WGMMA_TYPES " {" list "}, " a_place ", " place \
-                 ", " first WGMMA_SIGNS ";"                                                                   \
-                 : __VA_ARGS__                                                                                \
-                 : "l"(a), "l"(b));                                                                           \
+#define WGMMA_FROM_SHARED(n, list, a_place, place, adds_place, ...)                                                \
+  template <>                                                                                                      \
+  DEVICE void wgmma_eight_bit<n>(Sum * d, u64 a, u64 b, int adds) {                                                \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_place ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
+                 "k32." WGMMA_TYPES " {" list "}, " a_place ", " place ", adds" WGMMA_SIGNS ";\n}"                 \
+                 : __VA_ARGS__                                                                                     \
+                 : "l"(a), "l"(b), "r"(adds));                                                                     \
   }
-#define WGMMA_FROM_SHARED(n, ...)                    \
-  WGMMA_FROM_SHARED_FORM(n, false, "0", __VA_ARGS__) \
-  WGMMA_FROM_SHARED_FORM(n, true, "1", __VA_ARGS__)
 
-WGMMA_EIGHT_BIT(32, LIST_16, "%16", "%17", "%18", "%19", "%20", EIGHT(0), EIGHT(8))
-WGMMA_EIGHT_BIT(64, LIST_32, "%32", "%33", "%34", "%35", "%36", THIRTY_TWO(0))
-WGMMA_EIGHT_BIT(96, LIST_48, "%48", "%49", "%50", "%51", "%52", THIRTY_TWO(0), EIGHT(32), EIGHT(40))
-WGMMA_EIGHT_BIT(128, LIST_64, "%64", "%65", "%66", "%67", "%68", THIRTY_TWO(0), THIRTY_TWO(32))
-WGMMA_FROM_SHARED(32, LIST_16, "%16", "%17", EIGHT(0), EIGHT(8))
-WGMMA_FROM_SHARED(64, LIST_32, "%32", "%33", THIRTY_TWO(0))
-WGMMA_FROM_SHARED(96, LIST_48, "%48", "%49", THIRTY_TWO(0), EIGHT(32), EIGHT(40))
-WGMMA_FROM_SHARED(128, LIST_64, "%64", "%65", THIRTY_TWO(0), THIRTY_TWO(32))
+WGMMA_EIGHT_BIT(32, LIST_16, "%16", "%17", "%18", "%19", "%20", "%21", EIGHT(0), EIGHT(8))
+WGMMA_EIGHT_BIT(64, LIST_32, "%32", "%33", "%34", "%35", "%36", "%37", THIRTY_TWO(0))
+WGMMA_EIGHT_BIT(96, LIST_48, "%48", "%49", "%50", "%51", "%52", "%53", THIRTY_TWO(0), EIGHT(32), EIGHT(40))
+WGMMA_EIGHT_BIT(128, LIST_64, "%64", "%65", "%66", "%67", "%68", "%69", THIRTY_TWO(0), THIRTY_TWO(32))
+WGMMA_FROM_SHARED(32, LIST_16, "%16", "%17", "%18", EIGHT(0), EIGHT(8))
+WGMMA_FROM_SHARED(64, LIST_32, "%32", "%33", "%34", THIRTY_TWO(0))
+WGMMA_FROM_SHARED(96, LIST_48, "%48", "%49", "%50", THIRTY_TWO(0), EIGHT(32), EIGHT(40))
+WGMMA_FROM_SHARED(128, LIST_64, "%64", "%65", "%66", THIRTY_TWO(0), THIRTY_TWO(32))
 
 // ==== Products ====
 
@@ -240,20 +240,21 @@ DEVICE u32 descriptor_of_weights(u32 ring) {
 }
 
 // One block of 32 columns; weights in registers, or in shared memory from a descriptor on.
-template <int kTokens, bool kAdd>
-DEVICE void multiply_block(Sum* part, const u32* weights, u64 first_weights, u64 tokens, int block) {
+template <int kTokens>
+DEVICE void multiply_block(Sum* part, const u32* weights, u64 first_weights, u64 tokens, int block, int adds) {
   if constexpr (kFromShared) {
-    wgmma_eight_bit<kTokens, kAdd>(part, first_weights + block * (kHalfBlockBytes / 16), tokens + 2 * block);
+    wgmma_eight_bit<kTokens>(part, first_weights + block * (kHalfBlockBytes / 16), tokens + 2 * block, adds);
   } else {
-    wgmma_eight_bit<kTokens, kAdd>(part, weights, tokens + 2 * block);
+    wgmma_eight_bit<kTokens>(part, weights, tokens + 2 * block, adds);
   }
 }
 
-// All steps of a tile. A warp has two times 16 rows, and groups of columns in a step: each is multiplied, then promoted,
-// so that unpromoted sums take half the registers. What the next one needs is read while the tensor cores multiply.
+// All steps of a tile whose weight rows have several scales. A warp has two times 16 rows, and groups of columns in a
+// step: each is multiplied, then promoted, so that unpromoted sums take half the registers. What the next one needs is
+// read while the tensor cores multiply.
 template <int kTokens, int kPhase>
 DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ring) {
-  constexpr int kBlocks = 4 / kProductGroups;
+  constexpr int kBlocks = 4 / kGroups;
   int lane = threadIdx.x % 32;
   LanePlace own;
   Packed<kBlocks> packed;
@@ -269,26 +270,24 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
     int stage = ring.stage;
     u32 token_scales = ring.place() + kTokenScalesPlace + lane % 4 * 16;
 #pragma unroll
-    for (int n = 0; n < 2 * kProductGroups; n++) {
+    for (int n = 0; n < 2 * kGroups; n++) {
       int group = n / 2, half = n % 2;
       u32 weights[kBlocks][4];
       Sum part[kTokens / 2];
-      packed.fold_scales(groups);
 #pragma unroll
       for (int i = 0; i < kBlocks && !kFromShared; i++) packed.widen(i, weights[i]);
       float low = packed.low(), high = packed.high();
       // Columns that the last step lacks multiply zeros, but their scales may be anything.
-      if (kProductGroups > 1 && group >= groups) low = high = 0.0f;
+      if (kGroups > 1 && group >= groups) low = high = 0.0f;
       wgmma_fence();
-      multiply_block<kTokens, false>(part, weights[0], from + fragment_place(half) / 16, tokens, group * kBlocks);
 #pragma unroll
-      for (int i = 1; i < kBlocks; i++) {
-        multiply_block<kTokens, true>(part, weights[i], from + fragment_place(half) / 16, tokens, group * kBlocks + i);
+      for (int i = 0; i < kBlocks; i++) {
+        multiply_block<kTokens>(part, weights[i], from + fragment_place(half) / 16, tokens, group * kBlocks + i, i > 0);
       }
       wgmma_commit();
-      if (n < 2 * kProductGroups - 1) {
+      if (n < 2 * kGroups - 1) {
         int next = n + 1;
-        packed.load_part(ring.place(), own, next % 2, next / 2);
+        packed.load_part(ring.place(), own, next % 2, next / 2 * kBlocks);
       } else {
         ring.advance();
         if (steps > 1) {
@@ -299,8 +298,75 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
       wgmma_wait<0>();
       promote<kTokens, kPhase>(sums[half], part, low, high, token_scales);
     }
-    __syncwarp();
-    if (lane == 0) ring.release(stage);
+    ring.release(stage);
+  }
+}
+
+// kSteps steps of a tile whose weight rows have one scale: for either half of a warp's rows the tensor cores add up the
+// products of all their columns, which are then promoted. While they multiply a block of columns, the next one is
+// widened; `packed` has the first one, and in the end that of the next step, if there is one.
+template <int kTokens, int kPhase, int kSteps>
+DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int groups, bool is_last, Packed<1>& packed,
+                           const LanePlace& own, u32 first_tokens, u32 first_weights, Ring& ring) {
+  const Ring begin = ring;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    Sum part[kTokens / 2];
+    u32 weights[2][4];
+    ring = begin;
+    int previous = ring.stage;
+#pragma unroll
+    for (int i = 0; i < 4 * kSteps; i++) {
+      int block = i % 4, stage = ring.stage * (kStageBytes / 16);
+      bool ends = i == 4 * kSteps - 1;
+      packed.fold_scales(offsets[half], block < 2 || groups - i / 4 * kGroups > 2);
+      if (!kFromShared) packed.widen(0, weights[i % 2]);
+      wgmma_fence();
+      multiply_block<kTokens>(part, weights[i % 2],
+                              kWeightsDescriptorHigh << 32 | (first_weights + stage + fragment_place(half) / 16),
+                              kDescriptorHigh << 32 | (first_tokens + stage), block, i > 0);
+      wgmma_commit();
+      if (block < 3) {
+        packed.load_part(ring.place(), own, half, block + 1);
+      } else if (ends && half == 0) {
+        packed.load_part(begin.place(), own, 1, 0);
+      } else {
+        ring.advance();
+        if (!ends || !is_last) {
+          if (ends || half == 0) ring.wait_full();
+          packed.load_part(ring.place(), own, ends ? 0 : half, 0);
+        }
+      }
+      if (!ends) wgmma_wait<1>();
+      if (half == 1 && block == 0 && i > 0) {
+        ring.release(previous);
+        previous = ring.stage;
+      }
+    }
+    wgmma_wait<0>();
+    promote<kTokens, kPhase>(sums[half], part, 1.0f, 1.0f, begin.place() + kTokenScalesPlace + threadIdx.x % 4 * 16);
+    if (half == 1) ring.release(previous);
+  }
+}
+
+// All steps of a tile whose weight rows have one scale. In w2 tokens have a scale in every step; in w13 two steps are
+// promoted together, and no more, since the tensor cores round sums to fewer bits than f32 has.
+template <int kTokens, int kPhase>
+DEVICE void multiply_tile_of_whole_rows(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int steps, int groups,
+                                        Ring& ring) {
+  LanePlace own;
+  Packed<1> packed;
+#pragma unroll
+  for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
+  u32 tokens = __shfl_sync(~0u, wgmma_descriptor(ring.address + kTokensPlace), 0);
+  u32 weights = __shfl_sync(~0u, descriptor_of_weights(ring.address), 0);
+  ring.wait_full();
+  packed.load_part(ring.place(), own, 0, 0);
+  for (; kPhase == 0 && steps > 1; steps -= 2, groups -= 2 * kGroups) {
+    multiply_steps<kTokens, kPhase, 2>(sums, offsets, groups, steps == 2, packed, own, tokens, weights, ring);
+  }
+  for (; steps > 0; steps--, groups -= kGroups) {
+    multiply_steps<kTokens, kPhase, 1>(sums, offsets, groups, steps == 1, packed, own, tokens, weights, ring);
   }
 }
 
@@ -327,12 +393,11 @@ DEVICE void multiply_tile_exactly(SumsOf<kTokens>& result, int steps, Ring& ring
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int n = 0; n < 4; n++) wgmma_eight_bit<kTokens, true>(sums[half], weights[half][n], tokens + 2 * n);
+      for (int n = 0; n < 4; n++) wgmma_eight_bit<kTokens>(sums[half], weights[half][n], tokens + 2 * n, true);
     }
     wgmma_commit();
     wgmma_wait<0>();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ring.release(ring.stage);
+    ring.release(ring.stage);
     ring.advance();
   }
 #pragma unroll
@@ -377,8 +442,14 @@ DEVICE void run_tile(const EightBitParams& params, const Tables& tables, Shared&
   fetch_of_token<kPhase>(params, tables, shared, g, parity);
   if constexpr (kPhase == 0 && ROWS_INT8 && !kGrouped) {
     multiply_tile_exactly<kTokens>(sums, steps_of(p, kPhase), ring);
-  } else {
+  } else if constexpr (kPromotesGroups) {
     multiply_tile<kTokens, kPhase>(sums, steps_of(p, kPhase), p.gemm[kPhase].groups, ring);
+  } else {
+    u32 offsets[2] = {};
+    for (int half = 0; half < 2 && kFoldsScales; half++) {
+      offsets[half] = factor_offsets(largest_scales_of(params, g, half));
+    }
+    multiply_tile_of_whole_rows<kTokens, kPhase>(sums, offsets, steps_of(p, kPhase), p.gemm[kPhase].groups, ring);
   }
   const u32* of_token = wait_of_token(shared, parity);
   if constexpr (kPhase == 0) {
@@ -387,7 +458,7 @@ DEVICE void run_tile(const EightBitParams& params, const Tables& tables, Shared&
     named_barrier<1, kConsumerThreads>();
     if (threadIdx.x == 0) add_release_gpu(ready_flag(p, g.expert), 1);
   } else {
-    store_output<kTokens>(p, g, of_token, sums);
+    store_output<kTokens>(params, g, of_token, sums);
   }
 }
 

@@ -4,9 +4,9 @@
 // A tile is 256 weight rows (operand A, in registers) x up to kTileTokens tokens (operand B); eight warps have 32 rows
 // each, as two times 16. Of the weights a lane has rows g and g + 8, columns 4 t to 4 t + 3, then the same 16 columns
 // further on; its sums lie as in wgmma.cuh.
-// Promotion: the tensor cores add up the products of one group of columns, or of a step if scales are folded into the
-// operands (mxfp4); the sum, times the scales of its weight row (mxfp4: the largest of the step's) and (w2) of
-// its token, is added to an f32 sum.
+// Promotion: the tensor cores add up the products of one group of columns, or of several steps where a weight row has one
+// scale and (w13) a token too; the sum, times the scales of its weight row, if it has several, and (w2) of its token,
+// is added to an f32 sum. mxfp4 has one scale a row here: the largest, others are folded into the operands.
 // Epilogue of w13: gate and up rows alternate, so 256 rows make 128 columns of hidden, one scale group of every token.
 #pragma once
 #include "eight_bit_layout.cuh"
@@ -30,9 +30,9 @@ constexpr int kConsumerWarps = 8;
 constexpr int kConsumerThreads = 32 * kConsumerWarps;
 
 constexpr bool kGrouped = GROUPS_PER_STEP > 0;
-constexpr int kGroups = kGrouped ? GROUPS_PER_STEP : 1;     // of a step
-constexpr int kProductGroups = kFoldsScales ? 1 : kGroups;  // of a step, each promoted on its own
-constexpr int kBlockColumns = 32;                           // of a product of the tensor cores
+constexpr int kGroups = kGrouped ? GROUPS_PER_STEP : 1;      // of a step
+constexpr bool kPromotesGroups = kGrouped && !kFoldsScales;  // each with its own scale
+constexpr int kBlockColumns = 32;                            // of a product of the tensor cores
 
 // e4m3 weights are operands as they are: wgmma takes them from shared memory, where each half of a tile's rows lies in
 // blocks of 32 columns.
@@ -52,10 +52,11 @@ struct EightBitParams {
   TensorMap tokens[2];   // codes of the input, codes of hidden; of sm_90 alone
   TensorMap weights[2];  // codes of w13 and w2, where kFromShared
   ExpertsParams experts;
-  const float* row_scales;  // [capacity], of the input
-  u8* hidden;               // [capacity, columns of w2]
-  float* hidden_scales;     // [ceil(columns of w2 / 128), capacity]
-  int capacity;             // rows
+  const float* row_scales;   // [capacity], of the input
+  const u8* largest_scales;  // e8m0, of every weight row of w13, then of w2, where scales are folded
+  u8* hidden;                // [capacity, columns of w2]
+  float* hidden_scales;      // [ceil(columns of w2 / 128), capacity]
+  int capacity;              // rows
 };
 
 struct TileSlice {
@@ -107,7 +108,6 @@ template <int kBlocks>
 struct Packed {
   u32 codes[kBlocks][kBits / 2];
   u32 scales[kFoldsScales ? kBlocks : 1], zeros;
-  u32 largest;  // exponents of rows g and g + 8
 
   DEVICE void load(u32 codes_from, u32 scales_from) {
 #pragma unroll
@@ -121,24 +121,18 @@ struct Packed {
     if constexpr (kHasZeros) zeros = load_shared_u32(scales_from + kZerosPlace - kScalesPlace);
   }
 
-  // Half `half` (16 rows) and group `group` of a warp's rows and a step's columns.
-  DEVICE void load_part(u32 stage, const LanePlace& own, int half, int group) {
-    load(stage + own.codes + fragment_place(half) + group * kBlocks * 4 * kFragmentBytes,
+  // Half `half` (16 rows) of a warp's rows; kBlocks of a step's columns from block `block` on.
+  DEVICE void load_part(u32 stage, const LanePlace& own, int half, int block) {
+    int group = kGrouped ? block * kGroups / 4 : 0;
+    load(stage + own.codes + fragment_place(half) + block * 4 * kFragmentBytes,
          stage + own.scales + half * 16 * kScaleBytes + group * kScaleRowBytes);
   }
 
-  // Finds the largest scales and makes factors of all. Of four groups the last step may have two; the other bytes are
-  // anything.
-  DEVICE void fold_scales(int groups) {
+  // Makes factors of e8m0 scales. A step may lack groups, whose bytes are anything.
+  DEVICE void fold_scales(u32 offsets, bool are_there) {
     if constexpr (kFoldsScales) {
-      largest = 0x00010001u;  // 2^-126, the least normal f32; a scale of 2^-127 is half of it
 #pragma unroll
-      for (int n = 0; n < kBlocks; n++) {
-        scales[n] = exponent_pair(scales[n], n < 2 || groups > 2);
-        largest = larger_pair(largest, scales[n]);
-      }
-#pragma unroll
-      for (int n = 0; n < kBlocks; n++) scales[n] = factor_pair(scales[n], largest);
+      for (int n = 0; n < kBlocks; n++) scales[n] = factor_pair(exponent_pair(scales[n], are_there), offsets);
     }
   }
 
@@ -159,8 +153,8 @@ struct Packed {
   }
 
   // Scales of rows g (low) and g + 8.
-  DEVICE float low() const { return kFoldsScales ? __uint_as_float(largest << 23) : to_float(scales[0] & 0xffff); }
-  DEVICE float high() const { return kFoldsScales ? __uint_as_float(largest >> 16 << 23) : to_float(scales[0] >> 16); }
+  DEVICE float low() const { return to_float(scales[0] & 0xffff); }
+  DEVICE float high() const { return to_float(scales[0] >> 16); }
 };
 
 // ==== Sums ====
@@ -169,7 +163,7 @@ struct Packed {
 template <int kTokens, typename T = float>
 using SumsOf = T[2][kTokens / 2];
 
-// sums += part times the scales of the lane's rows, where they have groups, and of the tokens.
+// sums += part times the scales of the lane's rows, where they have several, and (w2) of the tokens.
 template <int kTokens, int kPhase>
 DEVICE void promote(float* sums, const Sum* part, float low, float high, u32 token_scales) {
 #pragma unroll
@@ -178,19 +172,36 @@ DEVICE void promote(float* sums, const Sum* part, float low, float high, u32 tok
     if constexpr (kPhase == 1) load_shared(token, token_scales + 64 * j);
 #pragma unroll
     for (int i = 8 * j; i < 8 * j + 8; i++) {
-      float scale = kGrouped ? (i % 4 < 2 ? low : high) : 1.0f;
+      float scale = kPromotesGroups ? (i % 4 < 2 ? low : high) : 1.0f;
       if constexpr (kPhase == 1) scale *= token[i % 8 / 4 * 2 + i % 2];
       sums[i] = fmaf((float)part[i], scale, sums[i]);
     }
   }
 }
 
+// The first of a lane's two rows of 16, among all of an expert.
+DEVICE int lane_row(const TileSlice& g, int half) {
+  return g.first_row + threadIdx.x / 32 * 32 + half * 16 + threadIdx.x % 32 / 4 * 2;
+}
+
+// Bytes of the largest scales of rows g (low) and g + 8.
+DEVICE u32 largest_scales_of(const EightBitParams& params, const TileSlice& g, int half) {
+  const GemmParams* gemm = params.experts.gemm;
+  int rows = gemm[g.phase].rows, row = lane_row(g, half);
+  i64 first = g.phase ? params.experts.num_experts * (i64)gemm[0].rows : 0;
+  if (row >= rows) return 0;
+  return *reinterpret_cast<const u16*>(params.largest_scales + first + g.expert * (i64)rows + row);
+}
+
 // What the sums of rows g and g + 8 are multiplied by at last: the unit of codes, and scales that are one a row.
-DEVICE SumScale sum_scale_of(const ExpertsParams& p, const TileSlice& g, int half) {
+DEVICE SumScale sum_scale_of(const EightBitParams& params, const TileSlice& g, int half) {
   SumScale unit = {kCodeUnit, kCodeUnit};
-  if constexpr (!kGrouped) {
-    const GemmParams& gemm = p.gemm[g.phase];
-    int row = g.first_row + threadIdx.x / 32 * 32 + half * 16 + threadIdx.x % 32 / 4 * 2;
+  if constexpr (kFoldsScales) {
+    u32 largest = largest_scales_of(params, g, half);
+    unit.low *= exponent_value(largest & 0xff), unit.high *= exponent_value(largest >> 8);
+  } else if constexpr (!kGrouped) {
+    const GemmParams& gemm = params.experts.gemm[g.phase];
+    int row = lane_row(g, half);
     if (row < gemm.rows) {
       u32 pair = *reinterpret_cast<const u32*>(gemm.scales + (g.expert * (i64)gemm.rows + row) * 2);
       unit.low *= to_float(pair & 0xffff), unit.high *= to_float(pair >> 16);
@@ -212,7 +223,7 @@ DEVICE void activate_sums(const EightBitParams& params, const TileSlice& g, cons
   for (int half = 0; half < 2; half++) {
     int first = g.first_row + warp * 32 + half * 16, column = first / 2 + lane / 4;
     bool valid = first < gemm.rows;
-    SumScale unit = sum_scale_of(params.experts, g, half);
+    SumScale unit = sum_scale_of(params, g, half);
     float alpha[2] = {unit.low, unit.high}, bias[2] = {0.0f, 0.0f};
     if (gemm.alphas != nullptr) {
       alpha[0] *= gemm.alphas[g.expert * gemm.alphas_per_expert];
@@ -308,14 +319,15 @@ DEVICE void store_hidden(const EightBitParams& params, const Tables& tables, Lar
 // A lane has four neighbouring columns of a token in either half of its warp's 32; lanes 2 i and 2 i + 1 swap one, so
 // that each stores eight neighbours.
 template <int kTokens>
-DEVICE void store_output(const ExpertsParams& p, const TileSlice& g, const u32* output_rows, SumsOf<kTokens>& sums) {
-  const GemmParams& gemm = p.gemm[1];
+DEVICE void store_output(const EightBitParams& params, const TileSlice& g, const u32* output_rows,
+                         SumsOf<kTokens>& sums) {
+  const GemmParams& gemm = params.experts.gemm[1];
   int lane = threadIdx.x % 32, first = g.first_row + threadIdx.x / 32 * 32, odd = lane % 2;
   if (first >= gemm.rows) return;
   float alpha[2][2], bias[2][2] = {};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    SumScale unit = sum_scale_of(p, g, half);
+    SumScale unit = sum_scale_of(params, g, half);
     float global = gemm.alphas == nullptr ? 1.0f : gemm.alphas[g.expert * gemm.alphas_per_expert];
     alpha[half][0] = unit.low * global, alpha[half][1] = unit.high * global;
     if (gemm.bias != nullptr) {

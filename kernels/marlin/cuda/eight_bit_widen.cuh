@@ -13,12 +13,12 @@
 //          uint4b8    byte 0 to 16, read as e4m3, is n * 2^-9, also beyond the
 //                     subnormal numbers
 //   e4m3   mxfp4      e5m2: code * 2^(1 - d), where the scale of its 32 columns  2^-1
-//                     is d binades below the largest of its row in the step
+//                     is d binades below the largest of its row
 //
-// mxfp4: sums of a step's 128 columns are then promoted once, with that largest scale. e5m2 is the upper byte of f16. An
+// mxfp4: a row's sums have one scale then, the largest (eight_bit_rows.cu finds it). e5m2 is the upper byte of f16. An
 // e2m1 code, its exponent and mantissa at the ends of those of f16, is code * 2^-14, subnormal too; one multiplication
 // scales two codes. Results are exact up to d = 16. Beyond, bits below 2^-16 are cut off, an error less than 2^-19 of
-// the largest weight that the row can have in the step: e4m3 rows are rounded to 2^-4.
+// the largest weight that the row can have: e4m3 rows are rounded to 2^-4.
 //
 // Example (e4m3 rows, uint4b8): codes 0x3 and 0xb are -5 and 3: bytes 0x85 and 0x03, which are -5 * 2^-9 and 3 * 2^-9.
 // Example (mxfp4): code 0xd is -3; as -6 = 0xc6 where d = 0, as -1.5 = 0xbe where d = 2.
@@ -77,15 +77,12 @@ DEVICE void widen_four_bits(u32 word, u32 zeros_low, u32 zeros_high, u32& low, u
 
 // ==== mxfp4 ====
 
-// The larger one of either half; a + b, but at least `least`, of either half.
-DEVICE u32 larger_pair(u32 a, u32 b) {
+// max(a + b, 0) of either half, signed.
+DEVICE u32 add_relu(u32 a, u32 b) {
   u32 out;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-DEVICE u32 add_with_least(u32 a, u32 b, u32 least) {
-  u32 out;
-  asm("{\n.reg .b32 sum;\nadd.u16x2 sum, %1, %2;\nmax.u16x2 %0, sum, %3;\n}" : "=r"(out) : "r"(a), "r"(b), "r"(least));
+  asm("{\n.reg .b32 sum, zero;\nmov.b32 zero, 0;\nadd.s16x2 sum, %1, %2;\nmax.s16x2.relu %0, sum, zero;\n}"
+      : "=r"(out)
+      : "r"(a), "r"(b));
   return out;
 }
 
@@ -108,11 +105,18 @@ DEVICE u32 mul_f16_high(u32 a, u32 b) {
 // e8m0 bytes of rows g and g + 8 as two exponents of 16 bits; 0 for a group that the step lacks.
 DEVICE u32 exponent_pair(u32 bytes, bool is_there) { return permute_bytes(bytes, 0, is_there ? 0x4140 : 0x4444); }
 
-// f16 2^(15 - d) of exponents that are d below the largest; 0 from d = 30 on.
-DEVICE u32 factor_pair(u32 exponents, u32 largest) {
-  constexpr u32 kEach = 0x00010001u, kAbove = 0x100 * kEach;  // so that no half is negative
-  return (add_with_least(exponents, kAbove + 30 * kEach - largest, kAbove) - kAbove) << 10;
+// 2^(byte - 127), but not less than the least normal number.
+DEVICE float exponent_value(u32 byte) { return __uint_as_float(max(byte, 1u) << 23); }
+
+// What is added to exponents of rows g and g + 8 to make them those of factors, as bytes of the rows' largest ones.
+constexpr u32 kLargestFactor = 30;
+DEVICE u32 factor_offsets(u32 largest) {
+  u32 low = kLargestFactor - max(largest & 0xff, 1u), high = kLargestFactor - max(largest >> 8, 1u);
+  return permute_bytes(low, high, 0x5410);
 }
+
+// f16 2^(15 - d) of exponents that are d below the largest; 0 from d = 30 on.
+DEVICE u32 factor_pair(u32 exponents, u32 offsets) { return add_relu(exponents, offsets) << 10; }
 
 // Eight e2m1 codes; factors: of the two rows.
 DEVICE void widen_e2m1(u32 word, u32 factors, u32& low, u32& high) {

@@ -138,6 +138,12 @@ using Product = double;
 // Whether wgmma takes e5m2 for operand A: "f32.e5m2.e4m3".
 constexpr bool is_e5m2(const char* types) { return types[4] == 'e' && types[5] == '5'; }
 
+// The sums of two pairs of signed numbers in 16 bits, or 0 where that is more.
+inline u32 add_relu(u32 a, u32 b) {
+  const int low = (short)a + (short)b, high = (short)(a >> 16) + (short)(b >> 16);
+  return u32(std::max(low, 0)) | u32(std::max(high, 0)) << 16;
+}
+
 // A pair of f16 numbers, each times another one.
 inline u32 mul_f16(u32 pair, u32 by) {
   const float low = of_f16(pair & 0xffff) * of_f16(by), high = of_f16(pair >> 16) * of_f16(by);
@@ -378,8 +384,8 @@ inline emulated::Rows rows_at(u64 descriptor) {
   return rows;
 }
 // A warp's 16 rows of wgmma.m64nNk32; rows of B are 128 bytes apart, 16-byte chunks swizzled by the row.
-template <int kTokens, bool kAdd, bool kIsE5m2, typename Sum>
-void emulated_wgmma(Sum* d, const emulated::Rows& rows, u64 descriptor) {
+template <int kTokens, bool kIsE5m2, typename Sum>
+void emulated_wgmma(Sum* d, const emulated::Rows& rows, u64 descriptor, bool adds) {
   const u32 start = (descriptor & 0x3fff) << 4;
   if (descriptor >> 32 != kDescriptorHigh) abort();
   for (int j = 0; j < kTokens / 8; j++) {
@@ -391,7 +397,7 @@ void emulated_wgmma(Sum* d, const emulated::Rows& rows, u64 descriptor) {
       }
       for (int h = 0; h < 2; h++) {
         Sum& sum = d[4 * j + 2 * h + i];
-        sum = emulated::product<kIsE5m2>(kAdd ? sum : Sum(0), rows.row[h], token);
+        sum = emulated::product<kIsE5m2>(adds ? sum : Sum(0), rows.row[h], token);
       }
     }
   }
