@@ -37,7 +37,8 @@ INT8, FP8 = torch.int8, torch.float8_e4m3fn
 # The pairs that are timed: weights as gemm_cases.py names them, and rows.
 PAIRS = {
     "int4": ("int4", INT8), "uint4": ("uint4", INT8), "int8": ("int8", INT8), "fp8": ("fp8", FP8),
-    "mxfp4": ("mxfp4", FP8), "int4-e4m3": ("int4", FP8), "uint4-e4m3": ("uint4", FP8),
+    "fp8-channel": ("fp8-channel", FP8), "mxfp4": ("mxfp4", FP8), "int4-e4m3": ("int4", FP8),
+    "uint4-e4m3": ("uint4", FP8),
 }  # fmt: skip
 SUSTAINED_US = 4e5
 CHAIN = 3
@@ -60,13 +61,14 @@ def sustained(call: Callable[[int], object], device: torch.device, about_us: flo
 def measure(
     name: str, scheme: str, input_dtype: torch.dtype, shape: Shape, row_counts: list[int], device: torch.device
 ) -> Iterator[dict[str, Any]]:
+    kind = shape.type.packed_for(shape.group, input_dtype)
     weights = [
-        (make_weights(shape, 2 * shape.N, shape.K, True), make_weights(shape, shape.K, shape.N, False))
+        (make_weights(shape, 2 * shape.N, shape.K, True, kind), make_weights(shape, shape.K, shape.N, False, kind))
         for _ in range(num_copies(shape.num_bytes))
     ]
     dtypes = (None, input_dtype)
     plain, rounding = (
-        [WeightPair(shape.type, MoEActivation.SILU, torch.bfloat16, *pair, None, dtype) for pair in weights]
+        [WeightPair(kind, MoEActivation.SILU, torch.bfloat16, *pair, None, dtype) for pair in weights]
         for dtype in dtypes
     )
     for count in row_counts:

@@ -44,6 +44,7 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import compute, hopper
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.plain import dequantize_packed
+from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
 
 RELATIVE_ERROR = 0.01
@@ -57,13 +58,13 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def make_weights(shape: Shape, rows: int, columns: int, gated: bool) -> Weights:
-    """Random packed weights of one GEMM."""
+def make_weights(shape: Shape, rows: int, columns: int, gated: bool, kind: WeightType | None = None) -> Weights:
+    """Random packed weights of one GEMM, of `kind`, if given: shape.type as packed for some rows."""
     size = (shape.experts, columns // 16, rows * 16 // shape.type.pack)
     qweight = torch.randint(-(2**31), 2**31 - 1, size, dtype=torch.int32, device="cuda")
     if shape.kind == "float8_e4m3fn":
         qweight &= -0x08080809  # one bit of every byte's exponent, so that none is a NaN
-    groups = (shape.experts, columns // shape.group, rows)
+    groups = (shape.experts, 1 if shape.group == -1 else columns // shape.group, rows)
     if shape.scale_dtype == torch.uint8:
         scales = torch.randint(118, 122, groups, dtype=torch.uint8, device="cuda")
     else:
@@ -72,6 +73,7 @@ def make_weights(shape: Shape, rows: int, columns: int, gated: bool) -> Weights:
     zeros = torch.randint(0, 16, groups, device="cuda").bfloat16() if has_zeros else None
     alphas = torch.ones(shape.experts, device="cuda") if is_nvfp4 else None
     bias = torch.randn(shape.experts, rows, device="cuda").bfloat16() if shape.bias else None
+    qweight = qweight.view((kind or shape.type).packed_dtype)
     return Weights(qweight, scales, zeros, bias, alphas, None, None, gated, rows, columns)
 
 

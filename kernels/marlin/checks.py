@@ -50,6 +50,7 @@ def check_weight_pair(
                 named = {name.format(which): tensor}
                 check_tensors(**named)
                 check_same_device("w1", first[0].device, **named)
+    kind = kind.packed_as(first[0])
     w13 = check_weights(1, kind, act_dtype, activation.is_gated, is_k_full, first)
     w2 = check_weights(2, kind, act_dtype, False, is_k_full, second)
     for which, weights in ((1, w13), (2, w2)):

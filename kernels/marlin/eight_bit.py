@@ -49,7 +49,7 @@ _TABLES = 3
 _ALIGNMENT = 128  # bytes
 _HOPPER, _OLDEST = (9, 0), (8, 0)
 # Fewer rows are not worth quantizing, and fewer tiles leave multiprocessors idle, as no tile is split here.
-_LEAST_ROWS, _LEAST_ROWS_OF = 64, {scalar_types.float8_e4m3fn: 48, scalar_types.float4_e2m1f: 96}
+_LEAST_ROWS, _LEAST_ROWS_OF = 64, {scalar_types.float8_e4m3fn: 48, scalar_types.float4_e2m1f: 80}
 _LEAST_WAVES = 3
 
 
@@ -311,7 +311,7 @@ def table_bytes(num_experts: int) -> int:
 
 def rows_bytes(kind: WeightType, threads: int, num_experts: int) -> int:
     """Shared memory of a block of that kernel, which finds the largest scales of mxfp4 weights."""
-    return table_bytes(num_experts) + (16 * threads if kind.scalar_type == scalar_types.float4_e2m1f else 0)
+    return table_bytes(num_experts) + (16 * threads if kind.for_eight_bit_rows else 0)
 
 
 def older_shared_bytes(kind: WeightType, groups: int, num_experts: int) -> int:
@@ -364,6 +364,8 @@ def kernel_sources(
 
 
 def _has_kernels(pair: WeightPair) -> bool:
+    if pair.kind.scalar_type == scalar_types.float4_e2m1f and not pair.kind.for_eight_bit_rows:
+        return False
     capability = jit.capability(pair.device.index or 0)
     has_act_order = any(part is not None for w in (pair.w13, pair.w2) for part in (w.g_idx, w.sort_indices))
     reason = unfit_reason(pair.input_dtype, capability, pair.activation, pair.columns, pair.groups, has_act_order)

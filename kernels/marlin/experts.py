@@ -167,7 +167,8 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return ()
         sizes = (moe_config.num_local_experts, moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
         activation = MoEActivation.parse(moe_config.activation)
-        numbers = (weight_type(quant_config.quant_type_id), moe_config.in_dtype, scales.dtype, size, activation)
+        kind = weight_type(quant_config.quant_type_id).packed_for(size, quant_config.input_dtype)
+        numbers = (kind, moe_config.in_dtype, scales.dtype, size, activation)
         sources = hopper.kernel_sources(*numbers, sizes, moe_config.swiglu_limit, moe_config.batch_invariant)
         if moe_config.in_dtype is torch.float16:  # and bf16 for what is out of range
             return [*sources, *cls.compilations(replace(moe_config, in_dtype=torch.bfloat16), quant_config, device)]
@@ -175,10 +176,14 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
 
     @classmethod
     def pack_weights(
-        cls, w13: CanonicalWeights, w2: CanonicalWeights, moe_config: FusedMoEConfig
+        cls,
+        w13: CanonicalWeights,
+        w2: CanonicalWeights,
+        moe_config: FusedMoEConfig,
+        input_dtype: torch.dtype | None = None,
     ) -> tuple[ExpertWeights, ExpertWeights]:
         gated = MoEActivation.parse(moe_config.activation).is_gated
-        return pack_experts(w13, w2, moe_config.in_dtype, gated, moe_config.has_bias)
+        return pack_experts(w13, w2, moe_config.in_dtype, gated, moe_config.has_bias, input_dtype)
 
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor

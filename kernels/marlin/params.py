@@ -23,7 +23,7 @@ _TYPE_NUMBERS = {
     scalar_types.uint8b128: 2,
     scalar_types.float8_e4m3fn: 3,
 }
-_NVFP4, _MXFP4 = 4, 5
+_NVFP4, _MXFP4, _MXFP4_BY_ROW = 4, 5, 6
 
 
 class Rows(NamedTuple):
@@ -125,7 +125,9 @@ def activation_defines(activation: MoEActivation, clamp_limit: float | None = No
 def type_number(kind: WeightType, scale_dtype: torch.dtype) -> int:
     """WEIGHT_TYPE of cuda/dequant.cuh."""
     if kind.scalar_type == scalar_types.float4_e2m1f:
-        return _NVFP4 if scale_dtype == torch.float8_e4m3fn else _MXFP4
+        if scale_dtype == torch.float8_e4m3fn:
+            return _NVFP4
+        return _MXFP4_BY_ROW if kind.for_eight_bit_rows else _MXFP4
     return _TYPE_NUMBERS[kind.scalar_type]
 
 

@@ -18,6 +18,11 @@ what a lane needs for 32 columns, so that a warp reads whole cache lines and not
                 bit of it at each bit, of the other half's codes where marked ':
                 15   14   13   12   11   10   9    8    7    6    5    4    3    2    1    0
                 0.3  1.2' 1.1' 1.0' 2.2' 2.1' 2.0' 0.2  0.1  0.0  1.3  3.1  3.0  2.3  3.3  3.2
+      the same for rows of 8 bits, where a nibble selects a byte of a table (BY_ROW, of int64 that are both int32):
+                bits 0     4     8     12    16    20    24    28
+                h    0     0     0     0     1     1     1     1
+                c    2t    2t+8  2t+1  2t+9  2t    2t+8  2t+1  2t+9
+                of each nibble bits 0, 1 and 2 are 2, 0 and 1 of its code, and bit 3 is that of the code before
     8 bits: a lane's int32 has the columns 2t, 2t + 8, 2t + 1, 2t + 9 of one row. Those of 8 rows are 128 bytes, a "core
     matrix" of wgmma, which takes these weights from shared memory as they are; ldmatrix gives each lane its int32 of
     four of them. The eight core matrices of two fragments f, in order: h, then f, then kk (1024 bytes).
@@ -33,6 +38,7 @@ int32 holds row 0, columns 0, 8, 1, 9 in its even nibbles and row 2, the same co
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -71,11 +77,44 @@ SPREAD = (
 )
 
 
+def _moves_by_row() -> tuple[tuple[int, int], ...]:
+    moves: dict[int, int] = {}
+    for i in range(8):
+        place = 4 * (i % 2 * 4 + i // 2)
+        for bit, to in enumerate((place + 1, place + 2, place, (place + 7) % 32)):
+            moves[to - 4 * i - bit] = moves.get(to - 4 * i - bit, 0) | 1 << 4 * i + bit
+    return tuple((mask, by) for by, mask in moves.items())
+
+
+# The same for rows of 8 bits.
+BY_ROW = _moves_by_row()
+
+
+class BitOrder(IntEnum):
+    """Where the bits of codes lie in an int32: side by side, as SPREAD says, or as BY_ROW says."""
+
+    PLAIN = 0
+    SPREAD = 1
+    BY_ROW = 2
+
+    @property
+    def moves(self) -> tuple[tuple[int, int], ...] | None:
+        """Bits of an int32 with codes side by side, and by how many places they move to the left."""
+        return (None, SPREAD, BY_ROW)[self]
+
+
+def bit_order(kind: WeightType) -> BitOrder:
+    """The order in which weights of this type are packed."""
+    if kind.scalar_type != scalar_types.float4_e2m1f:
+        return BitOrder.PLAIN
+    return BitOrder.BY_ROW if kind.for_eight_bit_rows else BitOrder.SPREAD
+
+
 class PackedWeights(NamedTuple):
     """Weights in the kernels' layout.
 
     Attributes:
-        qweight: int32 `[E, in / 16, out * 16 / pack]`, codes as drawn above.
+        qweight: int32 `[E, in / 16, out * 16 / pack]`, codes as drawn above; int64 `[E, in / 16, out]` for 8-bit rows.
         scales: `[E, groups, out]`, dtype as given.
         zeros: `[E, groups, out]` zero points as numbers of the scales' dtype, or None.
         g_idx: int32 `[E, in]`, sorted, with act-order; else None.
@@ -98,6 +137,7 @@ def pack_marlin(
     zero_points: torch.Tensor | None = None,
     gated: bool = False,
     g_idx: torch.Tensor | None = None,
+    input_dtype: torch.dtype | None = None,
 ) -> PackedWeights:
     """Packs the experts' weights, on their device.
 
@@ -108,12 +148,14 @@ def pack_marlin(
         zero_points: uint8 `[E, out, groups]`, for types that have them.
         gated: rows are gate rows, then up rows, to be interleaved (out a multiple of 64).
         g_idx: int32 `[E, in]`, the group of every column in the checkpoint's order (act-order).
+        input_dtype: torch.float8_e4m3fn packs mxfp4 for rows that are rounded to it, which no other packing of mxfp4
+            allows kernels to do; other types have one layout for all rows.
 
     Raises:
         ValueError: a wrong dtype, shape, type id or group size; zero points missing or not wanted; codes or zero points
             above the type's maximum, or groups that scales does not have.
     """
-    kind = weight_type(quant_type_id)
+    kind = weight_type(quant_type_id).packed_for(group_size, input_dtype)
     _check(kind, codes, scales, group_size, zero_points, gated, g_idx)
     sort_indices = None
     if g_idx is not None:
@@ -125,10 +167,9 @@ def pack_marlin(
     if any(place % 8 for place in (codes.storage_offset(), codes.stride(0))):
         codes = codes.clone(memory_format=torch.contiguous_format)
     per_lane = row_order(codes.size(1), gated, codes.device)[_scale_order(codes.size(1), codes.device)]
+    words = pack_codes(codes, kind.bits, gated, bit_order(kind))
     return PackedWeights(
-        pack_codes(codes, kind.bits, gated, kind.is_spread).view(
-            codes.size(0), codes.size(2) // 16, codes.size(1) * 16 // kind.pack
-        ),
+        words.view(kind.packed_dtype).view(codes.size(0), codes.size(2) // 16, -1),
         _reorder(scales.transpose(1, 2), per_lane),
         None if zero_points is None else _reorder(zero_points.transpose(1, 2), per_lane).to(scales.dtype),
         g_idx,
@@ -149,6 +190,7 @@ def unpack_marlin(
         raise ValueError(f"packed is a {type(packed).__name__}; it must be what pack_marlin returned")
     qweight, packed_scales = packed.qweight, packed.scales
     check_tensors(qweight=qweight, scales=packed_scales)
+    kind = kind.packed_as(qweight)
     num_rows, num_columns = packed_sizes("packed.qweight", qweight, kind)
     way_out = f" ({kind.scalar_type}); pass the quant_type_id and gated that it was packed with"
     check_sizes("packed.qweight", num_rows, num_columns, gated, way_out)
@@ -160,9 +202,9 @@ def unpack_marlin(
     device = qweight.device
     rows = row_order(num_rows, gated, device)
     back = torch.argsort(rows)
-    words = packed.qweight.contiguous()
-    if kind.is_spread:
-        words = _move_bits(words, tuple((mask << by if by > 0 else mask >> -by, -by) for mask, by in SPREAD))
+    words, moves = packed.qweight.contiguous().view(torch.int32), bit_order(kind).moves
+    if moves is not None:
+        words = _move_bits(words, tuple((mask << by if by > 0 else mask >> -by, -by) for mask, by in moves))
     codes = _unpack_codes(words, num_rows, num_columns, kind.bits)[:, back]
     if packed.sort_indices is not None:
         columns = torch.argsort(packed.sort_indices.long(), dim=1)
@@ -213,12 +255,8 @@ def _move_bits(words: torch.Tensor, moves: tuple[tuple[int, int], ...]) -> torch
 
 
 @operator("codes")
-def pack_codes(codes: torch.Tensor, bits: int, gated: bool, spread: bool = False) -> torch.Tensor:
-    """uint8 `[E, out, in]`, contiguous, in natural row order -> int32 `[E, out * in * bits / 32]`.
-
-    Args:
-        spread: the codes are 4-bit floats.
-    """
+def pack_codes(codes: torch.Tensor, bits: int, gated: bool, order: BitOrder = BitOrder.PLAIN) -> torch.Tensor:
+    """uint8 `[E, out, in]`, contiguous, in natural row order -> int32 `[E, out * in * bits / 32]`."""
     num_experts, _, num_columns = codes.shape
     rows = row_order(codes.size(1), gated, codes.device)
     # Eight codes at a time, which the columns are a multiple of.
@@ -237,7 +275,7 @@ def pack_codes(codes: torch.Tensor, bits: int, gated: bool, spread: bool = False
             lanes = v.unflatten(2, (-1, 2)).permute(0, 1, 6, 2, 4, 3, 7, 5, 9, 10, 8)
         parts.append(lanes.reshape(num_experts, -1).view(torch.int32))
     words = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    return _move_bits(words, SPREAD) if spread else words
+    return words if order.moves is None else _move_bits(words, order.moves)
 
 
 def _unpack_codes(qweight: torch.Tensor, num_rows: int, num_columns: int, bits: int) -> torch.Tensor:
@@ -306,7 +344,7 @@ _BLOCK = 1024
 def _pack_codes_kernel(
     pairs_ptr, words_ptr,
     num_rows, num_columns, words_per_expert,
-    BITS: tl.constexpr, GATED: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, GATED: tl.constexpr, ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gathers each packed word from two rows of the plain form; program (b, e) makes words b * BLOCK ... of expert e.
 
@@ -354,7 +392,7 @@ def _pack_codes_kernel(
         far_second = tl.load(source + other_row * pitch + pair + 4, mask=inside, other=0).to(tl.int32) & 0xFFFF
         second, far_second = (second | (second << 8)) & 0xFF00FF, (far_second | (far_second << 8)) & 0xFF00FF
         packed |= (second << 4) | (far_second << 12)
-        if SPREAD:
+        if ORDER == 1:
             # As repack.SPREAD says.
             codes = packed.to(tl.uint32, bitcast=True)
             spread = ((codes & 0x00070007) << 6) | ((codes & 0x00080008) << 12) | ((codes & 0x00800080) >> 2)
@@ -362,18 +400,27 @@ def _pack_codes_kernel(
             spread |= ((codes & 0x00000700) << 17) | ((codes & 0x07000000) >> 15)
             spread |= ((codes & 0x38003800) >> 9) | ((codes & 0xC000C000) >> 14)
             packed = spread.to(tl.int32, bitcast=True)
+        elif ORDER == 2:
+            # As repack.BY_ROW says: the nibbles of either row together, then their bits.
+            codes = packed.to(tl.uint32, bitcast=True)
+            first, second = codes & 0x0F0F0F0F, (codes >> 4) & 0x0F0F0F0F
+            first, second = (first | (first >> 4)) & 0x00FF00FF, (second | (second >> 4)) & 0x00FF00FF
+            codes = ((first | (first >> 8)) & 0xFFFF) | ((second | (second >> 8)) << 16)
+            signs = codes & 0x88888888
+            codes = ((codes & 0x33333333) << 1) | ((codes & 0x44444444) >> 2) | (signs << 4) | (signs >> 28)
+            packed = codes.to(tl.int32, bitcast=True)
     tl.store(words_ptr + expert * words_per_expert + word, packed, mask=inside)
 
 
 @pack_codes.on_gpu
-def triton_pack_codes(codes, bits, gated, spread=False):
+def triton_pack_codes(codes, bits, gated, order=BitOrder.PLAIN):
     num_experts, num_rows, num_columns = codes.shape
     words_per_expert = num_rows * num_columns * bits // 32
     words = torch.empty((num_experts, words_per_expert), dtype=torch.int32, device=codes.device)
     grid = (cdiv(words_per_expert, _BLOCK), num_experts)
     pairs = codes.view(torch.int16)
     _pack_codes_kernel[grid](
-        pairs, words, num_rows, num_columns, words_per_expert, BITS=bits, GATED=gated, SPREAD=spread, BLOCK=_BLOCK
+        pairs, words, num_rows, num_columns, words_per_expert, BITS=bits, GATED=gated, ORDER=int(order), BLOCK=_BLOCK
     )
     return words
 
@@ -400,7 +447,12 @@ def not_packed_reason(weights: CanonicalWeights, row_multiple: int) -> str | Non
 
 
 def pack_experts(
-    w13: CanonicalWeights, w2: CanonicalWeights, act_dtype: torch.dtype, gated: bool, has_bias: bool
+    w13: CanonicalWeights,
+    w2: CanonicalWeights,
+    act_dtype: torch.dtype,
+    gated: bool,
+    has_bias: bool,
+    input_dtype: torch.dtype | None = None,
 ) -> tuple[ExpertWeights, ExpertWeights]:
     """Packs both matrices, keeping only the part of act-order that has to be handled at run time.
 
@@ -409,9 +461,10 @@ def pack_experts(
     multiply tokens that other experts read too, so their order stays.
     """
     if has_bias:
-        return _packed(w13, act_dtype, gated), _packed(w2, act_dtype, False)
+        return _packed(w13, act_dtype, gated, input_dtype), _packed(w2, act_dtype, False, input_dtype)
     w13, w2 = in_order_of_w2(w13, w2)
-    return _packed(w13, act_dtype, gated), _packed(w2, act_dtype, False)._replace(g_idx_sort_indices=None)
+    first, second = _packed(w13, act_dtype, gated, input_dtype), _packed(w2, act_dtype, False, input_dtype)
+    return first, second._replace(g_idx_sort_indices=None)
 
 
 def in_order_of_w2(w13: CanonicalWeights, w2: CanonicalWeights) -> tuple[CanonicalWeights, CanonicalWeights]:
@@ -438,7 +491,9 @@ def has_all_groups(group_size: int | None, num_groups: int, num_columns: int) ->
     return num_groups == 1 or group_size is None or num_groups * group_size == num_columns
 
 
-def _packed(weights: CanonicalWeights, act_dtype: torch.dtype, gated: bool) -> ExpertWeights:
+def _packed(
+    weights: CanonicalWeights, act_dtype: torch.dtype, gated: bool, input_dtype: torch.dtype | None
+) -> ExpertWeights:
     # Scales of 4-bit floats have types of their own; all others have the activations'.
     is_fp4 = weights.quant_type_id == scalar_types.float4_e2m1f.id
     packed = pack_marlin(
@@ -449,6 +504,7 @@ def _packed(weights: CanonicalWeights, act_dtype: torch.dtype, gated: bool) -> E
         weights.zero_points,
         gated,
         weights.g_idx,
+        input_dtype,
     )
     if has_all_groups(weights.group_size, packed.scales.size(1), weights.codes.size(2)):
         packed = packed._replace(g_idx=None)  # the groups are in order, so it is redundant

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,11 +18,14 @@ class WeightType:
     Attributes:
         group_sizes: how many input columns can share a scale; -1 for a whole row.
         has_zero_points: whether the weights come with zero points.
+        for_eight_bit_rows: 4-bit floats are packed as the kernels for 8-bit rows read them (repack.BY_ROW); those for
+            16-bit rows read them too, with more instructions.
     """
 
     scalar_type: ScalarType
     group_sizes: tuple[int, ...]
     has_zero_points: bool = False
+    for_eight_bit_rows: bool = False
 
     @property
     def bits(self) -> int:
@@ -34,12 +37,22 @@ class WeightType:
         return 32 // self.bits
 
     @property
-    def is_spread(self) -> bool:
-        """Whether the bits of packed codes lie as the kernels make numbers of them, apart (repack.SPREAD)."""
-        return self.scalar_type == scalar_types.float4_e2m1f
+    def packed_dtype(self) -> torch.dtype:
+        """Tells how 4-bit floats are packed."""
+        return torch.int64 if self.for_eight_bit_rows else torch.int32
+
+    def packed_for(self, group_size: int, input_dtype: torch.dtype | None) -> WeightType:
+        """This type, as weights are packed that are to multiply rows of input_dtype."""
+        is_mxfp4 = self.scalar_type == scalar_types.float4_e2m1f and group_size == _MX_GROUP
+        return replace(self, for_eight_bit_rows=is_mxfp4 and input_dtype == torch.float8_e4m3fn)
+
+    def packed_as(self, qweight: torch.Tensor) -> WeightType:
+        """This type, as some weights were packed."""
+        is_fp4 = self.scalar_type == scalar_types.float4_e2m1f
+        return replace(self, for_eight_bit_rows=is_fp4 and qweight.dtype == torch.int64)
 
 
-_INTEGER_GROUPS = (-1, 32, 64, 128)
+_INTEGER_GROUPS, _MX_GROUP = (-1, 32, 64, 128), 32
 WEIGHT_TYPES = {
     scalar_type.id: WeightType(scalar_type, groups, zero_points)
     for scalar_type, groups, zero_points in (
@@ -47,7 +60,7 @@ WEIGHT_TYPES = {
         (scalar_types.uint4b8, _INTEGER_GROUPS, False),
         (scalar_types.uint8b128, _INTEGER_GROUPS, False),
         (scalar_types.float8_e4m3fn, _INTEGER_GROUPS, False),
-        (scalar_types.float4_e2m1f, (16, 32), False),
+        (scalar_types.float4_e2m1f, (16, _MX_GROUP), False),
     )
 }
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
@@ -115,9 +128,11 @@ def check_group_size(kind: WeightType, group_size: int, num_columns: int | None)
 
 def packed_sizes(name: str, qweight: torch.Tensor, kind: WeightType) -> tuple[int, int]:
     """(rows, columns) of packed codes; ValueError for a tensor that cannot be such."""
-    if qweight.dtype != torch.int32 or qweight.dim() != 3 or qweight.size(2) * kind.pack % 16:
-        raise ValueError(f"{name} is {qweight.dtype} {tuple(qweight.shape)}; it must be int32 [E, in/16, out*16/pack]")
-    return qweight.size(2) * kind.pack // 16, qweight.size(1) * 16
+    pack = kind.pack * kind.packed_dtype.itemsize // 4
+    if qweight.dtype != kind.packed_dtype or qweight.dim() != 3 or qweight.size(2) * pack % 16:
+        wanted = "int64 [E, in/16, out]" if kind.for_eight_bit_rows else "int32 [E, in/16, out*16/pack]"
+        raise ValueError(f"{name} is {qweight.dtype} {tuple(qweight.shape)}; it must be {wanted}")
+    return qweight.size(2) * pack // 16, qweight.size(1) * 16
 
 
 def check_sizes(name: str, num_rows: int, num_columns: int, gated: bool, way_out: str = "") -> None:

@@ -61,6 +61,8 @@ def check_weights(
     _check_like(f"{name}_zeros", zeros, scales.dtype, scales.shape)
     _check_like(f"bias{which}", bias, act_dtype, (num_experts, num_rows))
     is_nvfp4 = kind.scalar_type == scalar_types.float4_e2m1f and scales.dtype == torch.float8_e4m3fn
+    if is_nvfp4 and kind.for_eight_bit_rows:
+        raise ValueError(f"{name} is {qweight.dtype}; nvfp4 is packed as int32, pass it as pack_marlin made it")
     if is_nvfp4 and alphas is None:
         raise ValueError(f"global_scale{which} is missing; float4_e2m1f with float8_e4m3fn scales (nvfp4) needs it")
     if alphas is not None:

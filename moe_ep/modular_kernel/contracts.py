@@ -607,9 +607,17 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
 
     @classmethod
     def pack_weights(
-        cls, w13: CanonicalWeights, w2: CanonicalWeights, moe_config: FusedMoEConfig
+        cls,
+        w13: CanonicalWeights,
+        w2: CanonicalWeights,
+        moe_config: FusedMoEConfig,
+        input_dtype: torch.dtype | None = None,
     ) -> tuple[ExpertWeights, ExpertWeights]:
-        """Converts canonical quantized weights `[El, out, in]` to the layout of these experts; unchanged by default."""
+        """Converts canonical quantized weights `[El, out, in]` to the layout of these experts; unchanged by default.
+
+        Args:
+            input_dtype: int8 or e4m3 if rows may be rounded to it; the weights must serve rows of in_dtype too.
+        """
         first, second = (
             ExpertWeights(part.codes, part.scales, part.zero_points, part.g_idx, global_scales=part.global_scales)
             for part in (w13, w2)

@@ -102,7 +102,8 @@ def make(
         codes[codes & 0x7F == 0x7F] = 0  # NaN
     if kind.has_zero_points:
         zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device="cuda")
-    packed = pack_marlin(codes, scales, kind.scalar_type.id, group, zeros, gated, g_idx)
+    rows_dtype = torch.float8_e4m3fn if kind.for_eight_bit_rows else None
+    packed = pack_marlin(codes, scales, kind.scalar_type.id, group, zeros, gated, g_idx, rows_dtype)
     offsets = torch.randn(num_experts, rows, device="cuda").to(dtype) if bias else None
     return Weights(
         packed.qweight, packed.scales, packed.zeros, offsets, alphas, packed.g_idx, packed.sort_indices, gated, rows,

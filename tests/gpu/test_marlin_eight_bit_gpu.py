@@ -4,6 +4,7 @@ number, and a graph with other choices."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 # with about 14 bits, so that some codes of `hidden` fall to the other side; of an expert's few rows that may be more.
 OFF_BY = {torch.int8: 0.003, torch.float8_e4m3fn: 0.005}
 E4M3, UINT4, UINT4B8, UINT8B128, MXFP4 = (
-    WEIGHT_TYPES[kind.id]
+    WEIGHT_TYPES[kind.id].packed_for(32, FP8)
     for kind in (
         scalar_types.float8_e4m3fn, scalar_types.uint4, scalar_types.uint4b8, scalar_types.uint8b128,
         scalar_types.float4_e2m1f,
@@ -165,6 +166,21 @@ def test_scales_of_mxfp4_differ_by_many_binades(sent: bool, shape: tuple[int, in
         part.scales.copy_(least + torch.randint(0, 15, part.scales.shape, dtype=torch.uint8, device="cuda"))
         part.scales[:, :, 5::64] = 0
     check(experts, [65, 200, 1], sent)
+
+
+@pytest.mark.parametrize("count", [1, 8, 16, 24, 32, 64, 128, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_that_are_packed_for_8_bit_rows_multiply_16_bit_rows(count: int, dtype: torch.dtype) -> None:
+    """Same bits as those that are packed for 16-bit rows, by the kernels for few and for many rows, and the oldest."""
+    shape, experts, ids = (512, 256), [], ids_of([count, 0, count])
+    tokens = torch.randn(ids.size(0), shape[0], device="cuda").to(dtype)
+    for kind in (MXFP4, replace(MXFP4, for_eight_bit_rows=False)):
+        torch.manual_seed(3)
+        both = pair(kind, 32, 3, shape, SILU, dtype, False)
+        experts.append(WeightPair(kind, SILU, dtype, *both))
+    assert torch.equal(*(slots_of(each, tokens, ids) for each in experts))
+    with ampere_only():
+        assert torch.equal(*(slots_of(each, tokens, ids) for each in experts))
 
 
 def test_few_rows_that_were_sent_are_converted_back() -> None:

@@ -43,8 +43,6 @@ BODIES = {
     "eight_bit_widen.cuh": {
         "u32 flip_and_mask(u32 word, u32 flips, u32 mask)": "return (word ^ flips) & mask;",
         "u32 add_relu(u32 a, u32 b)": "return emulated::add_relu(a, b);",
-        "u32 mul_f16_low(u32 a, u32 b)": "return emulated::mul_f16(a, b & 0xffff);",
-        "u32 mul_f16_high(u32 a, u32 b)": "return emulated::mul_f16(a, b >> 16);",
     },
 }
 _STANDS_FOR = ("ptx.cuh", "number.cuh", "mma.cuh", "wgmma.cuh")
@@ -175,8 +173,9 @@ def compile_widening(folder: Path, builds: list[tuple[int, int]]) -> ctypes.CDLL
         parts.append(
             "void widen(const u32* words, int count, u32 z0, u32 z1, u32* low, u32* high) {\n"
             "  for (int i = 0; i < count; i++) {\n"
-            "    u32 factors = factor_pair(z0, factor_offsets(z1));\n"
-            "    if constexpr (kFoldsScales) widen_e2m1(words[i], factors, low[i], high[i]);\n"
+            "    u32 exponents = operand_exponents(z0, exponent_offsets(z1));\n"
+            "    Operands of_low(exponents & 0xffff), of_high(exponents >> 16);\n"
+            "    if constexpr (kFoldsScales) widen_e2m1(words[i], of_low, of_high, low[i], high[i]);\n"
             "    else if constexpr (kBits == 4) widen_four_bits(words[i], z0, z1, low[i], high[i]);\n"
             "    else low[i] = high[i] = widen_eight_bits(words[i]);\n"
             f'  }}\n}}\n}}\n#undef ROWS_INT8\nextern "C" float unit_{name}() {{ return n{name}::kCodeUnit; }}\n'

@@ -66,7 +66,9 @@ def make(
     values = values * factor.gather(2, spread)
     if alphas is not None:
         values = values * alphas[:, None, None]
-    return Made(pack_marlin(codes, scales, kind.scalar_type.id, group, zeros, gated, g_idx), values, alphas)
+    rows_dtype = torch.float8_e4m3fn if kind.for_eight_bit_rows else None
+    packed = pack_marlin(codes, scales, kind.scalar_type.id, group, zeros, gated, g_idx, rows_dtype)
+    return Made(packed, values, alphas)
 
 
 def arguments(first: Made, second: Made, kind: WeightType, activation: MoEActivation) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def test_experts_that_combine_compile_without_spills(topk: int) -> None:
 )
 def test_a_limit_of_gate_and_up_compiles_without_spills(decode: bool, activation: MoEActivation) -> None:
     """The prefill kernel in its build that waits for rows."""
-    mxfp4, limited = WEIGHT_TYPES[scalar_types.float4_e2m1f.id], {"clamp_limit": 10.0}
+    mxfp4 = WEIGHT_TYPES[scalar_types.float4_e2m1f.id].packed_for(32, torch.float8_e4m3fn if decode else None)
+    limited = {"clamp_limit": 10.0}
     waits = {"tall": not decode, "arrivals": not decode}
     source = hopper.kernel_source(mxfp4, BF16, torch.uint8, 4, activation, decode, **waits, **limited)
     older = [ampere.kernel_source(mxfp4, BF16, torch.uint8, 32, phase, activation, 32, **limited) for phase in (0, 1)]

@@ -27,7 +27,7 @@ from tests.kernels.marlin_cases import E, arguments, make, moe_config
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 E4M3, UINT4, UINT4B8, MXFP4 = (
-    WEIGHT_TYPES[kind.id]
+    WEIGHT_TYPES[kind.id].packed_for(32, FP8)
     for kind in (
         scalar_types.float8_e4m3fn, scalar_types.uint4, scalar_types.uint4b8, scalar_types.float4_e2m1f,
     )
@@ -133,7 +133,7 @@ def test_rows_are_rounded_where_that_is_faster() -> None:
     int8 = experts(32, 7168, 2048, INT8)
     assert [eight_bit.pays(int8, rows) for rows in (32, 63.9, 64, 1024)] == [False, False, True, True]
     mxfp4 = experts(32, 7168, 2048, kind=MXFP4)
-    assert [eight_bit.pays(mxfp4, rows) for rows in (64, 95.9, 96, 1024)] == [False, False, True, True]
+    assert [eight_bit.pays(mxfp4, rows) for rows in (64, 79.9, 80, 1024)] == [False, False, True, True]
     assert not eight_bit.pays(experts(32, 7168, 2048, None), 1024)
     assert not eight_bit.pays(experts(769, 7168, 2048), 1024)
     counts = torch.zeros(32, dtype=torch.int32)

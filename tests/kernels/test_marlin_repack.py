@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_ep.kernels.marlin.repack import (
+    BitOrder,
     PackedWeights,
     pack_codes,
     pack_marlin,
@@ -48,13 +49,18 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 @pytest.mark.parametrize(("rows", "gated"), [(64, True), (96, False), (160, False), (192, True)])
 def test_unpack_gives_back_what_was_packed(kind: WeightType, group: int, rows: int, gated: bool) -> None:
     codes, scales, zeros = _weights(kind, group, 3, rows, 256)
-    packed = pack_marlin(codes, scales, kind.scalar_type.id, group, zeros, gated)
-    assert packed.qweight.shape == (3, 256 // 16, rows * 16 // kind.pack)
-    assert packed.qweight.dtype == torch.int32
-    assert packed.scales.shape == (3, scales.size(2), rows)
-    assert packed.scales.dtype == scales.dtype
-    got = unpack_marlin(packed, kind.scalar_type.id, group, gated)
-    assert all(_same(a, b) for a, b in zip(got, (codes, scales, zeros), strict=True))
+    for input_dtype in (None, torch.float8_e4m3fn):
+        packed = pack_marlin(codes, scales, kind.scalar_type.id, group, zeros, gated, input_dtype=input_dtype)
+        if input_dtype and kind.scalar_type == scalar_types.float4_e2m1f and group == 32:
+            assert packed.qweight.shape == (3, 256 // 16, rows)
+            assert packed.qweight.dtype == torch.int64
+        else:
+            assert packed.qweight.shape == (3, 256 // 16, rows * 16 // kind.pack)
+            assert packed.qweight.dtype == torch.int32
+        assert packed.scales.shape == (3, scales.size(2), rows)
+        assert packed.scales.dtype == scales.dtype
+        got = unpack_marlin(packed, kind.scalar_type.id, group, gated)
+        assert all(_same(a, b) for a, b in zip(got, (codes, scales, zeros), strict=True))
 
 
 @pytest.mark.parametrize("columns", [32, 96, 128])
@@ -129,16 +135,37 @@ def test_bits_of_floats_lie_where_the_kernels_take_them_from() -> None:
     kind = WEIGHT_TYPES[scalar_types.float4_e2m1f.id]
     codes, scales, _ = _weights(kind, 32, 1, 96, 64)
     words = pack_marlin(codes, scales, kind.scalar_type.id, 32).qweight.flatten().tolist()
+    by_row = pack_codes.plain(codes, 4, False, BitOrder.BY_ROW).flatten().tolist()
     plain = pack_codes.plain(codes, 4, False).flatten().tolist()
-    for word, nibbles in zip(words, plain, strict=True):
+    for word, other, nibbles in zip(words, by_row, plain, strict=True):
         word &= 0xFFFFFFFF
-        turned = [(word << by | word >> (32 - by)) & 0xFFFFFFFF for by in (0, 10, 13)]
-        pairs = [*turned, (word & 0x001B001B) * (1 << 3 | 1 << 8 | 1 << 14)]
-        for j, pair in enumerate(pairs):
-            for half in (0, 16):
-                bits = pair & 0x81C081C0
-                code = nibbles >> (4 * j + half) & 15
-                assert bits >> half & 0xFFFF == (code >> 3) << 15 | (code & 7) << 6
+        pairs = [*(turned(word, by) for by in (0, 10, 13)), (word & 0x001B001B) * (1 << 3 | 1 << 8 | 1 << 14)]
+        check_pairs(pairs, nibbles)
+        other &= 0xFFFFFFFF
+        sources = [(other, other << 5)] * 2 + [(turned(other, 4), other << 1)] * 2
+        check_pairs([bytes_of(*both, which) for both, which in zip(sources, BYTES, strict=True)], nibbles)
+
+
+BYTES = (0x1504, 0x3726, 0x2514, 0x0736)
+
+
+def turned(word: int, by: int) -> int:
+    return (word << by | word >> (32 - by)) & 0xFFFFFFFF
+
+
+def bytes_of(low: int, high: int, which: int) -> int:
+    """As prmt does."""
+    both = low | (high & 0xFFFFFFFF) << 32
+    return sum((both >> 8 * (which >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
+
+
+def check_pairs(pairs: list[int], nibbles: int) -> None:
+    """Pair j has codes j and j + 4 as bf16."""
+    for j, pair in enumerate(pairs):
+        for half in (0, 16):
+            bits = pair & 0x81C081C0
+            code = nibbles >> (4 * j + half) & 15
+            assert bits >> half & 0xFFFF == (code >> 3) << 15 | (code & 7) << 6
 
 
 def test_gated_rows_are_interleaved_by_eight_and_others_by_four() -> None:
@@ -235,11 +262,11 @@ def test_what_was_not_packed_is_not_unpacked(packed: Any) -> None:
 def check_triton(device: str) -> None:
     from moe_ep.kernels.marlin import repack as fused
 
-    for bits, spread in ((4, False), (4, True), (8, False)):
+    for bits, order in ((4, BitOrder.PLAIN), (4, BitOrder.SPREAD), (4, BitOrder.BY_ROW), (8, BitOrder.PLAIN)):
         for rows, columns, gated in ((64, 32, True), (192, 96, True), (32, 64, False), (160, 224, False)):
             codes = torch.randint(0, 1 << bits, (2, rows, columns), dtype=torch.uint8)
-            packed = fused.triton_pack_codes(codes.to(device), bits, gated, spread)
-            assert torch.equal(packed.cpu(), pack_codes.plain(codes, bits, gated, spread))
+            packed = fused.triton_pack_codes(codes.to(device), bits, gated, order)
+            assert torch.equal(packed.cpu(), pack_codes.plain(codes, bits, gated, order))
 
 
 @pytest.mark.gpu

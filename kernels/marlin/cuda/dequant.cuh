@@ -12,10 +12,11 @@
 #define FLOAT8_E4M3 3
 #define NVFP4 4
 #define MXFP4 5
+#define MXFP4_BY_ROW 6  // packed for rows of 8 bits
 
 constexpr int kBits = (WEIGHT_TYPE == UINT8B128 || WEIGHT_TYPE == FLOAT8_E4M3) ? 8 : 4;
 constexpr bool kHasZeros = WEIGHT_TYPE == UINT4;
-constexpr int kScaleBytes = (WEIGHT_TYPE == NVFP4 || WEIGHT_TYPE == MXFP4) ? 1 : 2;
+constexpr int kScaleBytes = WEIGHT_TYPE >= NVFP4 ? 1 : 2;
 constexpr int kWords = kBits / 4;  // int32 per lane for 16 columns
 
 constexpr bool kIntegers = WEIGHT_TYPE <= UINT8B128;
@@ -40,10 +41,15 @@ DEVICE u32 e4m3_bits(u32 word, u32 bytes) {
 // x 2^120 (or 2^8) corrects the exponent bias (e4m3 7 -> bf16 127, f16 15).
 DEVICE u32 e4m3_pair(u32 bits) { return mul_pair(bits, ACT_BF16 ? 0x7b807b80u : 0x5c005c00u); }
 
-// Four-bit e2m1 numbers j and j + 4 of a word, whose bits repack.py has spread, as the bits of bf16s that are 2^126 too
-// small. A rotation and a mask make three of the pairs, a multiplication the last one.
+// Pair j of a word's four-bit e2m1 numbers, whose bits repack.py has moved, as the bits of bf16s that are 2^126 too
+// small. A rotation and a mask make three of the pairs, a multiplication the last one. BY_ROW: two bytes of the word, or
+// rotated, that end in an exponent's upper bit, each above one that begins with the other bits.
 DEVICE u32 e2m1_bits(u32 word, int j) {
   constexpr u32 kBitsOfBf16 = 0x81c081c0u;
+  if constexpr (WEIGHT_TYPE == MXFP4_BY_ROW) {
+    u32 upper = j < 2 ? word : __funnelshift_l(word, word, 4), lower = word << (j < 2 ? 5 : 1);
+    return permute_bytes(upper, lower, j == 0 ? 0x1504 : j == 1 ? 0x3726 : j == 2 ? 0x2514 : 0x0736) & kBitsOfBf16;
+  }
   if (j == 3) return (word & 0x001b001bu) * (1u << 3 | 1u << 8 | 1u << 14) & kBitsOfBf16;
   return (j == 0 ? word : __funnelshift_l(word, word, j == 1 ? 10 : 13)) & kBitsOfBf16;
 }

@@ -153,7 +153,7 @@ DEVICE void find_largest_scales(const GemmParams& gemm, int expert, int first_ro
   const u8* from = gemm.scales + expert * (i64)gemm.groups * gemm.rows + row;
   LargestBytes largest;
   if (row < gemm.rows) {
-#pragma unroll 4
+#pragma unroll 8
     for (int group = thread / 32; group < gemm.groups; group += threads / 32) {
       largest.add(__ldg(reinterpret_cast<const uint4*>(from + (i64)group * gemm.rows)));
     }

@@ -182,7 +182,7 @@ DEVICE void run_token_thread(const EightBitParams& params, const Tables& tables,
 #else
 #define SUM_CONSTRAINT "+f"
 #define WGMMA_SIGNS ", 1, 1"
-#if WEIGHT_TYPE == MXFP4
+#if WEIGHT_TYPE == MXFP4_BY_ROW
 #define WGMMA_TYPES "f32.e5m2.e4m3"
 #else
 #define WGMMA_TYPES "f32.e4m3.e4m3"
@@ -447,7 +447,7 @@ DEVICE void run_tile(const EightBitParams& params, const Tables& tables, Shared&
   } else {
     u32 offsets[2] = {};
     for (int half = 0; half < 2 && kFoldsScales; half++) {
-      offsets[half] = factor_offsets(largest_scales_of(params, g, half));
+      offsets[half] = exponent_offsets(largest_scales_of(params, g, half));
     }
     multiply_tile_of_whole_rows<kTokens, kPhase>(sums, offsets, steps_of(p, kPhase), p.gemm[kPhase].groups, ring);
   }

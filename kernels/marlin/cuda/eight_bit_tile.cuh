@@ -128,21 +128,22 @@ struct Packed {
          stage + own.scales + half * 16 * kScaleBytes + group * kScaleRowBytes);
   }
 
-  // Makes factors of e8m0 scales. A step may lack groups, whose bytes are anything.
+  // Makes the operands' exponents of e8m0 scales. A step may lack groups, whose bytes are anything.
   DEVICE void fold_scales(u32 offsets, bool are_there) {
     if constexpr (kFoldsScales) {
 #pragma unroll
-      for (int n = 0; n < kBlocks; n++) scales[n] = factor_pair(exponent_pair(scales[n], are_there), offsets);
+      for (int n = 0; n < kBlocks; n++) scales[n] = operand_exponents(exponent_pair(scales[n], are_there), offsets);
     }
   }
 
   // Operand A of block n.
   DEVICE void widen(int n, u32 (&a)[4]) const {
     const u32* w = codes[n];
+    Operands of_low(kFoldsScales ? scales[n] & 0xffff : 0), of_high(kFoldsScales ? scales[n] >> 16 : 0);
 #pragma unroll
     for (int k = 0; k < kBits / 2; k++) {
       if constexpr (kFoldsScales) {
-        widen_e2m1(w[k], scales[n], a[2 * k], a[2 * k + 1]);
+        widen_e2m1(w[k], of_low, of_high, a[2 * k], a[2 * k + 1]);
       } else if constexpr (kBits == 4) {
         u32 low = kHasZeros ? zero_bytes(zeros & 0xffff) : 0, high = kHasZeros ? zero_bytes(zeros >> 16) : 0;
         widen_four_bits(w[k], low, high, a[2 * k], a[2 * k + 1]);

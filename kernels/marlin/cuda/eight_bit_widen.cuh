@@ -12,29 +12,30 @@
 //   e4m3   uint4,     n = code - 8 or - zero point as sign and magnitude: the    2^9
 //          uint4b8    byte 0 to 16, read as e4m3, is n * 2^-9, also beyond the
 //                     subnormal numbers
-//   e4m3   mxfp4      e5m2: code * 2^(1 - d), where the scale of its 32 columns  2^-1
+//   e4m3   mxfp4      e5m2: code * 2^(13 - d), where the scale of its 32 columns 2^-13
 //                     is d binades below the largest of its row
 //
-// mxfp4: a row's sums have one scale then, the largest (eight_bit_rows.cu finds it). e5m2 is the upper byte of f16. An
-// e2m1 code, its exponent and mantissa at the ends of those of f16, is code * 2^-14, subnormal too; one multiplication
-// scales two codes. Results are exact up to d = 16. Beyond, bits below 2^-16 are cut off, an error less than 2^-19 of
-// the largest weight that the row can have: e4m3 rows are rounded to 2^-4.
+// mxfp4: a row's sums have one scale then, the largest (eight_bit_rows.cu finds it). Codes are packed as selectors of
+// byte permutations (repack.py): two registers hold the operands of all magnitudes, made by an addition to their
+// exponents, and signs are added. Operands are exact up to d = 26; beyond they are at most 2^-24 of the largest weight
+// that the row can have, and may be wrong by as much.
 //
 // Example (e4m3 rows, uint4b8): codes 0x3 and 0xb are -5 and 3: bytes 0x85 and 0x03, which are -5 * 2^-9 and 3 * 2^-9.
-// Example (mxfp4): code 0xd is -3; as -6 = 0xc6 where d = 0, as -1.5 = 0xbe where d = 2.
+// Example (mxfp4): code 0xd is -3; as -3 * 2^13 = 0xf6 where d = 0, as 0xee where d = 2.
 #pragma once
 #include "dequant.cuh"
 
-static_assert(ROWS_INT8 ? kIntegers : WEIGHT_TYPE != UINT8B128 && WEIGHT_TYPE != NVFP4,
-              "int8 rows multiply integers; e4m3 rows multiply e4m3, four-bit integers and mxfp4");
+static_assert(
+    ROWS_INT8 ? kIntegers : WEIGHT_TYPE != UINT8B128 && WEIGHT_TYPE != NVFP4 && WEIGHT_TYPE != MXFP4,
+    "int8 rows multiply integers; e4m3 rows multiply e4m3, four-bit integers and mxfp4 that is packed for them");
 
 constexpr float kCodeUnit = ROWS_INT8                    ? (WEIGHT_TYPE == UINT4B8 ? 0.0625f : 1.0f)
                             : kIntegers                  ? 512.0f
                             : WEIGHT_TYPE == FLOAT8_E4M3 ? 1.0f
-                                                         : 0.5f;
+                                                         : 0x1p-13f;
 
 // Whether the distances of scales from their row's largest one are folded into the operands.
-constexpr bool kFoldsScales = WEIGHT_TYPE == MXFP4;
+constexpr bool kFoldsScales = WEIGHT_TYPE == MXFP4_BY_ROW;
 
 // (word ^ flips) & mask in one instruction.
 DEVICE u32 flip_and_mask(u32 word, u32 flips, u32 mask) {
@@ -86,51 +87,36 @@ DEVICE u32 add_relu(u32 a, u32 b) {
   return out;
 }
 
-// Two f16 numbers times the low (or high) half of b.
-DEVICE u32 mul_f16_low(u32 a, u32 b) {
-  u32 out;
-  asm("{\n.reg .b16 l, h;\n.reg .b32 b;\nmov.b32 {l, h}, %2;\nmov.b32 b, {l, l};\nmul.f16x2 %0, %1, b;\n}"
-      : "=r"(out)
-      : "r"(a), "r"(b));
-  return out;
-}
-DEVICE u32 mul_f16_high(u32 a, u32 b) {
-  u32 out;
-  asm("{\n.reg .b16 l, h;\n.reg .b32 b;\nmov.b32 {l, h}, %2;\nmov.b32 b, {h, h};\nmul.f16x2 %0, %1, b;\n}"
-      : "=r"(out)
-      : "r"(a), "r"(b));
-  return out;
-}
-
 // e8m0 bytes of rows g and g + 8 as two exponents of 16 bits; 0 for a group that the step lacks.
 DEVICE u32 exponent_pair(u32 bytes, bool is_there) { return permute_bytes(bytes, 0, is_there ? 0x4140 : 0x4444); }
 
 // 2^(byte - 127), but not less than the least normal number.
 DEVICE float exponent_value(u32 byte) { return __uint_as_float(max(byte, 1u) << 23); }
 
-// What is added to exponents of rows g and g + 8 to make them those of factors, as bytes of the rows' largest ones.
-constexpr u32 kLargestFactor = 30;
-DEVICE u32 factor_offsets(u32 largest) {
-  u32 low = kLargestFactor - max(largest & 0xff, 1u), high = kLargestFactor - max(largest >> 8, 1u);
+// What is added to exponents of rows g and g + 8 to make them those of operands, as bytes of the rows' largest ones.
+constexpr u32 kLargestExponent = 27;
+DEVICE u32 exponent_offsets(u32 largest) {
+  u32 low = kLargestExponent - max(largest & 0xff, 1u), high = kLargestExponent - max(largest >> 8, 1u);
   return permute_bytes(low, high, 0x5410);
 }
 
-// f16 2^(15 - d) of exponents that are d below the largest; 0 from d = 30 on.
-DEVICE u32 factor_pair(u32 exponents, u32 offsets) { return add_relu(exponents, offsets) << 10; }
+// 27 - d of scales that are d binades below the largest; 0 from d = 27 on.
+DEVICE u32 operand_exponents(u32 exponents, u32 offsets) { return add_relu(exponents, offsets); }
 
-// Eight e2m1 codes; factors: of the two rows.
-DEVICE void widen_e2m1(u32 word, u32 factors, u32& low, u32& high) {
-  // The bits of each code are apart (repack.SPREAD). Pairs of codes have exponent and mantissa at bits 11 to 9 of halves.
-  constexpr u32 kFields = 0x0e000e00u;
-  u32 turned = __funnelshift_l(word, word, 29);
-  u32 of_0_4 = mul_f16_low(word << 3 & kFields, factors), of_6_2 = mul_f16_low(word & kFields, factors);
-  u32 of_5_1 = mul_f16_high(turned & kFields, factors);
-  // Of 3 and 7 exponent and mantissa are apart, which a multiplication joins.
-  u32 of_3_7 = mul_f16_high((word & 0x00190019u) * (1u << 6 | 1u << 11) & kFields, factors);
-  // The signs of 0 and 4 are the top bits of the word's halves, those of 6 and 2 of the turned word's.
-  low = and_or(permute_bytes(word, turned, 0x5371), 0x80808080u, permute_bytes(of_0_4, of_6_2, 0x5371));
-  u32 signs = (word & 0x00220022u) * (1u << 14 | 1u << 2);
-  high = and_or(signs, 0x80808080u, permute_bytes(of_5_1, of_3_7, 0x7153));
+// The operands of all magnitudes, by the numbers that nibbles hold: 0, 2, 0.5, 3 and 1, 4, 1.5, 6.
+struct Operands {
+  u32 low, high;
+  DEVICE explicit Operands(u32 exponent)
+      : low(0x0a000800u + exponent * 0x04040400u), high(0x0e060c04u + exponent * 0x04040404u) {}
+};
+
+// Eight e2m1 codes, four of either row.
+DEVICE void widen_e2m1(u32 word, const Operands& of_low, const Operands& of_high, u32& low, u32& high) {
+  u32 magnitudes = word & 0x77777777u, turned = word << 4;
+  // The sign of code i is bit 4 i + 7, of the last one bit 3.
+  u32 signs_low = permute_bytes(word, turned, 0x6150), signs_high = permute_bytes(word, turned, 0x4372);
+  low = and_or(signs_low, 0x80808080u, permute_bytes(of_low.low, of_low.high, magnitudes));
+  high = and_or(signs_high, 0x80808080u, permute_bytes(of_high.low, of_high.high, magnitudes >> 16));
 }
 
 // Four codes of 8 bits.

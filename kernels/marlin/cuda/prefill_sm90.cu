@@ -44,7 +44,7 @@ constexpr int kTileTokens = kPrefillTileTokens;
 constexpr int kSmallTokens = 64;
 constexpr int kLargeTokens = 176;
 // Large tiles need room for three stages (four bits), and registers (one fma or multiplication per dequantized pair).
-constexpr bool kHasLarge = ACT_BF16 && (WEIGHT_TYPE == UINT4B8 || WEIGHT_TYPE == NVFP4 || WEIGHT_TYPE == MXFP4);
+constexpr bool kHasLarge = ACT_BF16 && (WEIGHT_TYPE == UINT4B8 || WEIGHT_TYPE >= NVFP4);
 constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 

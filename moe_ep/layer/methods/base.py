@@ -158,16 +158,22 @@ class FusedMoEMethodBase(ABC):
         """The activations that the checkpoint was made for, if they are int8 or e4m3."""
         return None
 
+    def asked_input_dtype(self, layer: MoELayer) -> torch.dtype | None:
+        """The 8-bit rows that the layer or its checkpoint asks for; its experts may refuse them."""
+        asked = layer.input_dtype
+        if isinstance(asked, str):
+            return None if asked == NONE else self.checkpoint_input_dtype()
+        return asked
+
     def input_rows(self, layer: MoELayer) -> InputRows:
         """The rows that the experts of a processed layer compute with.
 
         Raises:
             ConfigError: a dtype was named that does not go with the weights, or for which there is no kernel.
         """
-        asked = layer.input_dtype
+        asked, dtype = layer.input_dtype, self.asked_input_dtype(layer)
         if asked == NONE:
             return InputRows(None, "asked for by name")
-        dtype = self.checkpoint_input_dtype() if isinstance(asked, str) else asked
         if dtype is None:
             return InputRows(None, "the weights were not made for 8-bit rows")
         device = self.gemm_weights(layer)[0].device

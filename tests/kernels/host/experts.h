@@ -144,12 +144,6 @@ inline u32 add_relu(u32 a, u32 b) {
   return u32(std::max(low, 0)) | u32(std::max(high, 0)) << 16;
 }
 
-// A pair of f16 numbers, each times another one.
-inline u32 mul_f16(u32 pair, u32 by) {
-  const float low = of_f16(pair & 0xffff) * of_f16(by), high = of_f16(pair >> 16) * of_f16(by);
-  return f16(low) | f16(high) << 16;
-}
-
 // Operand A of 16 rows x 32 columns, of which a lane gets its rows g and g + 8; the others have brought theirs.
 struct Rows {
   u8 row[2][32];
