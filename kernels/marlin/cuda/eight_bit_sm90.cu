@@ -234,10 +234,11 @@ WGMMA_FROM_SHARED(128, LIST_64, "%64", "%65", "%66", THIRTY_TWO(0), THIRTY_TWO(3
 
 // A warpgroup has 128 rows of weights. Its descriptors begin at either half of each pair of fragments: 16-byte columns
 // are 128 bytes apart, 8 rows 512 (repack.py).
-constexpr u64 kWeightsDescriptorHigh = 512 / 16;
 DEVICE u32 descriptor_of_weights(u32 ring) {
   return ((ring + threadIdx.x / 128 * 2 * kStripBytes) & 0x3ffff) >> 4 | (128 / 16) << 16;
 }
+
+DEVICE u64 whole_descriptor_of_weights(u32 low) { return u64(512 / 16) << 32 | low; }
 
 // One block of 32 columns; weights in registers, or in shared memory from a descriptor on.
 template <int kTokens>
@@ -249,9 +250,9 @@ DEVICE void multiply_block(Sum* part, const u32* weights, u64 first_weights, u64
   }
 }
 
-// All steps of a tile whose weight rows have several scales. A warp has two times 16 rows, and groups of columns in a
-// step: each is multiplied, then promoted, so that unpromoted sums take half the registers. What the next one needs is
-// read while the tensor cores multiply.
+// All steps of a tile whose weight rows have several scales, or whose weights lie in shared memory. A warp has two times
+// 16 rows, and groups of columns in a step: each is multiplied, then promoted, so that unpromoted sums take half the
+// registers. What the next one needs is read while the tensor cores multiply.
 template <int kTokens, int kPhase>
 DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ring) {
   constexpr int kBlocks = 4 / kGroups;
@@ -266,7 +267,7 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
   packed.load_part(ring.place(), own, 0, 0);
   for (; steps > 0; steps--, groups -= kGroups) {
     u64 tokens = kDescriptorHigh << 32 | (first + ring.stage * (kStageBytes / 16));
-    u64 from = kWeightsDescriptorHigh << 32 | (first_weights + ring.stage * (kStageBytes / 16));
+    u64 from = whole_descriptor_of_weights(first_weights + ring.stage * (kStageBytes / 16));
     int stage = ring.stage;
     u32 token_scales = ring.place() + kTokenScalesPlace + lane % 4 * 16;
 #pragma unroll
@@ -307,7 +308,7 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
 // widened; `packed` has the first one, and in the end that of the next step, if there is one.
 template <int kTokens, int kPhase, int kSteps>
 DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int groups, bool is_last, Packed<1>& packed,
-                           const LanePlace& own, u32 first_tokens, u32 first_weights, Ring& ring) {
+                           const LanePlace& own, u32 first_tokens, Ring& ring) {
   const Ring begin = ring;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -317,14 +318,13 @@ DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int g
     int previous = ring.stage;
 #pragma unroll
     for (int i = 0; i < 4 * kSteps; i++) {
-      int block = i % 4, stage = ring.stage * (kStageBytes / 16);
+      int block = i % 4;
       bool ends = i == 4 * kSteps - 1;
+      u64 tokens = kDescriptorHigh << 32 | (first_tokens + ring.stage * (kStageBytes / 16));
       packed.fold_scales(offsets[half], block < 2 || groups - i / 4 * kGroups > 2);
-      if (!kFromShared) packed.widen(0, weights[i % 2]);
+      packed.widen(0, weights[i % 2]);
       wgmma_fence();
-      multiply_block<kTokens>(part, weights[i % 2],
-                              kWeightsDescriptorHigh << 32 | (first_weights + stage + fragment_place(half) / 16),
-                              kDescriptorHigh << 32 | (first_tokens + stage), block, i > 0);
+      wgmma_eight_bit<kTokens>(part, weights[i % 2], tokens + 2 * block, i > 0);
       wgmma_commit();
       if (block < 3) {
         packed.load_part(ring.place(), own, half, block + 1);
@@ -359,14 +359,13 @@ DEVICE void multiply_tile_of_whole_rows(SumsOf<kTokens>& sums, const u32 (&offse
 #pragma unroll
   for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
   u32 tokens = __shfl_sync(~0u, wgmma_descriptor(ring.address + kTokensPlace), 0);
-  u32 weights = __shfl_sync(~0u, descriptor_of_weights(ring.address), 0);
   ring.wait_full();
   packed.load_part(ring.place(), own, 0, 0);
   for (; kPhase == 0 && steps > 1; steps -= 2, groups -= 2 * kGroups) {
-    multiply_steps<kTokens, kPhase, 2>(sums, offsets, groups, steps == 2, packed, own, tokens, weights, ring);
+    multiply_steps<kTokens, kPhase, 2>(sums, offsets, groups, steps == 2, packed, own, tokens, ring);
   }
   for (; steps > 0; steps--, groups -= kGroups) {
-    multiply_steps<kTokens, kPhase, 1>(sums, offsets, groups, steps == 1, packed, own, tokens, weights, ring);
+    multiply_steps<kTokens, kPhase, 1>(sums, offsets, groups, steps == 1, packed, own, tokens, ring);
   }
 }
 
@@ -442,7 +441,7 @@ DEVICE void run_tile(const EightBitParams& params, const Tables& tables, Shared&
   fetch_of_token<kPhase>(params, tables, shared, g, parity);
   if constexpr (kPhase == 0 && ROWS_INT8 && !kGrouped) {
     multiply_tile_exactly<kTokens>(sums, steps_of(p, kPhase), ring);
-  } else if constexpr (kPromotesGroups) {
+  } else if constexpr (kPromotesGroups || kFromShared) {
     multiply_tile<kTokens, kPhase>(sums, steps_of(p, kPhase), p.gemm[kPhase].groups, ring);
   } else {
     u32 offsets[2] = {};
