@@ -71,6 +71,8 @@ def make_weights(shape: Shape, rows: int, columns: int, gated: bool, kind: Weigh
         scales = (torch.rand(groups, device="cuda") * 0.01 + 0.002).to(shape.scale_dtype)
     has_zeros, is_nvfp4 = shape.type.has_zero_points, shape.scale_dtype == torch.float8_e4m3fn
     zeros = torch.randint(0, 16, groups, device="cuda").bfloat16() if has_zeros else None
+    if kind is not None and kind.for_eight_bit_rows:
+        zeros = scales.amax(1, keepdim=True)
     alphas = torch.ones(shape.experts, device="cuda") if is_nvfp4 else None
     bias = torch.randn(shape.experts, rows, device="cuda").bfloat16() if shape.bias else None
     qweight = qweight.view((kind or shape.type).packed_dtype)

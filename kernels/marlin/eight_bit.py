@@ -63,7 +63,6 @@ class RowsParams(ctypes.Structure):
         ("sent_scales", ctypes.c_void_p),
         ("sent_stride", ctypes.c_int64),
         ("sent_scale_stride", ctypes.c_int64),
-        ("largest_scales", ctypes.c_void_p),
         ("capacity", ctypes.c_int),
     )
 
@@ -76,11 +75,10 @@ class EightBitParams(ctypes.Structure):
         ("weights", (ctypes.c_uint8 * TENSOR_MAP_BYTES) * 2),
         ("experts", ExpertsParams),
         ("row_scales", ctypes.c_void_p),
-        ("largest_scales", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),
         ("hidden_scales", ctypes.c_void_p),
         ("capacity", ctypes.c_int),
-        ("unused", ctypes.c_uint8 * (-(ctypes.sizeof(ExpertsParams) + 36) % 64)),
+        ("unused", ctypes.c_uint8 * (-(ctypes.sizeof(ExpertsParams) + 28) % 64)),
     )
 
 
@@ -91,7 +89,6 @@ class ScratchLayout(NamedTuple):
         capacity: rows that there is room for.
         codes, row_scales: of the input.
         hidden, hidden_scales: of the activation's output.
-        largest_scales: a byte for every weight row, which mxfp4 needs.
         num_bytes: of all.
     """
 
@@ -100,7 +97,6 @@ class ScratchLayout(NamedTuple):
     row_scales: int
     hidden: int
     hidden_scales: int
-    largest_scales: int
     num_bytes: int
 
 
@@ -108,10 +104,10 @@ def scratch_layout(num_experts: int, num_rows: int, hidden_size: int, intermedia
     """The scratch that up to num_rows rows of all experts together need."""
     capacity = -(-(num_rows + num_experts * (_START_MULTIPLE - 1)) // _START_MULTIPLE) * _START_MULTIPLE
     ends = [0]
-    row_bytes = (hidden_size, 4, intermediate_size, 4 * -(-intermediate_size // GROUP_SIZE))
-    for num_bytes in (*(capacity * n for n in row_bytes), num_experts * (2 * intermediate_size + hidden_size)):
-        ends.append(-(-(ends[-1] + num_bytes) // _ALIGNMENT) * _ALIGNMENT)
-    return ScratchLayout(capacity, *ends)
+    for row_bytes in (hidden_size, 4, intermediate_size, 4 * -(-intermediate_size // GROUP_SIZE)):
+        ends.append(-(-(ends[-1] + capacity * row_bytes) // _ALIGNMENT) * _ALIGNMENT)
+    codes, row_scales, hidden, hidden_scales, num_bytes = ends
+    return ScratchLayout(capacity, codes, row_scales, hidden, hidden_scales, num_bytes)
 
 
 def is_faster(capability: tuple[int, int]) -> bool:
@@ -234,12 +230,11 @@ def make_params(
 ) -> tuple[RowsParams, EightBitParams, ScratchLayout]:
     """The kernels' parameters without flags and tensor maps, and where all lies in scratch; arguments as `run`."""
     where = scratch_layout(pair.num_experts, rows.max_rows, pair.w13.num_columns, pair.w2.num_columns)
-    codes, scales, hidden, hidden_scales, largest_scales = (scratch.data_ptr() + place for place in where[1:6])
+    codes, scales, hidden, hidden_scales = (scratch.data_ptr() + place for place in where[1:5])
     quantizing = RowsParams(
         experts=experts_params(hidden_states, scratch, output, pair, rows),
         codes=codes,
         scales=scales,
-        largest_scales=largest_scales,
         capacity=where.capacity,
     )
     if row_scales is not None:
@@ -248,7 +243,6 @@ def make_params(
     multiplying = EightBitParams(
         experts=quantizing.experts,
         row_scales=scales,
-        largest_scales=largest_scales,
         hidden=hidden,
         hidden_scales=hidden_scales,
         capacity=where.capacity,
@@ -285,7 +279,7 @@ class _Launches:
             self.shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         self._rows_threads = rows_threads(pair.w13.num_columns)
         self._rows_blocks = self.num_blocks * (_THREADS_OF_MULTIPROCESSOR // self._rows_threads)
-        self._rows_bytes = rows_bytes(pair.kind, self._rows_threads, pair.num_experts)
+        self.table_bytes = table_bytes(pair.num_experts)
         sources = kernel_sources(
             pair.kind, pair.input_dtype, pair.act_dtype, groups, pair.activation, pair.clamp_limit, sent, older
         )
@@ -296,7 +290,7 @@ class _Launches:
 
     def quantize(self, params: RowsParams, rows: Rows) -> None:
         blocks = max(1, min(self._rows_blocks, rows.max_rows))
-        self.kernels["rows"].launch(params, (blocks, 1, 1), self._rows_threads, self._rows_bytes)
+        self.kernels["rows"].launch(params, (blocks, 1, 1), self._rows_threads, self.table_bytes)
 
 
 def rows_threads(num_columns: int) -> int:
@@ -307,11 +301,6 @@ def rows_threads(num_columns: int) -> int:
 def table_bytes(num_experts: int) -> int:
     """Bytes of the tables of experts."""
     return 4 * _TABLES * (num_experts + 1)
-
-
-def rows_bytes(kind: WeightType, threads: int, num_experts: int) -> int:
-    """Shared memory of a block of that kernel, which finds the largest scales of mxfp4 weights."""
-    return table_bytes(num_experts) + (16 * threads if kind.for_eight_bit_rows else 0)
 
 
 def older_shared_bytes(kind: WeightType, groups: int, num_experts: int) -> int:

@@ -48,6 +48,7 @@ from moe_ep.kernels.marlin.types import (
     WEIGHT_TYPES,
     WeightType,
     check_group_size,
+    check_packed_zeros,
     check_sizes,
     check_zero_points,
     packed_sizes,
@@ -116,7 +117,8 @@ class PackedWeights(NamedTuple):
     Attributes:
         qweight: int32 `[E, in / 16, out * 16 / pack]`, codes as drawn above; int64 `[E, in / 16, out]` for 8-bit rows.
         scales: `[E, groups, out]`, dtype as given.
-        zeros: `[E, groups, out]` zero points as numbers of the scales' dtype, or None.
+        zeros: `[E, groups, out]` zero points as numbers of the scales' dtype, or None. Of 4-bit floats for 8-bit rows
+            `[E, 1, out]`, the largest scale of every row.
         g_idx: int32 `[E, in]`, sorted, with act-order; else None.
         sort_indices: int32 `[E, in]` with act-order: packed column i is the checkpoint's column sort_indices[i]; else
             None.
@@ -168,10 +170,14 @@ def pack_marlin(
         codes = codes.clone(memory_format=torch.contiguous_format)
     per_lane = row_order(codes.size(1), gated, codes.device)[_scale_order(codes.size(1), codes.device)]
     words = pack_codes(codes, kind.bits, gated, bit_order(kind))
+    packed_scales = _reorder(scales.transpose(1, 2), per_lane)
+    zeros = None if zero_points is None else _reorder(zero_points.transpose(1, 2), per_lane).to(scales.dtype)
+    if kind.for_eight_bit_rows:
+        zeros = packed_scales.view(torch.uint8).amax(1, keepdim=True).view(scales.dtype)
     return PackedWeights(
         words.view(kind.packed_dtype).view(codes.size(0), codes.size(2) // 16, -1),
-        _reorder(scales.transpose(1, 2), per_lane),
-        None if zero_points is None else _reorder(zero_points.transpose(1, 2), per_lane).to(scales.dtype),
+        packed_scales,
+        zeros,
         g_idx,
         sort_indices,
     )
@@ -198,7 +204,7 @@ def unpack_marlin(
     if packed_scales.dim() != 3 or packed_scales.size(2) != num_rows or groups not in (None, packed_scales.size(1)):
         wanted = (qweight.size(0), "groups" if groups is None else groups, num_rows)
         raise ValueError(f"packed.scales has shape {tuple(packed_scales.shape)}; group_size asks for {wanted}")
-    check_zero_points("packed.zeros", packed.zeros, kind)
+    check_packed_zeros("packed.zeros", packed.zeros, kind, packed_scales)
     device = qweight.device
     rows = row_order(num_rows, gated, device)
     back = torch.argsort(rows)
@@ -211,7 +217,7 @@ def unpack_marlin(
         codes = codes.gather(2, columns.unsqueeze(1).expand(codes.shape))
     per_lane = torch.argsort(rows[_scale_order(num_rows, device)])
     scales = _reorder(packed.scales, per_lane).transpose(1, 2).contiguous()
-    if packed.zeros is None:
+    if packed.zeros is None or kind.for_eight_bit_rows:
         return codes, scales, None
     return codes, scales, _reorder(packed.zeros, per_lane).transpose(1, 2).to(torch.uint8).contiguous()
 

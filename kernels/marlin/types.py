@@ -144,6 +144,17 @@ def check_sizes(name: str, num_rows: int, num_columns: int, gated: bool, way_out
         )
 
 
+def check_packed_zeros(name: str, zeros: torch.Tensor | None, kind: WeightType, scales: torch.Tensor) -> None:
+    """ValueError for what `PackedWeights.zeros` cannot be beside these packed scales."""
+    if kind.for_eight_bit_rows and zeros is None:
+        raise ValueError(f"{name} is missing; mxfp4 that is packed for 8-bit rows has its rows' largest scales there")
+    if not kind.for_eight_bit_rows:
+        check_zero_points(name, zeros, kind)
+    shape = (scales.size(0), 1, scales.size(2)) if kind.for_eight_bit_rows else tuple(scales.shape)
+    if zeros is not None and (zeros.dtype != scales.dtype or tuple(zeros.shape) != shape or not zeros.is_contiguous()):
+        raise ValueError(f"{name} is {zeros.dtype} {tuple(zeros.shape)}; it must be {scales.dtype} {shape}, contiguous")
+
+
 def check_zero_points(name: str, zero_points: torch.Tensor | None, kind: WeightType) -> None:
     """ValueError for zero points that are missing or not wanted."""
     if (zero_points is not None) != kind.has_zero_points:

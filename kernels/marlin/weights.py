@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, WeightType, check_sizes, check_zero_points, packed_sizes
+from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, WeightType, check_packed_zeros, check_sizes, packed_sizes
 from moe_ep.scalar_type import scalar_types
 
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # powers of two, or their bits
@@ -57,8 +57,7 @@ def check_weights(
     check_sizes(name, num_rows, num_columns, gated)
     has_regular_groups = g_idx is None or is_k_full
     _check_scales(name, kind, act_dtype, scales, num_experts, num_rows, num_columns, has_regular_groups)
-    check_zero_points(f"{name}_zeros", zeros, kind)
-    _check_like(f"{name}_zeros", zeros, scales.dtype, scales.shape)
+    check_packed_zeros(f"{name}_zeros", zeros, kind, scales)
     _check_like(f"bias{which}", bias, act_dtype, (num_experts, num_rows))
     is_nvfp4 = kind.scalar_type == scalar_types.float4_e2m1f and scales.dtype == torch.float8_e4m3fn
     if is_nvfp4 and kind.for_eight_bit_rows:

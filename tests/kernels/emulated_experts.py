@@ -39,7 +39,6 @@ BODIES = {
             " : emulated::to_e4m3(low) | emulated::to_e4m3(high) << 8;"
         ),
     },
-    "eight_bit_rows.cu": {"u32 larger_pair(u32 a, u32 b)": "return emulated::larger(a, b);"},
     "eight_bit_widen.cuh": {
         "u32 flip_and_mask(u32 word, u32 flips, u32 mask)": "return (word ^ flips) & mask;",
         "u32 add_relu(u32 a, u32 b)": "return emulated::add_relu(a, b);",

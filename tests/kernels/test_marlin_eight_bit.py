@@ -51,6 +51,19 @@ def given_of(
     }
 
 
+@pytest.mark.parametrize(
+    ("wrong", "value"),
+    [("w1_zeros", None), ("w2_zeros", torch.zeros(E, 1, K, dtype=torch.uint8)[:1]), ("w2", torch.zeros(1).int())],
+    ids=str,
+)
+def test_mxfp4_that_is_packed_for_8_bit_rows_is_checked(wrong: str, value: torch.Tensor | None) -> None:
+    """It comes with its rows' largest scales, and both matrices are packed alike."""
+    given = given_of(MXFP4, group=32) | {"input_dtype": FP8}
+    fused_marlin_moe(**given)
+    with pytest.raises(ValueError, match=wrong):
+        fused_marlin_moe(**given | {wrong: value})
+
+
 def test_a_row_is_a_scale_and_codes() -> None:
     row = torch.tensor([[448.0, -1.0, 0.3, 2.0**-9, 0.0], [896.0, 2.0, 3.0, 2.0**-10, -0.0], [0.0] * 5])
     expected = torch.tensor([[448.0, -1.0, 0.3125, 2.0**-9, 0.0], [896.0, 2.0, 3.0, 0.0, 0.0], [0.0] * 5])
@@ -83,9 +96,8 @@ def test_results_are_those_of_rounded_rows() -> None:
 @pytest.mark.parametrize("N", [128, 160])
 def test_scratch_has_room_for_all(num_experts: int, num_rows: int, N: int) -> None:
     where = eight_bit.scratch_layout(num_experts, num_rows, K, N)
-    of_hidden = where.capacity * N, 4 * where.capacity * -(-N // 128)
-    sizes = (where.capacity * K, 4 * where.capacity, *of_hidden, num_experts * (2 * N + K))
-    starts, ends = where[1:6], where[2:]
+    sizes = (where.capacity * K, 4 * where.capacity, where.capacity * N, 4 * where.capacity * -(-N // 128))
+    starts, ends = where[1:5], where[2:]
     for start, size, after in zip(starts, sizes, ends, strict=True):
         assert start % 128 == 0
         assert start + size <= after

@@ -54,6 +54,7 @@ def test_unpack_gives_back_what_was_packed(kind: WeightType, group: int, rows: i
         if input_dtype and kind.scalar_type == scalar_types.float4_e2m1f and group == 32:
             assert packed.qweight.shape == (3, 256 // 16, rows)
             assert packed.qweight.dtype == torch.int64
+            assert _same(packed.zeros, packed.scales.view(torch.uint8).amax(1, keepdim=True))
         else:
             assert packed.qweight.shape == (3, 256 // 16, rows * 16 // kind.pack)
             assert packed.qweight.dtype == torch.int32

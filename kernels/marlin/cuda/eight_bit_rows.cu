@@ -1,8 +1,6 @@
-// Quantizes the rows of all experts to 8 bits, one scale a row: the input of w13 in eight_bit_sm90.cu and _sm80.cu. Of
-// mxfp4 weights it also finds the largest scale of every row (eight_bit_widen.cuh).
+// Quantizes the rows of all experts to 8 bits, one scale a row: the input of w13 in eight_bit_sm90.cu and _sm80.cu.
 //
 //   scale[r] = max(max |x[r]| / kLargestCode, 2^-60);  codes[r, permuted k] = round(x[r, k] / scale[r])
-//   largest_scales[e, row] = max over groups of e8m0 scales[e, group, row], of experts that have rows
 //
 // In: rows of 16-bit numbers, gathered by sorted ids. Out: codes and scales, laid out as eight_bit_layout.cuh says.
 // With SENT_ROWS rows come as codes with one scale; both are copied, bit for bit, to their places.
@@ -11,7 +9,7 @@
 //
 // Example (e4m3): a row of 1, 2, 3, ... 128: scale 128 / 448, codes of 3.5, 7, 10.5 (rounded to 10), ... 448.
 #include "eight_bit_layout.cuh"
-#include "eight_bit_widen.cuh"
+#include "number.cuh"
 
 // Whether the rows came in 8 bits.
 #ifndef SENT_ROWS
@@ -22,9 +20,6 @@ constexpr int kChunk = 16;  // columns that are read together
 constexpr int kChunks = 2;  // of a thread
 constexpr int kMaxWarps = 32;
 
-// Weight rows whose largest scales a block finds at a time, and a lane.
-constexpr int kScaleRows = 512, kLaneScaleRows = kScaleRows / 32;
-
 struct RowsParams {
   ExpertsParams experts;
   u8* codes;      // [capacity, columns]
@@ -32,7 +27,6 @@ struct RowsParams {
   // Of SENT_ROWS: codes are at gemm[0].input; strides of rows, in bytes and in floats.
   const float* sent_scales;
   i64 sent_stride, sent_scale_stride;
-  u8* largest_scales;  // [E, rows of w13], then [E, rows of w2], or null
   int capacity;
 };
 
@@ -123,78 +117,13 @@ DEVICE void quantize_row(const RowsParams& params, i64 row_id, i64 row, float* l
   }
 }
 
-// The larger one of either half.
-DEVICE u32 larger_pair(u32 a, u32 b) {
-  u32 out;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-
-// The largest of some bytes at each of 16 places.
-struct LargestBytes {
-  u32 even[4] = {}, odd[4] = {};
-
-  DEVICE void add(const uint4& bytes) {
-    const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      even[i] = larger_pair(even[i], words[i] & 0x00ff00ffu);
-      odd[i] = larger_pair(odd[i], words[i] >> 8 & 0x00ff00ffu);
-    }
-  }
-  DEVICE uint4 bytes() const {
-    return make_uint4(even[0] | odd[0] << 8, even[1] | odd[1] << 8, even[2] | odd[2] << 8, even[3] | odd[3] << 8);
-  }
-};
-
-// A block finds the largest scales of kScaleRows rows of an expert, each warp those of every num_warps-th group.
-DEVICE void find_largest_scales(const GemmParams& gemm, int expert, int first_row, u8* out, uint4* of_thread) {
-  int thread = threadIdx.x, threads = blockDim.x, row = first_row + thread % 32 * kLaneScaleRows;
-  const u8* from = gemm.scales + expert * (i64)gemm.groups * gemm.rows + row;
-  LargestBytes largest;
-  if (row < gemm.rows) {
-#pragma unroll 8
-    for (int group = thread / 32; group < gemm.groups; group += threads / 32) {
-      largest.add(__ldg(reinterpret_cast<const uint4*>(from + (i64)group * gemm.rows)));
-    }
-  }
-  of_thread[thread] = largest.bytes();
-  __syncthreads();
-  if (thread < 32 && row < gemm.rows) {
-    for (int other = thread + 32; other < threads; other += 32) largest.add(of_thread[other]);
-    *reinterpret_cast<uint4*>(out + expert * (i64)gemm.rows + row) = largest.bytes();
-  }
-  __syncthreads();
-}
-
-// Of all experts that have rows.
-DEVICE void find_all_largest_scales(const RowsParams& params, const Tables& tables, uint4* of_thread) {
-  const ExpertsParams& p = params.experts;
-  u8* out = params.largest_scales;
-  int block = blockIdx.x;
-  for (int phase = 0; phase < 2; phase++) {
-    const GemmParams& gemm = p.gemm[phase];
-    int units = (gemm.rows + kScaleRows - 1) / kScaleRows;
-    for (; block < p.num_experts * units; block += gridDim.x) {
-      int expert = quotient(block, units);
-      if (tables.firsts[expert] == tables.firsts[expert + 1]) continue;
-      find_largest_scales(gemm, expert, (block - expert * units) * kScaleRows, out, of_thread);
-    }
-    block -= p.num_experts * units;
-    out += p.num_experts * (i64)gemm.rows;
-  }
-}
-
 extern "C" __global__ void eight_bit_rows(const __grid_constant__ RowsParams params) {
   const ExpertsParams& p = params.experts;
-  extern __shared__ __align__(16) u8 memory[];  // 16 bytes a thread where scales are folded; tables
+  extern __shared__ int memory[];
   __shared__ float largest_of[2][kMaxWarps];
-  Tables tables(reinterpret_cast<int*>(memory + (kFoldsScales ? blockDim.x * sizeof(uint4) : 0)), p.num_experts);
+  Tables tables(memory, p.num_experts);
   if (threadIdx.x < 32) tables.make(p, threadIdx.x);
   __syncthreads();
-  if constexpr (kFoldsScales) {
-    find_all_largest_scales(params, tables, reinterpret_cast<uint4*>(memory));
-  }
   int total = tables.firsts[p.num_experts], parity = 0;
   for (int place = blockIdx.x; place < total; place += gridDim.x, parity ^= 1) {
     int expert = find_expert(tables.firsts, p.num_experts, 1, place);

@@ -53,7 +53,6 @@ struct EightBitParams {
   TensorMap weights[2];  // codes of w13 and w2, where kFromShared
   ExpertsParams experts;
   const float* row_scales;   // [capacity], of the input
-  const u8* largest_scales;  // e8m0, of every weight row of w13, then of w2, where scales are folded
   u8* hidden;                // [capacity, columns of w2]
   float* hidden_scales;      // [ceil(columns of w2 / 128), capacity]
   int capacity;              // rows
@@ -187,11 +186,10 @@ DEVICE int lane_row(const TileSlice& g, int half) {
 
 // Bytes of the largest scales of rows g (low) and g + 8.
 DEVICE u32 largest_scales_of(const EightBitParams& params, const TileSlice& g, int half) {
-  const GemmParams* gemm = params.experts.gemm;
-  int rows = gemm[g.phase].rows, row = lane_row(g, half);
-  i64 first = g.phase ? params.experts.num_experts * (i64)gemm[0].rows : 0;
-  if (row >= rows) return 0;
-  return *reinterpret_cast<const u16*>(params.largest_scales + first + g.expert * (i64)rows + row);
+  const GemmParams& gemm = params.experts.gemm[g.phase];
+  int row = lane_row(g, half);
+  if (row >= gemm.rows) return 0;
+  return *reinterpret_cast<const u16*>(gemm.zeros + g.expert * (i64)gemm.rows + row);
 }
 
 // What the sums of rows g and g + 8 are multiplied by at last: the unit of codes, and scales that are one a row.

@@ -15,7 +15,7 @@
 //   e4m3   mxfp4      e5m2: code * 2^(13 - d), where the scale of its 32 columns 2^-13
 //                     is d binades below the largest of its row
 //
-// mxfp4: a row's sums have one scale then, the largest (eight_bit_rows.cu finds it). Codes are packed as selectors of
+// mxfp4: a row's sums have one scale then, the largest (it comes in place of zero points). Codes are packed as selectors of
 // byte permutations (repack.py): two registers hold the operands of all magnitudes, made by an addition to their
 // exponents, and signs are added. Operands are exact up to d = 26; beyond they are at most 2^-24 of the largest weight
 // that the row can have, and may be wrong by as much.

@@ -49,7 +49,7 @@ DEVICE int quotient(int a, int b) {
 struct GemmParams {
   const u8* weights;      // packed, [E][rows * columns * bits / 8]
   const u8* scales;       // [E, groups, rows]
-  const u8* zeros;        // zero points, likewise, or null
+  const u8* zeros;        // zero points, likewise, or null; MXFP4_BY_ROW: the largest scale of every row, [E, rows]
   const u16* bias;        // [E, rows] in natural order, or null
   const float* alphas;    // global scales, [E, alphas_per_expert], or null
   const u16* input;       // rows of `columns` numbers
