@@ -49,7 +49,7 @@ _TABLES = 3
 _ALIGNMENT = 128  # bytes
 _HOPPER, _OLDEST = (9, 0), (8, 0)
 # Fewer rows are not worth quantizing, and fewer tiles leave multiprocessors idle, as no tile is split here.
-_LEAST_ROWS, _LEAST_ROWS_OF = 64, {scalar_types.float8_e4m3fn: 48, scalar_types.float4_e2m1f: 80}
+_LEAST_ROWS, _LEAST_ROWS_OF = 64, {scalar_types.float8_e4m3fn: 48}
 _LEAST_WAVES = 3
 
 

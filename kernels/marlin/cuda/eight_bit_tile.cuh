@@ -52,10 +52,10 @@ struct EightBitParams {
   TensorMap tokens[2];   // codes of the input, codes of hidden; of sm_90 alone
   TensorMap weights[2];  // codes of w13 and w2, where kFromShared
   ExpertsParams experts;
-  const float* row_scales;   // [capacity], of the input
-  u8* hidden;                // [capacity, columns of w2]
-  float* hidden_scales;      // [ceil(columns of w2 / 128), capacity]
-  int capacity;              // rows
+  const float* row_scales;  // [capacity], of the input
+  u8* hidden;               // [capacity, columns of w2]
+  float* hidden_scales;     // [ceil(columns of w2 / 128), capacity]
+  int capacity;             // rows
 };
 
 struct TileSlice {
