@@ -125,23 +125,44 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         quant, dtype = quant_config, quant_config.input_dtype
         if device.type != "cuda" or dtype is None or quant.quant_type_id is None:
             return None
-        if moe_config.batch_invariant:
-            return "batch_invariant is set, and on a GPU the number of rows decides whether they are rounded"
+        groups = (quant.w1_scale.size(1), quant.w2_scale.size(1))  # type: ignore[union-attr]
+        has_act_order = any(value is not None for name, value in kwargs.items() if "g_idx" in name)
+        refusal = cls.refuses_eight_bit_rows(moe_config, dtype, device, groups, has_act_order)
         capability = jit.capability(device.index or 0)
-        if quant.faster_rows_only and not eight_bit.is_faster(capability):
-            return (
+        if refusal is None and quant.faster_rows_only and not eight_bit.is_faster(capability):
+            refusal = (
                 f"{dtype_name(dtype)} rows were not measured to be faster on a GPU of compute capability "
                 f"{capability[0]}.{capability[1]}; name the dtype to take them"
             )
+        return refusal
+
+    @classmethod
+    def refuses_eight_bit_rows(
+        cls,
+        moe_config: FusedMoEConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: tuple[int, int],
+        has_act_order: bool,
+    ) -> str | None:
+        """Why no kernel of this GPU can compute the layer with rows of 8 bits; None if one can.
+
+        Args:
+            groups: of scales, in w13 and w2.
+        """
+        if device.type != "cuda":
+            return None
+        if moe_config.batch_invariant:
+            return "batch_invariant is set, and on a GPU the number of rows decides whether they are rounded"
         if moe_config.num_local_experts > hopper.MOST_EXPERTS:
             return f"there are {moe_config.num_local_experts} experts on a rank; 8-bit rows take {hopper.MOST_EXPERTS}"
         return eight_bit.unfit_reason(
             dtype,
-            capability,
+            jit.capability(device.index or 0),
             MoEActivation.parse(moe_config.activation),
             (moe_config.hidden_dim, moe_config.intermediate_size_per_partition),
-            (quant.w1_scale.size(1), quant.w2_scale.size(1)),  # type: ignore[union-attr]
-            any(value is not None for name, value in kwargs.items() if "g_idx" in name),
+            groups,
+            has_act_order,
         )
 
     @classmethod
@@ -167,7 +188,10 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return ()
         sizes = (moe_config.num_local_experts, moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
         activation = MoEActivation.parse(moe_config.activation)
-        kind = weight_type(quant_config.quant_type_id).packed_for(size, quant_config.input_dtype)
+        kind = weight_type(quant_config.quant_type_id)
+        # Of mxfp4 only what is packed for 8-bit rows has anything in the place of zero points.
+        if not kind.has_zero_points and quant_config.w1_zp is not None:
+            kind = kind.packed_for(size, torch.float8_e4m3fn)
         numbers = (kind, moe_config.in_dtype, scales.dtype, size, activation)
         sources = hopper.kernel_sources(*numbers, sizes, moe_config.swiglu_limit, moe_config.batch_invariant)
         if moe_config.in_dtype is torch.float16:  # and bf16 for what is out of range
@@ -183,6 +207,11 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         input_dtype: torch.dtype | None = None,
     ) -> tuple[ExpertWeights, ExpertWeights]:
         gated = MoEActivation.parse(moe_config.activation).is_gated
+        if input_dtype is not None:
+            groups = (w13.scales.size(2), w2.scales.size(2))
+            has_act_order = w13.g_idx is not None or w2.g_idx is not None
+            if cls.refuses_eight_bit_rows(moe_config, input_dtype, w13.codes.device, groups, has_act_order) is not None:
+                input_dtype = None
         return pack_experts(w13, w2, moe_config.in_dtype, gated, moe_config.has_bias, input_dtype)
 
     def moe_problem_size(

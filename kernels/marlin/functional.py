@@ -182,10 +182,10 @@ def fused_marlin_moe(
         expert_map: integer `[global_num_experts]`, global -> local ids; None if ids are local.
         apply_router_weight_on_input: multiply the rows instead of the results by the weights (topk must be 1).
         input_dtype: torch.int8 or torch.float8_e4m3fn lets rows and the activation's output be rounded to it
-            (`plain.round_rows`), beside the weights of types.INPUT_DTYPES. On the CPU they always are; on a GPU where
-            that is faster: int8 beside integer weights and e4m3 beside e4m3 weights, on Hopper with many rows an expert
-            (a gated activation, K and N multiples of 64). Results are off by some 1.8 % with int8 then, and 4.4 % with
-            e4m3. None, or the activations' dtype: rows are not rounded.
+            (`quantize.round_rows`): int8 beside integer weights, e4m3 beside e4m3, 4-bit integers and mxfp4. On the CPU
+            they always are; on a GPU where that is faster: on Hopper with many rows an expert (a gated activation, K
+            and N multiples of 64, mxfp4 packed with the same input_dtype). Results are off by some 1.8 % with int8
+            then, and 4.4 % with e4m3. None, or the activations' dtype: rows are not rounded.
         activation_func: `f(activation, output, input)`, used instead of the built-in activation.
         moe_sum: `f(rows [T, topk, K], output)`, used instead of the built-in sum; rows are weighted, skipped ones zero.
 

@@ -22,7 +22,8 @@ what a lane needs for 32 columns, so that a warp reads whole cache lines and not
                 bits 0     4     8     12    16    20    24    28
                 h    0     0     0     0     1     1     1     1
                 c    2t    2t+8  2t+1  2t+9  2t    2t+8  2t+1  2t+9
-                of each nibble bits 0, 1 and 2 are 2, 0 and 1 of its code, and bit 3 is that of the code before
+                of each nibble bits 0, 1 and 2 are 2, 0 and 1 of its code; bit 3 is the sign of the code in the nibble
+                before, for the first one in the last
     8 bits: a lane's int32 has the columns 2t, 2t + 8, 2t + 1, 2t + 9 of one row. Those of 8 rows are 128 bytes, a "core
     matrix" of wgmma, which takes these weights from shared memory as they are; ldmatrix gives each lane its int32 of
     four of them. The eight core matrices of two fragments f, in order: h, then f, then kk (1024 bytes).
@@ -45,6 +46,7 @@ import torch
 
 from moe_ep.arguments import check_tensors
 from moe_ep.kernels.marlin.types import (
+    ACTIVATION_DTYPES,
     WEIGHT_TYPES,
     WeightType,
     check_group_size,
@@ -54,10 +56,11 @@ from moe_ep.kernels.marlin.types import (
     packed_sizes,
     weight_type,
 )
-from moe_ep.kernels.marlin.weights import group_size_of
+from moe_ep.kernels.marlin.weights import E8M0, group_size_of
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, tl
 from moe_ep.modular_kernel.contracts import ExpertWeights
 from moe_ep.quantization.canonical_weights import CanonicalWeights
+from moe_ep.quantization.input_rows import INPUT_DTYPES
 from moe_ep.registry import operator
 from moe_ep.scalar_type import ScalarType, scalar_types
 
@@ -79,11 +82,13 @@ SPREAD = (
 
 
 def _moves_by_row() -> tuple[tuple[int, int], ...]:
+    """Nibble i of codes side by side has row i % 2; the four of a row go to one half of the word."""
     moves: dict[int, int] = {}
     for i in range(8):
-        place = 4 * (i % 2 * 4 + i // 2)
-        for bit, to in enumerate((place + 1, place + 2, place, (place + 7) % 32)):
-            moves[to - 4 * i - bit] = moves.get(to - 4 * i - bit, 0) | 1 << 4 * i + bit
+        first = 4 * (i % 2 * 4 + i // 2)
+        for bit, to in enumerate((first + 1, first + 2, first, (first + 7) % 32)):
+            by = to - (4 * i + bit)
+            moves[by] = moves.get(by, 0) | 1 << 4 * i + bit
     return tuple((mask, by) for by, mask in moves.items())
 
 
@@ -150,14 +155,19 @@ def pack_marlin(
         zero_points: uint8 `[E, out, groups]`, for types that have them.
         gated: rows are gate rows, then up rows, to be interleaved (out a multiple of 64).
         g_idx: int32 `[E, in]`, the group of every column in the checkpoint's order (act-order).
-        input_dtype: torch.float8_e4m3fn packs mxfp4 for rows that are rounded to it, which no other packing of mxfp4
-            allows kernels to do; other types have one layout for all rows.
+        input_dtype: of the rows, as of fused_marlin_moe. torch.float8_e4m3fn packs mxfp4 for the kernels with such
+            rows, which read no other layout of it; other types have one layout for all rows.
 
     Raises:
         ValueError: a wrong dtype, shape, type id or group size; zero points missing or not wanted; codes or zero points
             above the type's maximum, or groups that scales does not have.
     """
-    kind = weight_type(quant_type_id).packed_for(group_size, input_dtype)
+    if input_dtype not in (None, *INPUT_DTYPES, *ACTIVATION_DTYPES):
+        raise ValueError(
+            f"input_dtype is {input_dtype!r}; it must be None, torch.int8, torch.float8_e4m3fn or the rows' own dtype"
+        )
+    has_e8m0 = isinstance(scales, torch.Tensor) and scales.dtype in E8M0
+    kind = weight_type(quant_type_id).packed_for(group_size, input_dtype if has_e8m0 else None)
     _check(kind, codes, scales, group_size, zero_points, gated, g_idx)
     sort_indices = None
     if g_idx is not None:

@@ -11,7 +11,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, WeightType, check_packed_zeros, check_sizes, packed_sizes
 from moe_ep.scalar_type import scalar_types
 
-_E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # powers of two, or their bits
+E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # powers of two, or their bits
 
 
 class Weights(NamedTuple):
@@ -100,7 +100,7 @@ def _check_scales(
             f"{name}_scale has shape {tuple(scales.shape)}; {name} asks for ({num_experts}, groups, {num_rows})"
         )
     if kind.scalar_type == scalar_types.float4_e2m1f:
-        allowed: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, *_E8M0)
+        allowed: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, *E8M0)
         sizes: tuple[int, ...] = (16,) if scales.dtype == torch.float8_e4m3fn else (32,)
     else:
         allowed, sizes = (act_dtype,), kind.group_sizes

@@ -22,6 +22,7 @@ from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.kernels.quantize import quantize_rows, round_rows, row_values, split_rows
 from moe_ep.layer.methods.base import relative_error
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types
 from tests.kernels.marlin_cases import E, arguments, make, moe_config
 
@@ -62,6 +63,23 @@ def test_mxfp4_that_is_packed_for_8_bit_rows_is_checked(wrong: str, value: torch
     fused_marlin_moe(**given)
     with pytest.raises(ValueError, match=wrong):
         fused_marlin_moe(**given | {wrong: value})
+
+
+def test_mxfp4_is_packed_for_8_bit_rows_where_a_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU always; as the experts of a GPU, where they refuse such rows, as for 16-bit rows."""
+    codes, scales = torch.zeros(E, 2 * N, K, dtype=torch.uint8), torch.ones(E, 2 * N, K // 32, dtype=torch.uint8)
+    w13 = CanonicalWeights(
+        codes=codes, scales=scales, zero_points=None, g_idx=None, quant_type_id=MXFP4.scalar_type.id, group_size=32,
+        global_scales=None,
+    )  # fmt: skip
+    w2 = w13._replace(codes=codes[:, :K, :N].contiguous(), scales=scales[:, :K, : N // 32].contiguous())
+    sizes = {"hidden_dim": K, "intermediate_size_per_partition": N}
+    for dtype, expected in ((FP8, torch.int64), (None, torch.int32)):
+        packed = MarlinExperts.pack_weights(w13, w2, moe_config(**sizes), dtype)
+        assert [part.weight.dtype for part in packed] == [expected] * 2
+        assert (packed[0].zero_points is not None) == (dtype is not None)
+    monkeypatch.setattr(MarlinExperts, "refuses_eight_bit_rows", lambda *args: "no kernel")
+    assert MarlinExperts.pack_weights(w13, w2, moe_config(**sizes), FP8)[0].weight.dtype == torch.int32
 
 
 def test_a_row_is_a_scale_and_codes() -> None:

@@ -29,7 +29,9 @@ def _weights(kind: WeightType, group: int, num_experts: int, rows: int, columns:
     groups = 1 if group == -1 else columns // group
     codes = torch.randint(0, 1 << kind.bits, (num_experts, rows, columns), dtype=torch.uint8, generator=rng)
     scales = torch.rand(num_experts, rows, groups, generator=rng).to(torch.bfloat16)
-    if kind.scalar_type == scalar_types.float4_e2m1f:
+    if kind.scalar_type == scalar_types.float4_e2m1f and group == 32:
+        scales = torch.randint(0, 256, scales.shape, dtype=torch.uint8, generator=rng)
+    elif kind.scalar_type == scalar_types.float4_e2m1f:
         scales = scales.to(torch.float8_e4m3fn)
     zeros = None
     if kind.has_zero_points:
@@ -202,6 +204,8 @@ def test_scales_and_zero_points_follow_their_rows_in_pairs() -> None:
         ({"group_size": 48}, "group_size"),
         ({"group_size": 128}, "group_size"),
         ({"quant_type_id": 7}, "quant_type_id"),
+        ({"input_dtype": "fp8"}, "input_dtype"),
+        ({"input_dtype": torch.float32}, "input_dtype"),
         ({"quant_type_id": scalar_types.uint4.id}, "zero_points"),
         ({"zero_points": torch.zeros(2, 64, 2, dtype=torch.uint8)}, "zero_points"),
         ({"g_idx": torch.zeros(64, dtype=torch.int32)}, "g_idx"),

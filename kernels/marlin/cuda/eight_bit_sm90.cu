@@ -234,11 +234,11 @@ WGMMA_FROM_SHARED(128, LIST_64, "%64", "%65", "%66", THIRTY_TWO(0), THIRTY_TWO(3
 
 // A warpgroup has 128 rows of weights. Its descriptors begin at either half of each pair of fragments: 16-byte columns
 // are 128 bytes apart, 8 rows 512 (repack.py).
-DEVICE u32 descriptor_of_weights(u32 ring) {
+DEVICE u32 weights_descriptor_low(u32 ring) {
   return ((ring + threadIdx.x / 128 * 2 * kStripBytes) & 0x3ffff) >> 4 | (128 / 16) << 16;
 }
 
-DEVICE u64 whole_descriptor_of_weights(u32 low) { return u64(512 / 16) << 32 | low; }
+DEVICE u64 weights_descriptor(u32 low) { return u64(512 / 16) << 32 | low; }
 
 // One block of 32 columns; weights in registers, or in shared memory from a descriptor on.
 template <int kTokens>
@@ -262,12 +262,12 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
 #pragma unroll
   for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
   u32 first = __shfl_sync(~0u, wgmma_descriptor(ring.address + kTokensPlace), 0);
-  u32 first_weights = __shfl_sync(~0u, descriptor_of_weights(ring.address), 0);
+  u32 first_weights = __shfl_sync(~0u, weights_descriptor_low(ring.address), 0);
   ring.wait_full();
   packed.load_part(ring.place(), own, 0, 0);
   for (; steps > 0; steps--, groups -= kGroups) {
     u64 tokens = kDescriptorHigh << 32 | (first + ring.stage * (kStageBytes / 16));
-    u64 from = whole_descriptor_of_weights(first_weights + ring.stage * (kStageBytes / 16));
+    u64 from = weights_descriptor(first_weights + ring.stage * (kStageBytes / 16));
     int stage = ring.stage;
     u32 token_scales = ring.place() + kTokenScalesPlace + lane % 4 * 16;
 #pragma unroll
@@ -349,11 +349,12 @@ DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int g
   }
 }
 
-// All steps of a tile whose weight rows have one scale. In w2 tokens have a scale in every step; in w13 two steps are
-// promoted together, and no more, since the tensor cores round sums to fewer bits than f32 has.
+// All steps of a tile whose weights have per-channel scales: one a weight row, as mxfp4 does once differences are folded.
+// In w2 tokens have a scale in every step; in w13 two steps are promoted together, and no more, since the tensor cores
+// round sums to fewer bits than f32 has (four were no faster).
 template <int kTokens, int kPhase>
-DEVICE void multiply_tile_of_whole_rows(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int steps, int groups,
-                                        Ring& ring) {
+DEVICE void multiply_tile_per_channel(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int steps, int groups,
+                                      Ring& ring) {
   LanePlace own;
   Packed<1> packed;
 #pragma unroll
@@ -448,7 +449,7 @@ DEVICE void run_tile(const EightBitParams& params, const Tables& tables, Shared&
     for (int half = 0; half < 2 && kFoldsScales; half++) {
       offsets[half] = exponent_offsets(largest_scales_of(params, g, half));
     }
-    multiply_tile_of_whole_rows<kTokens, kPhase>(sums, offsets, steps_of(p, kPhase), p.gemm[kPhase].groups, ring);
+    multiply_tile_per_channel<kTokens, kPhase>(sums, offsets, steps_of(p, kPhase), p.gemm[kPhase].groups, ring);
   }
   const u32* of_token = wait_of_token(shared, parity);
   if constexpr (kPhase == 0) {
