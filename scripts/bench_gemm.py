@@ -69,6 +69,9 @@ def make_weights(shape: Shape, rows: int, columns: int, gated: bool, kind: Weigh
         scales = torch.randint(118, 122, groups, dtype=torch.uint8, device="cuda")
     else:
         scales = (torch.rand(groups, device="cuda") * 0.01 + 0.002).to(shape.scale_dtype)
+    if shape.kind == "float8_e4m3fn" and shape.group == 128:  # blocks of 128 x 128, of gate or up rows
+        row = torch.arange(rows, device="cuda")
+        scales = scales[:, :, row // 128 * 128 + row % 2].contiguous()
     has_zeros, is_nvfp4 = shape.type.has_zero_points, shape.scale_dtype == torch.float8_e4m3fn
     zeros = torch.randint(0, 16, groups, device="cuda").bfloat16() if has_zeros else None
     if kind is not None and kind.for_eight_bit_rows:

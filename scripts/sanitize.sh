@@ -46,7 +46,7 @@ for tool in memcheck racecheck; do
   case $tool in memcheck) experts="decode prefill" ;; *) experts=prefill ;; esac
   check $tool 0 "$experts" $tests tests/gpu/test_marlin_gpu.py -k "small_shapes and hopper and ($types)" &
   running="$running $!"
-  check $tool 0 "eight_bit_rows eight_bit_experts" $tests tests/gpu/test_marlin_eight_bit_gpu.py -k "shapes and 384 or are_those" &
+  check $tool 0 "eight_bit_rows eight_bit_experts" $tests tests/gpu/test_marlin_eight_bit_gpu.py -k "384 and (shapes or blocks) or are_those" &
   running="$running $!"
   check $tool 0 "ampere_gemm gather_columns" \
     $tests tests/gpu/test_marlin_gpu.py tests/gpu/test_marlin_act_order_gpu.py \

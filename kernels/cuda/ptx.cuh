@@ -124,6 +124,10 @@ DEVICE u32 load_shared_u32(u32 address) {
   return value;
 }
 
+DEVICE void load_shared_pair(u32 address, u32* words) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+}
+
 DEVICE u32 load_shared_u16(u32 address) {
   u16 value;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");

@@ -218,6 +218,19 @@ def test_types_groups_and_shapes(kind: WeightType, group: int, shape: tuple[int,
 
 
 @pytest.mark.usefixtures("any_rows")
+@pytest.mark.parametrize("group", [128, 32])
+@pytest.mark.parametrize("shape", [(384, 256), (7168, 2048)], ids=str)
+def test_scales_of_e4m3_weights_are_the_same_in_blocks(shape: tuple[int, int], group: int) -> None:
+    """Of 128 rows; one expert has some rows with scales of their own."""
+    experts = weights(3, shape, group)
+    for matrix in (experts.w13, experts.w2):
+        rows = torch.arange(matrix.num_rows, device="cuda")
+        matrix.scales.copy_(matrix.scales[:, :, rows // 128 * 128 + rows % 2].clone())
+        matrix.scales[1, :, 130] *= 2
+    check(experts, [128, 300, 97])
+
+
+@pytest.mark.usefixtures("any_rows")
 @pytest.mark.parametrize("kind", [E4M3, UINT4B8], ids=lambda kind: str(kind.scalar_type))
 @pytest.mark.parametrize("shape", [(192, 64), (2880, 2880), (320, 192)], ids=str)
 def test_sizes_that_are_no_multiples_of_128(kind: WeightType, shape: tuple[int, int]) -> None:

@@ -39,6 +39,9 @@ BODIES = {
             " : emulated::to_e4m3(low) | emulated::to_e4m3(high) << 8;"
         ),
     },
+    "eight_bit_by_token.cuh": {
+        "void wgmma_by_token(float* d, u64 a, u64 b, int adds)": "emulated_by_token(d, a, b, adds);",
+    },
     "eight_bit_widen.cuh": {
         "u32 flip_and_mask(u32 word, u32 flips, u32 mask)": "return (word ^ flips) & mask;",
         "u32 add_relu(u32 a, u32 b)": "return emulated::add_relu(a, b);",

@@ -32,6 +32,7 @@ CASES = [
     (FP8, "uint4", 64, (320, 192), True, False),
     pytest.param((FP8, "uint4b8", -1, (256, 128), False, False), marks=pytest.mark.thorough),
     (FP8, "float8_e4m3fn", -1, (192, 64), False, False),
+    (FP8, "float8_e4m3fn", 128, (384, 128), True, False),
     (INT8, "uint4b8", 64, (320, 192), True, False),
     pytest.param((INT8, "uint4", 32, (192, 64), False, True), marks=pytest.mark.thorough),
     (INT8, "uint8b128", -1, (320, 192), True, True),
@@ -72,6 +73,22 @@ def test_a_launch_computes_what_plain_torch_does(case: Case, tmp_path: Path) -> 
         if count:
             expected = compute_expert(given[chosen], pair, expert, scales=None if scales is None else scales[chosen])
             assert relative_error(output[chosen], expected) < 0.003, expert
+
+
+def test_scales_of_e4m3_weights_are_the_same_in_blocks(tmp_path: Path) -> None:
+    """Blocks of 128 rows and fewer beside rows with scales of their own, in one tile of many tokens."""
+    pair, K = pair_of(FP8, "float8_e4m3fn", 64, (320, 192)), 320
+    for weights in (pair.w13, pair.w2):
+        rows = torch.arange(weights.num_rows)
+        weights.scales[:2] = weights.scales[:2, :, rows // 128 * 128 + rows % 2]
+    pair.w2.scales[1, 1, 200] *= 3.0
+    ids = torch.arange(100 * E).view(-1, 1) % E
+    tokens = torch.randn(len(ids), K, generator=torch.Generator().manual_seed(6)).bfloat16()
+    output = torch.zeros(len(ids), K, dtype=torch.bfloat16)
+    Emulated(tmp_path, pair).run(output, tokens, sort_by_expert(ids, E))
+    for expert in range(E):
+        chosen = ids[:, 0] == expert
+        assert relative_error(output[chosen], compute_expert(tokens[chosen], pair, expert)) < 0.003
 
 
 def test_scales_of_mxfp4_differ_by_many_binades(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ constexpr float kLargestCode = ROWS_INT8 ? 127.0f : 448.0f;
 constexpr float kLeastScale = 8.673617379884035e-19f;  // 2^-60
 constexpr int kTileTokens = TILE_TOKENS;               // the most rows of a tile
 constexpr int kStartMultiple = 16;
+constexpr int kTileMultiple = 32;  // of tokens, that a tile multiplies
 
 // The token tiles of one expert: as few as possible, of about equal size.
 struct TokenTiles {
   int count, each;
   DEVICE explicit TokenTiles(int rows) : count((rows + kTileTokens - 1) / kTileTokens), each(kTileTokens) {
-    if (count > 1) each = (quotient(rows + count - 1, count) + kStartMultiple - 1) / kStartMultiple * kStartMultiple;
+    if (count > 1) each = (quotient(rows + count - 1, count) + kTileMultiple - 1) / kTileMultiple * kTileMultiple;
   }
 };
 

@@ -9,10 +9,11 @@
 //      x as codes with one scale a row (eight_bit_rows.cu). Between: hidden as codes with one scale every 128 columns.
 // Out: rows of sorted ids (params.py), unweighted, 16 bits.
 // Warp roles (12 warps):  0-7 two consumer warpgroups: 128 weight rows x up to 128 tokens each; widen, wgmma, promote,
-//                         epilogue;  8 claims tiles and streams weights;  9 streams tokens;  10, 11 give their registers.
+//                         epilogue;  8 claims tiles and streams weights;  9 streams tokens;  10 finds where scales of e4m3
+//                         weights are the same, or gives its registers as 11 does.
 // Operands: weights are A, widened from packed codes in registers (mxfp4 to e5m2, with the differences of a row's scales
 //           folded in: eight_bit_widen.cuh), or e4m3 in shared memory as they are; tokens are B, K-major, 128-byte
-//           swizzle.
+//           swizzle. Beside e4m3 weights with scales of groups, tokens are A in tiles of many (eight_bit_by_token.cuh).
 // Pipeline: ring of kStages stages of 128 columns (256 rows of codes, tokens, scales), full/empty mbarriers per stage.
 // Promotion: the tensor cores add up the products of one group of columns, or where weight rows have one scale (mxfp4:
 //            the largest) of two steps in w13 and one in w2; the sum, times the group's scale and (w2) that of its
@@ -22,15 +23,16 @@
 // Epilogue of w13: gate and up rows alternate, so 256 rows make 128 columns of hidden, one scale group of every token.
 // Sums are made in a fixed order: same input, same bits.
 //
-// Example: one expert, 200 rows, K 256, N 128: w13 has 1 x 2 tiles of 256 rows x 104 and 96 tokens, 2 steps each; w2
+// Example: one expert, 200 rows, K 256, N 128: w13 has 1 x 2 tiles of 256 rows x 128 and 72 tokens, 2 steps each; w2
 // likewise with 1 step. Tickets 0 and 1 are w13's; tickets 2 and 3 wait until both are stored.
+#include "eight_bit_by_token.cuh"
 #include "eight_bit_tile.cuh"
 #include "tile_queue.cuh"
 #include "wgmma.cuh"
 
 // ==== Pipeline ====
 
-constexpr int kWeightWarp = kConsumerWarps, kTokenWarp = kConsumerWarps + 1;
+constexpr int kWeightWarp = kConsumerWarps, kTokenWarp = kConsumerWarps + 1, kScaleWarp = kConsumerWarps + 2;
 constexpr int kThreads = 384;  // whole warpgroups, which setmaxnreg needs
 
 constexpr int kBoxTokens = 32;  // rows of one tensor copy
@@ -41,11 +43,12 @@ constexpr int kStages = (kSharedBytes - kBesidesRing) / kStageBytes;
 constexpr int kRingBytes = kStages * kStageBytes;
 
 struct Shared {
-  u64 full[kStages], empty[kStages];
+  u64 full[kStages], empty[kStages], found[kStages];
   u64 slice_full[kQueuedSlices], slice_empty[kQueuedSlices];
   TileSlice slice[kQueuedSlices];
   Largest largest;
   u32 of_token[2][2][kTileTokens];  // of every other tile of a warpgroup: scales of the input (w13), output rows (w2)
+  u32 blocks[kStages];              // what find_blocks says of each
 };
 
 static_assert(kRingBytes + sizeof(Shared) + kTablesBytes <= kSharedBytes, "no room for the tables of experts");
@@ -58,13 +61,16 @@ DEVICE Tables tables_of(u8* memory, int n) {
 
 // The position of a warp in the ring; all it keeps are a shared address and two counters.
 struct Ring {
-  static constexpr int kFullPlace = kRingBytes, kEmptyPlace = kRingBytes + kStages * 8;  // the first members of Shared
+  // The first members of Shared.
+  static constexpr int kFullPlace = kRingBytes, kEmptyPlace = kFullPlace + kStages * 8,
+                       kFoundPlace = kEmptyPlace + kStages * 8;
   u32 address;
   int stage = 0, parity = 0;
   DEVICE explicit Ring(u8* memory) : address(shared_address(memory)) {}
   DEVICE u32 place() const { return address + stage * kStageBytes; }
   DEVICE u64* full(Shared& shared) { return &shared.full[stage]; }
   DEVICE void wait_full() { barrier_wait_at<kFullPlace>(address + 8 * stage, parity); }
+  DEVICE void wait_found() { barrier_wait_at<kFoundPlace>(address + 8 * stage, parity); }
   DEVICE void wait_empty() { barrier_wait_at<kEmptyPlace>(address + 8 * stage, parity ^ 1); }
   // By a warp that has read a stage.
   DEVICE void release(int stage) {
@@ -167,6 +173,19 @@ DEVICE void run_token_thread(const EightBitParams& params, const Tables& tables,
       bulk_copy(ring.place() + kTokenScalesPlace, scales, scale_bytes, ring.full(shared), policy);
     }
     ring.advance();
+  }
+}
+
+// Finds of every stage of a tile which rows' scales are the same, where tokens are operand A.
+DEVICE void run_scale_warp(const EightBitParams& params, Shared& shared, const TileSlice& g, Ring& ring) {
+  for (int step = 0; step < steps_of(params.experts, g.phase); step++, ring.advance()) {
+    ring.wait_full();
+    u32 blocks = is_by_token(g.tokens) ? find_blocks(ring.place()) : 0;
+    if (threadIdx.x % 32 == 0) {
+      shared.blocks[ring.stage] = blocks;
+      barrier_arrive(&shared.found[ring.stage]);
+    }
+    ring.release(ring.stage);
   }
 }
 
@@ -435,28 +454,47 @@ DEVICE const u32* wait_of_token(Shared& shared, int parity) {
 // ==== Kernel ====
 
 template <int kTokens, int kPhase>
-DEVICE void run_tile(const EightBitParams& params, const Tables& tables, Shared& shared, const TileSlice& g, int parity,
+DEVICE void multiply(const EightBitParams& params, Shared& shared, const TileSlice& g, SumsOf<kTokens>& sums,
                      Ring& ring) {
   const ExpertsParams& p = params.experts;
-  SumsOf<kTokens> sums;
-  fetch_of_token<kPhase>(params, tables, shared, g, parity);
-  if constexpr (kPhase == 0 && ROWS_INT8 && !kGrouped) {
-    multiply_tile_exactly<kTokens>(sums, steps_of(p, kPhase), ring);
+  int steps = steps_of(p, kPhase), groups = p.gemm[kPhase].groups;
+  if constexpr (is_by_token(kTokens)) {
+    multiply_by_token<kPhase>(sums, steps, groups, ring, [&](Ring& ring) {
+      ring.wait_found();
+      return shared.blocks[ring.stage];
+    });
+  } else if constexpr (kPhase == 0 && ROWS_INT8 && !kGrouped) {
+    multiply_tile_exactly<kTokens>(sums, steps, ring);
   } else if constexpr (kPromotesGroups || kFromShared) {
-    multiply_tile<kTokens, kPhase>(sums, steps_of(p, kPhase), p.gemm[kPhase].groups, ring);
+    multiply_tile<kTokens, kPhase>(sums, steps, groups, ring);
   } else {
     u32 offsets[2] = {};
     for (int half = 0; half < 2 && kFoldsScales; half++) {
       offsets[half] = exponent_offsets(largest_scales_of(params, g, half));
     }
-    multiply_tile_per_channel<kTokens, kPhase>(sums, offsets, steps_of(p, kPhase), p.gemm[kPhase].groups, ring);
+    multiply_tile_per_channel<kTokens, kPhase>(sums, offsets, steps, groups, ring);
   }
+}
+
+template <int kTokens, int kPhase>
+DEVICE void run_tile(const EightBitParams& params, const Tables& tables, Shared& shared, const TileSlice& g, int parity,
+                     Ring& ring) {
+  const ExpertsParams& p = params.experts;
+  SumsOf<kTokens> sums;
+  fetch_of_token<kPhase>(params, tables, shared, g, parity);
+  multiply<kTokens, kPhase>(params, shared, g, sums, ring);
   const u32* of_token = wait_of_token(shared, parity);
   if constexpr (kPhase == 0) {
-    store_hidden<kTokens>(params, tables, shared.largest, g, of_token, sums);
+    if constexpr (is_by_token(kTokens)) {
+      store_hidden_by_token(params, tables, g, of_token, sums);
+    } else {
+      store_hidden<kTokens>(params, tables, shared.largest, g, of_token, sums);
+    }
     fence_proxy_async_global();
     named_barrier<1, kConsumerThreads>();
     if (threadIdx.x == 0) add_release_gpu(ready_flag(p, g.expert), 1);
+  } else if constexpr (is_by_token(kTokens)) {
+    store_output_by_token(params, g, of_token, sums);
   } else {
     store_output<kTokens>(params, g, of_token, sums);
   }
@@ -489,11 +527,12 @@ DEVICE void run_consumers(const EightBitParams& params, const Tables& tables, Sh
 DEVICE void init_barriers(Shared& shared) {
   for (int i = 0; i < kStages; i++) {
     barrier_init(&shared.full[i], 2);
-    barrier_init(&shared.empty[i], kConsumerWarps);
+    barrier_init(&shared.empty[i], kConsumerWarps + kMayBeByToken);
+    barrier_init(&shared.found[i], 1);
   }
   for (int i = 0; i < kQueuedSlices; i++) {
     barrier_init(&shared.slice_full[i], 1);
-    barrier_init(&shared.slice_empty[i], kConsumerWarps + 1);
+    barrier_init(&shared.slice_empty[i], kConsumerWarps + 1 + kMayBeByToken);
   }
   asm volatile("fence.mbarrier_init.release.cluster;");
 }
@@ -532,6 +571,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           for (int step = 0; step < steps_of(p, g.phase); step++) ring.advance();
         }
       });
+    } else if (kMayBeByToken && warp == kScaleWarp) {
+      for_each_slice(shared, [&](const TileSlice g) { run_scale_warp(params, shared, g, ring); });
     }
     __syncwarp();
   }

@@ -1,0 +1,264 @@
+// A tile of e4m3 weights and many tokens on Hopper, with tokens as operand A of the tensor cores.
+//
+// Nothing has to be widened, so either operand can be A. With tokens as rows of the sums a lane has two of them and many
+// weight rows: scales of tokens are two numbers, and so are those of weights where they are the same in blocks of 128
+// rows, and 128 columns of hidden lie in four lanes. With weights as A it reads the scales of 32 tokens for every product,
+// and multiplies each by its rows'. A warpgroup has 64 tokens at least, though, so tiles of few tokens have weights as A
+// (eight_bit_sm90.cu).
+//
+// A warpgroup has 64 tokens x 256 weight rows, as two halves of 128. Packed rows come in quads of two fragments f, in the
+// order of their core matrices (repack.py): 8 rows h = 0 (gate) of either, then h = 1 (up). Sums of lane 4 g + t, of every
+// 8 packed rows: token g, rows 2 t and 2 t + 1; token g + 8. So of a quad a lane has columns 2 t, 2 t + 1, 2 t + 8 and
+// 2 t + 9 of 16 of hidden, or of w2's rows 4 t to 4 t + 3 in either fragment.
+//
+// Example: lane 5 of warp 4 has tokens 65 and 73, and columns 2, 3, 10 and 11 of every 16 of hidden.
+#pragma once
+#include "eight_bit_tile.cuh"
+#include "wgmma.cuh"
+
+// Whether some tiles are computed so; weights with one scale a row, which leaves less to multiply, are no faster then.
+constexpr bool kMayBeByToken = kFromShared && kGrouped;
+
+// Whether a tile of so many tokens is.
+DEVICE constexpr bool is_by_token(int tokens) { return kMayBeByToken && tokens > 96; }
+
+constexpr int kHalfRows = kTileRows / 2;
+constexpr int kQuads = kHalfRows / 32;  // of a half
+
+using ByToken = float[2][64];
+
+DEVICE constexpr int sum_place(int quad, int h, int f, int token, int row) {
+  return quad * 16 + h * 8 + f * 4 + token * 2 + row;
+}
+
+// A lane's first token in the tile; the second is 8 further on.
+DEVICE int first_token_of_lane() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
+
+// ==== Scales of weights ====
+
+// Where a half's scales in a group of columns of a stage lie.
+DEVICE u32 row_scales_in(u32 stage, int group, int half) {
+  return stage + kScalesPlace + group * kScaleRowBytes + half * kHalfRows * kScaleBytes;
+}
+
+// A bit for every half of every group of a stage, set where all scales of rows h = 0 are the same, and all of h = 1.
+// Called by one warp, of which each lane compares eight.
+DEVICE u32 find_blocks(u32 stage) {
+  int lane = threadIdx.x % 32;
+  u32 found = 0;
+  for (int group = 0; group < kGroups; group++) {
+    u32 first = load_shared_u32(row_scales_in(stage, group, lane / 16)), pairs[4];
+    load_shared_pair(row_scales_in(stage, group, 0) + lane * 16, pairs);
+    load_shared_pair(row_scales_in(stage, group, 0) + lane * 16 + 8, pairs + 2);
+    bool same = pairs[0] == first && pairs[1] == first && pairs[2] == first && pairs[3] == first;
+    u32 votes = __ballot_sync(~0u, same);
+    found |= ((votes & 0xffff) == 0xffff ? 1u : 0u) << 2 * group | (votes >> 16 == 0xffff ? 2u : 0u) << 2 * group;
+  }
+  return found;
+}
+
+// ==== Products ====
+
+// d = a * b, added to d if `adds`: 64 tokens x 128 weight rows over 32 columns.
+DEVICE void wgmma_by_token(float* d, u64 a, u64 b, int adds) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" LIST_64 "}, %64, %65, adds, 1, 1;\n}"
+      : SUMS_32(0), SUMS_32(32)
+      : "l"(a), "l"(b), "r"(adds));
+}
+
+// Descriptor of 128 weight rows: 16-byte columns are 128 bytes apart, 8 rows 256.
+DEVICE u32 rows_descriptor_low(u32 address) { return (address & 0x3ffff) >> 4 | (128 / 16) << 16; }
+DEVICE u64 rows_descriptor(u32 low) { return u64(256 / 16) << 32 | low; }
+
+// sums += part times the scales of weight rows and (w2) of tokens. Rows' scales lie at `rows`, or are the pair if kBlock:
+// those of h = 0 and 1.
+template <int kPhase, bool kBlock>
+DEVICE void promote_by_token(float* sums, const float* part, u32 rows, u32 pair, const float (&tokens)[2]) {
+  float scales[2][2][2];  // h, row, token
+#pragma unroll
+  for (int n = 0; n < 2 * kQuads; n++) {
+    if (n == 0 || !kBlock) {
+      u32 pairs[2] = {pair, pair};
+      if constexpr (!kBlock) load_shared_pair(rows + (n * 16 + threadIdx.x % 4 * 4) * kScaleBytes, pairs);
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        u32 of_row = pairs[i / 2 % 2];
+        float scale = to_float(i / 4 ? of_row >> 16 : of_row & 0xffff);
+        scales[i / 4][i / 2 % 2][i % 2] = kPhase == 1 ? scale * tokens[i % 2] : scale;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      int h = i / 4, token = i / 2 % 2, row = i % 2, at = sum_place(n / 2, h, n % 2, token, row);
+      sums[at] = fmaf(part[at], scales[h][row][token], sums[at]);
+    }
+  }
+}
+
+// All steps of a tile; blocks_of(ring): what find_blocks says of the stage, once it is known.
+template <int kPhase, typename Ring, typename BlocksOf>
+DEVICE void multiply_by_token(ByToken& sums, int steps, int groups, Ring& ring, BlocksOf blocks_of) {
+  constexpr int kBlocks = 4 / kGroups;
+#pragma unroll
+  for (int i = 0; i < 128; i++) sums[i / 64][i % 64] = 0.0f;
+  u32 own_tokens = ring.address + kTokensPlace + threadIdx.x / 128 * 64 * kGroupColumns;
+  u32 first = __shfl_sync(~0u, wgmma_descriptor(own_tokens), 0);
+  u32 first_weights = __shfl_sync(~0u, rows_descriptor_low(ring.address), 0);
+  ring.wait_full();
+  for (; steps > 0; steps--, groups -= kGroups) {
+    u64 tokens = kDescriptorHigh << 32 | (first + ring.stage * (kStageBytes / 16));
+    u64 weights = rows_descriptor(first_weights + ring.stage * (kStageBytes / 16));
+    u32 place = ring.place(), blocks = 0;
+    int stage = ring.stage;
+    float token_scales[2];
+#pragma unroll
+    for (int n = 0; n < 2 * kGroups; n++) {
+      int group = n / 2, half = n % 2;
+      float part[64];
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kBlocks; i++) {
+        int block = group * kBlocks + i;
+        u64 from = weights + (half * 2 * kStripBytes + block * kHalfRows * kBlockColumns) / 16;
+        wgmma_by_token(part, tokens + 2 * block, from, i > 0);
+      }
+      wgmma_commit();
+      if (n == 0) {
+        blocks = __shfl_sync(~0u, blocks_of(ring), 0);
+#pragma unroll
+        for (int i = 0; i < 2 && kPhase == 1; i++) {
+          u32 scale = load_shared_u32(place + kTokenScalesPlace + 4 * scale_place(first_token_of_lane() + 8 * i));
+          token_scales[i] = __uint_as_float(scale);
+        }
+      }
+      u32 rows = row_scales_in(place, group, half), pair = load_shared_u32(rows);
+      if (n == 2 * kGroups - 1) {
+        ring.advance();
+        if (steps > 1) ring.wait_full();
+      }
+      wgmma_wait<0>();
+      // Columns that the last step lacks multiply zeros, but their scales may be anything.
+      if (kGroups > 1 && group >= groups) continue;
+      if (blocks >> n & 1) {
+        promote_by_token<kPhase, true>(sums[half], part, rows, pair, token_scales);
+      } else {
+        promote_by_token<kPhase, false>(sums[half], part, rows, pair, token_scales);
+      }
+    }
+    ring.release(stage);
+  }
+}
+
+// ==== Epilogues ====
+
+// Global scales of gate and up rows; w2 has one.
+struct Alphas {
+  float of[2] = {1.0f, 1.0f};
+  DEVICE Alphas(const GemmParams& gemm, int expert) {
+    if (gemm.alphas == nullptr) return;
+    of[0] = gemm.alphas[expert * gemm.alphas_per_expert];
+    of[1] = gemm.alphas[(expert + 1) * gemm.alphas_per_expert - 1];
+  }
+};
+
+// Biases of a lane's rows of the fragment whose 16 rows begin at `first`: [h][row].
+template <int kPhase>
+DEVICE void load_biases(const GemmParams& gemm, int expert, int first, float (&bias)[2][2]) {
+  int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int h = i / 2, row = i % 2;
+    int column = kPhase == 0 ? h * gemm.rows / 2 + first / 2 + 2 * lane + row : first + 4 * lane + 2 * h + row;
+    bias[h][row] = gemm.bias == nullptr ? 0.0f : to_float(gemm.bias[(i64)expert * gemm.rows + column]);
+  }
+}
+
+// Activates, rounds and stores a tile of hidden; row_scales: of its input rows. Four lanes have a token's 128 columns.
+DEVICE void store_hidden_by_token(const EightBitParams& params, const Tables& tables, const TileSlice& g,
+                                  const u32* row_scales, ByToken& sums) {
+  const GemmParams& gemm = params.experts.gemm[0];
+  int own = first_token_of_lane(), lane = threadIdx.x % 4, width = params.experts.gemm[1].columns;
+  const Alphas alphas(gemm, g.expert);
+  float largest[2] = {0.0f, 0.0f}, scale[2], inverse[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) scale[i] = __uint_as_float(row_scales[own + 8 * i]);
+#pragma unroll
+  for (int n = 0; n < 4 * kQuads; n++) {
+    int half = n / (2 * kQuads), quad = n / 2 % kQuads, f = n % 2;
+    int first = g.first_row + half * kHalfRows + quad * 32 + f * 16;
+    if (first >= gemm.rows) continue;
+    float bias[2][2];
+    load_biases<0>(gemm, g.expert, first, bias);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int token = i / 2, row = i % 2;
+      float& gate = sums[half][sum_place(quad, 0, f, token, row)];
+      float up = sums[half][sum_place(quad, 1, f, token, row)];
+      up = up * (scale[token] * alphas.of[1]) + bias[1][row];
+      gate = activate(gate * (scale[token] * alphas.of[0]) + bias[0][row], up);
+      largest[token] = max_or_nan(largest[token], fabsf(gate));
+    }
+  }
+  i64 row = tables.starts[g.expert] + g.first_token + own;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    for (int d = 1; d < 4; d *= 2) largest[i] = max_or_nan(largest[i], __shfl_xor_sync(~0u, largest[i], d));
+    float scale = max_or_nan(largest[i] / kLargestCode, kLeastScale);
+    inverse[i] = 1.0f / scale;
+    if (lane == 0 && own + 8 * i < g.tokens) {
+      i64 group = g.first_row / kTileRows * (i64)params.capacity + tables.starts[g.expert] + g.first_token;
+      params.hidden_scales[group + scale_place(own + 8 * i)] = scale;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 4 * kQuads; n++) {
+    int half = n / (2 * kQuads), quad = n / 2 % kQuads, token = n % 2;
+    int column = g.first_row / 2 + half * kHalfRows / 2 + quad * 16;
+    auto of = [&](int f, int row) { return sums[half][sum_place(quad, 0, f, token, row)] * inverse[token]; };
+    u32 codes = code_pair(of(0, 0), of(1, 0)) | code_pair(of(0, 1), of(1, 1)) << 16;
+    if (own + 8 * token < g.tokens && column < width) {
+      *reinterpret_cast<u32*>(params.hidden + (row + 8 * token) * width + column + 4 * lane) = codes;
+    }
+  }
+}
+
+// A lane has four neighbouring columns of two tokens in either fragment; lanes 2 i and 2 i + 1 swap one, so that each
+// stores eight neighbours.
+DEVICE void store_output_by_token(const EightBitParams& params, const TileSlice& g, const u32* output_rows,
+                                  ByToken& sums) {
+  const GemmParams& gemm = params.experts.gemm[1];
+  int own = first_token_of_lane(), lane = threadIdx.x % 4, odd = lane % 2;
+  const Alphas alphas(gemm, g.expert);
+#pragma unroll
+  for (int n = 0; n < 2 * kQuads; n++) {
+    int half = n / kQuads, quad = n % kQuads, first = g.first_row + half * kHalfRows + quad * 32;
+    if (first >= gemm.rows) continue;
+    float bias[2][2][2];
+#pragma unroll
+    for (int f = 0; f < 2; f++) load_biases<1>(gemm, g.expert, first + 16 * f, bias[f]);
+#pragma unroll
+    for (int token = 0; token < 2; token++) {
+      u32 out[2][2], swapped[2];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int f = i / 2, h = i % 2;
+        float v[2];
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+          v[row] = sums[half][sum_place(quad, h, f, token, row)] * alphas.of[0] + bias[f][h][row];
+        }
+        out[f][h] = to_pair(v[0], v[1]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; h++) swapped[h] = __shfl_xor_sync(~0u, odd ? out[0][h] : out[1][h], 1);
+      uint4 eight = odd ? make_uint4(swapped[0], swapped[1], out[1][0], out[1][1])
+                        : make_uint4(out[0][0], out[0][1], swapped[0], swapped[1]);
+      if (own + 8 * token < g.tokens) {
+        u16* to = gemm.output + (i64)output_rows[own + 8 * token] * gemm.rows + first + odd * 16 + lane / 2 * 8;
+        *reinterpret_cast<uint4*>(to) = eight;
+      }
+    }
+  }
+}
