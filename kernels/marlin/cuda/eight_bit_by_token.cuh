@@ -97,7 +97,8 @@ DEVICE void promote_by_token(float* sums, const float* part, u32 rows, u32 pair,
   }
 }
 
-// All steps of a tile; blocks_of(ring): what find_blocks says of the stage, once it is known.
+// All steps of a tile; blocks_of(ring): what find_blocks says of the stage, once it is known. Branches here depend on
+// nothing that the compiler does not know to be the same in all lanes, or each lane would make descriptors (8 % slower).
 template <int kPhase, typename Ring, typename BlocksOf>
 DEVICE void multiply_by_token(ByToken& sums, int steps, int groups, Ring& ring, BlocksOf blocks_of) {
   constexpr int kBlocks = 4 / kGroups;
@@ -205,11 +206,11 @@ DEVICE void store_hidden_by_token(const EightBitParams& params, const Tables& ta
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     for (int d = 1; d < 4; d *= 2) largest[i] = max_or_nan(largest[i], __shfl_xor_sync(~0u, largest[i], d));
-    float scale = max_or_nan(largest[i] / kLargestCode, kLeastScale);
-    inverse[i] = 1.0f / scale;
+    float unit = max_or_nan(largest[i] / kLargestCode, kLeastScale);
+    inverse[i] = 1.0f / unit;
     if (lane == 0 && own + 8 * i < g.tokens) {
       i64 group = g.first_row / kTileRows * (i64)params.capacity + tables.starts[g.expert] + g.first_token;
-      params.hidden_scales[group + scale_place(own + 8 * i)] = scale;
+      params.hidden_scales[group + scale_place(own + 8 * i)] = unit;
     }
   }
 #pragma unroll
