@@ -12,6 +12,7 @@ import torch
 
 from moe_ep import FusedMoE
 from moe_ep.checkpoint.formats import quantization_config
+from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.kernels.quantize import round_rows
 from moe_ep.layer.methods import relative_error
 from tests.checkpoint.format_cases import E, Expert, write_case
@@ -111,6 +112,17 @@ def test_the_environment_names_the_rows_of_layers_that_are_not_told(
     monkeypatch.setenv("MOE_EP_INPUT_DTYPE", "none")
     assert FusedMoE.from_checkpoint(tmp_path, layer=0, input_dtype=E4M3).rounds_rows_to == E4M3
     assert FusedMoE.from_checkpoint(tmp_path, layer=0).rounds_rows_to is None
+
+
+@pytest.mark.parametrize(("sent", "packed_for"), [(None, INT8), (INT8, INT8), (E4M3, None)], ids=str)
+def test_weights_are_not_packed_for_rows_that_are_sent_otherwise(
+    sent: torch.dtype | None, packed_for: torch.dtype | None, tmp_path: Path
+) -> None:
+    write_case("int8 rows", tmp_path, with_values=False)
+    ranks = FusedMoEParallelConfig(ep_size=2)
+    layer = FusedMoE.from_checkpoint(tmp_path, layer=0, parallel_config=ranks, dispatch_dtype=sent)
+    assert layer.quant_method.asked_input_dtype(layer) == INT8
+    assert layer.quant_method.packed_input_dtype(layer) == packed_for
 
 
 @pytest.mark.parametrize("wrong", ["int8", torch.float16, torch.uint8, 8])

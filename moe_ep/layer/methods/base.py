@@ -165,6 +165,11 @@ class FusedMoEMethodBase(ABC):
             return None if asked == NONE else self.checkpoint_input_dtype()
         return asked
 
+    def packed_input_dtype(self, layer: MoELayer) -> torch.dtype | None:
+        """The 8-bit rows that weights are packed for: those asked for, unless the layer sends others."""
+        asked = self.asked_input_dtype(layer)
+        return None if _sends_others(layer, asked) else asked
+
     def input_rows(self, layer: MoELayer) -> InputRows:
         """The rows that the experts of a processed layer compute with.
 
@@ -182,7 +187,7 @@ class FusedMoEMethodBase(ABC):
         if refusal is None:
             name, kwargs = self.experts_names(layer)[FusedMoEActivationFormat.Standard], self.expert_kwargs(layer)
             refusal = EXPERTS.load(name).refuses_input_dtype(self.moe_config, quant_config, device, **kwargs)
-        if refusal is None and layer.parallel_config.use_all2all and layer.dispatch_dtype not in (None, dtype):
+        if refusal is None and _sends_others(layer, dtype):
             refusal = f"dispatch_dtype is {layer.dispatch_dtype}, so that rows would be rounded twice"
         if asked != CHECKPOINT:
             if refusal is not None:
@@ -257,6 +262,11 @@ class FusedMoEMethodBase(ABC):
         everything that is derived from an expert moves with it.
         """
         return
+
+
+def _sends_others(layer: MoELayer, dtype: torch.dtype | None) -> bool:
+    """Whether a layer sends rows in 8 bits that are not those of `dtype`."""
+    return layer.parallel_config.use_all2all and layer.dispatch_dtype not in (None, dtype)
 
 
 def w13_rows(moe_config: FusedMoEConfig) -> int:

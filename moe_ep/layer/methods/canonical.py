@@ -104,7 +104,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         self._packed_on = w13.codes.device
         self._experts_names = choose_experts(layer.experts, self.moe_config, (w13, w2), self._packed_on)
         experts = EXPERTS.load(self._experts_names[FusedMoEActivationFormat.Standard])
-        both = experts.pack_weights(w13, w2, self.moe_config, self.asked_input_dtype(layer))
+        both = experts.pack_weights(w13, w2, self.moe_config, self.packed_input_dtype(layer))
         for gemm, packed in zip(_GEMMS, both, strict=True):
             for field, tensor in packed._asdict().items():
                 name = f"{gemm}_processed_{field}"
@@ -122,7 +122,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             for part in (w13, w2)
         ]
         types = {gemm: (part.quant_type_id, part.group_size) for gemm, part in zip(_GEMMS, parts, strict=True)}
-        packed = itertools.chain(*experts.pack_weights(*parts, self.moe_config, self.asked_input_dtype(layer)))
+        packed = itertools.chain(*experts.pack_weights(*parts, self.moe_config, self.packed_input_dtype(layer)))
         for new, held in zip(packed, itertools.chain(*_processed(layer)), strict=True):
             if types != self._types or (new is None) != (held is None):
                 raise ValueError(
