@@ -39,9 +39,6 @@ BODIES = {
             " : emulated::to_e4m3(low) | emulated::to_e4m3(high) << 8;"
         ),
     },
-    "eight_bit_by_token.cuh": {
-        "void wgmma_by_token(float* d, u64 a, u64 b, int adds)": "emulated_by_token(d, a, b, adds);",
-    },
     "eight_bit_widen.cuh": {
         "u32 flip_and_mask(u32 word, u32 flips, u32 mask)": "return (word ^ flips) & mask;",
         "u32 add_relu(u32 a, u32 b)": "return emulated::add_relu(a, b);",
@@ -49,13 +46,13 @@ BODIES = {
 }
 _STANDS_FOR = ("ptx.cuh", "number.cuh", "mma.cuh", "wgmma.cuh")
 _WGMMA = """constexpr bool kIsE5m2 = emulated::is_e5m2(WGMMA_TYPES);
-template <int kTokens>
+template <int kColumns>
 DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b, int adds) {
-  emulated_wgmma<kTokens, kIsE5m2>(d, emulated::rows_of_lane(a), b, adds);
+  emulated_wgmma<kColumns, kIsE5m2>(d, emulated::rows_of_lane(a), b, adds);
 }
-template <int kTokens>
+template <int kColumns>
 DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b, int adds) {
-  emulated_wgmma<kTokens, kIsE5m2>(d, rows_at(a), b, adds);
+  emulated_wgmma<kColumns, kIsE5m2>(d, rows_at(a), b, adds);
 }
 """
 
@@ -64,10 +61,9 @@ def for_cpu(name: str, text: str) -> str:
     """A source with what only a GPU has replaced."""
     for function, body in BODIES.get(name, {}).items():
         text = with_body(text, function, body)
+    if name == "eight_bit_wgmma.cuh":
+        text = text[: text.index("// d = a * b, added to d")] + _WGMMA
     if name == "eight_bit_sm90.cu":
-        begin = text.index("// d = a * b, added to d")
-        end = text.index("// ==== Products ====")
-        text = text[:begin] + _WGMMA + text[end:]
         text = re.sub(r"  asm volatile\(\"fence.mbarrier_init[^;]*;\"\);\n", "", text)
     if name == "eight_bit_sm80.cu":
         begin, end = text.index("DEVICE void commit_copies()"), text.index("// ==== Copies ====")

@@ -13,8 +13,7 @@
 //
 // Example: lane 5 of warp 4 has tokens 65 and 73, and columns 2, 3, 10 and 11 of every 16 of hidden.
 #pragma once
-#include "eight_bit_tile.cuh"
-#include "wgmma.cuh"
+#include "eight_bit_wgmma.cuh"
 
 // Whether some tiles are computed so; weights with one scale a row, which leaves less to multiply, are no faster then.
 constexpr bool kMayBeByToken = kFromShared && kGrouped;
@@ -59,23 +58,10 @@ DEVICE u32 find_blocks(u32 stage) {
 
 // ==== Products ====
 
-// d = a * b, added to d if `adds`: 64 tokens x 128 weight rows over 32 columns.
-DEVICE void wgmma_by_token(float* d, u64 a, u64 b, int adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" LIST_64 "}, %64, %65, adds, 1, 1;\n}"
-      : SUMS_32(0), SUMS_32(32)
-      : "l"(a), "l"(b), "r"(adds));
-}
-
-// Descriptor of 128 weight rows: 16-byte columns are 128 bytes apart, 8 rows 256.
-DEVICE u32 rows_descriptor_low(u32 address) { return (address & 0x3ffff) >> 4 | (128 / 16) << 16; }
-DEVICE u64 rows_descriptor(u32 low) { return u64(256 / 16) << 32 | low; }
-
 // sums += part times the scales of weight rows and (w2) of tokens. Rows' scales lie at `rows`, or are the pair if kBlock:
 // those of h = 0 and 1.
 template <int kPhase, bool kBlock>
-DEVICE void promote_by_token(float* sums, const float* part, u32 rows, u32 pair, const float (&tokens)[2]) {
+DEVICE void promote_by_token(float* sums, const Sum* part, u32 rows, u32 pair, const float (&tokens)[2]) {
   float scales[2][2][2];  // h, row, token
 #pragma unroll
   for (int n = 0; n < 2 * kQuads; n++) {
@@ -92,7 +78,7 @@ DEVICE void promote_by_token(float* sums, const float* part, u32 rows, u32 pair,
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       int h = i / 4, token = i / 2 % 2, row = i % 2, at = sum_place(n / 2, h, n % 2, token, row);
-      sums[at] = fmaf(part[at], scales[h][row][token], sums[at]);
+      sums[at] = fmaf((float)part[at], scales[h][row][token], sums[at]);
     }
   }
 }
@@ -102,28 +88,27 @@ DEVICE void promote_by_token(float* sums, const float* part, u32 rows, u32 pair,
 template <int kPhase, typename Ring, typename BlocksOf>
 DEVICE void multiply_by_token(ByToken& sums, int steps, int groups, Ring& ring, BlocksOf blocks_of) {
   constexpr int kBlocks = 4 / kGroups;
-#pragma unroll
-  for (int i = 0; i < 128; i++) sums[i / 64][i % 64] = 0.0f;
+  clear(sums);
   u32 own_tokens = ring.address + kTokensPlace + threadIdx.x / 128 * 64 * kGroupColumns;
   u32 first = __shfl_sync(~0u, wgmma_descriptor(own_tokens), 0);
-  u32 first_weights = __shfl_sync(~0u, rows_descriptor_low(ring.address), 0);
+  u32 first_weights = __shfl_sync(~0u, plain_descriptor(ring.address), 0);
   ring.wait_full();
   for (; steps > 0; steps--, groups -= kGroups) {
     u64 tokens = kDescriptorHigh << 32 | (first + ring.stage * (kStageBytes / 16));
-    u64 weights = rows_descriptor(first_weights + ring.stage * (kStageBytes / 16));
+    u64 weights = plain_descriptor_high(256) | (first_weights + ring.stage * (kStageBytes / 16));
     u32 place = ring.place(), blocks = 0;
     int stage = ring.stage;
     float token_scales[2];
 #pragma unroll
     for (int n = 0; n < 2 * kGroups; n++) {
       int group = n / 2, half = n % 2;
-      float part[64];
+      Sum part[64];
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kBlocks; i++) {
         int block = group * kBlocks + i;
         u64 from = weights + (half * 2 * kStripBytes + block * kHalfRows * kBlockColumns) / 16;
-        wgmma_by_token(part, tokens + 2 * block, from, i > 0);
+        wgmma_eight_bit<kHalfRows>(part, tokens + 2 * block, from, i > 0);
       }
       wgmma_commit();
       if (n == 0) {
@@ -154,16 +139,6 @@ DEVICE void multiply_by_token(ByToken& sums, int steps, int groups, Ring& ring, 
 
 // ==== Epilogues ====
 
-// Global scales of gate and up rows; w2 has one.
-struct Alphas {
-  float of[2] = {1.0f, 1.0f};
-  DEVICE Alphas(const GemmParams& gemm, int expert) {
-    if (gemm.alphas == nullptr) return;
-    of[0] = gemm.alphas[expert * gemm.alphas_per_expert];
-    of[1] = gemm.alphas[(expert + 1) * gemm.alphas_per_expert - 1];
-  }
-};
-
 // Biases of a lane's rows of the fragment whose 16 rows begin at `first`: [h][row].
 template <int kPhase>
 DEVICE void load_biases(const GemmParams& gemm, int expert, int first, float (&bias)[2][2]) {
@@ -181,8 +156,8 @@ DEVICE void store_hidden_by_token(const EightBitParams& params, const Tables& ta
                                   const u32* row_scales, ByToken& sums) {
   const GemmParams& gemm = params.experts.gemm[0];
   int own = first_token_of_lane(), lane = threadIdx.x % 4, width = params.experts.gemm[1].columns;
-  const Alphas alphas(gemm, g.expert);
-  float largest[2] = {0.0f, 0.0f}, scale[2], inverse[2];
+  float alphas[2] = {1.0f, 1.0f}, largest[2] = {0.0f, 0.0f}, scale[2], inverse[2];
+  multiply_by_alphas(gemm, g.expert, alphas);
 #pragma unroll
   for (int i = 0; i < 2; i++) scale[i] = __uint_as_float(row_scales[own + 8 * i]);
 #pragma unroll
@@ -197,8 +172,8 @@ DEVICE void store_hidden_by_token(const EightBitParams& params, const Tables& ta
       int token = i / 2, row = i % 2;
       float& gate = sums[half][sum_place(quad, 0, f, token, row)];
       float up = sums[half][sum_place(quad, 1, f, token, row)];
-      up = up * (scale[token] * alphas.of[1]) + bias[1][row];
-      gate = activate(gate * (scale[token] * alphas.of[0]) + bias[0][row], up);
+      up = up * (scale[token] * alphas[1]) + bias[1][row];
+      gate = activate(gate * (scale[token] * alphas[0]) + bias[0][row], up);
       largest[token] = max_or_nan(largest[token], fabsf(gate));
     }
   }
@@ -231,7 +206,8 @@ DEVICE void store_output_by_token(const EightBitParams& params, const TileSlice&
                                   ByToken& sums) {
   const GemmParams& gemm = params.experts.gemm[1];
   int own = first_token_of_lane(), lane = threadIdx.x % 4, odd = lane % 2;
-  const Alphas alphas(gemm, g.expert);
+  float alphas[2] = {1.0f, 1.0f};
+  multiply_by_alphas(gemm, g.expert, alphas);
 #pragma unroll
   for (int n = 0; n < 2 * kQuads; n++) {
     int half = n / kQuads, quad = n % kQuads, first = g.first_row + half * kHalfRows + quad * 32;
@@ -248,7 +224,7 @@ DEVICE void store_output_by_token(const EightBitParams& params, const TileSlice&
         float v[2];
 #pragma unroll
         for (int row = 0; row < 2; row++) {
-          v[row] = sums[half][sum_place(quad, h, f, token, row)] * alphas.of[0] + bias[f][h][row];
+          v[row] = sums[half][sum_place(quad, h, f, token, row)] * alphas[0] + bias[f][h][row];
         }
         out[f][h] = to_pair(v[0], v[1]);
       }

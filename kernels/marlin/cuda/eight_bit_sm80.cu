@@ -81,7 +81,7 @@ DEVICE void multiply_stage(SumsOf<kTileTokens>& sums, u32 stage, int groups) {
   LanePlace own;
   // A quarter of the warp gives the addresses of 8 tokens: two times 8 tokens, two chunks of 16 columns.
   u32 tokens = stage + kTokensPlace + (lane / 16 * 8 + row) * kGroupColumns + (lane / 8 % 2 ^ row) * kChunkBytes;
-  u32 token_scales = stage + kTokenScalesPlace + lane % 4 * 16;
+  u32 token_scales = token_scales_in(stage);
 #pragma unroll
   for (int group = 0; group < kGroups; group++) {
     if (kGroups > 1 && group >= groups) break;

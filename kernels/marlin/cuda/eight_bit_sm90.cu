@@ -26,9 +26,7 @@
 // Example: one expert, 200 rows, K 256, N 128: w13 has 1 x 2 tiles of 256 rows x 128 and 72 tokens, 2 steps each; w2
 // likewise with 1 step. Tickets 0 and 1 are w13's; tickets 2 and 3 wait until both are stored.
 #include "eight_bit_by_token.cuh"
-#include "eight_bit_tile.cuh"
 #include "tile_queue.cuh"
-#include "wgmma.cuh"
 
 // ==== Pipeline ====
 
@@ -189,75 +187,7 @@ DEVICE void run_scale_warp(const EightBitParams& params, Shared& shared, const T
   }
 }
 
-// ==== wgmma ====
-
-// 64 weight rows (registers) x kTokens tokens (shared memory) over 32 columns. Tokens lie as in wgmma.cuh, 128 columns
-// (128 bytes) a row, and so do the sums of a lane.
-
-#if ROWS_INT8
-#define SUM_CONSTRAINT "+r"
-#define WGMMA_TYPES "s32.s8.s8"
-#define WGMMA_SIGNS
-#else
-#define SUM_CONSTRAINT "+f"
-#define WGMMA_SIGNS ", 1, 1"
-#if WEIGHT_TYPE == MXFP4_BY_ROW
-#define WGMMA_TYPES "f32.e5m2.e4m3"
-#else
-#define WGMMA_TYPES "f32.e4m3.e4m3"
-#endif
-#endif
-
-// d = a * b, added to d if `adds`.
-template <int kTokens>
-DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b, int adds);
-
-// The same with weights in shared memory, as descriptors of their core matrices.
-template <int kTokens>
-DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b, int adds);
-
-#define EIGHT(i)                                                                                      \
-  SUM_CONSTRAINT(d[i]), SUM_CONSTRAINT(d[i + 1]), SUM_CONSTRAINT(d[i + 2]), SUM_CONSTRAINT(d[i + 3]), \
-      SUM_CONSTRAINT(d[i + 4]), SUM_CONSTRAINT(d[i + 5]), SUM_CONSTRAINT(d[i + 6]), SUM_CONSTRAINT(d[i + 7])
-#define THIRTY_TWO(i) EIGHT(i), EIGHT(i + 8), EIGHT(i + 16), EIGHT(i + 24)
-
-// Behind the places of the sums those of a, b and adds.
-#define WGMMA_EIGHT_BIT(n, list, a0, a1, a2, a3, place, adds_place, ...)                                           \
-  template <>                                                                                                      \
-  DEVICE void wgmma_eight_bit<n>(Sum * d, const u32* a, u64 b, int adds) {                                         \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_place ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
-                 "k32." WGMMA_TYPES " {" list "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " place ", adds" WGMMA_SIGNS   \
-                 ";\n}"                                                                                            \
-                 : __VA_ARGS__                                                                                     \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));                                 \
-  }
-#define WGMMA_FROM_SHARED(n, list, a_place, place, adds_place, ...)                                                \
-  template <>                                                                                                      \
-  DEVICE void wgmma_eight_bit<n>(Sum * d, u64 a, u64 b, int adds) {                                                \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_place ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
-                 "k32." WGMMA_TYPES " {" list "}, " a_place ", " place ", adds" WGMMA_SIGNS ";\n}"                 \
-                 : __VA_ARGS__                                                                                     \
-                 : "l"(a), "l"(b), "r"(adds));                                                                     \
-  }
-
-WGMMA_EIGHT_BIT(32, LIST_16, "%16", "%17", "%18", "%19", "%20", "%21", EIGHT(0), EIGHT(8))
-WGMMA_EIGHT_BIT(64, LIST_32, "%32", "%33", "%34", "%35", "%36", "%37", THIRTY_TWO(0))
-WGMMA_EIGHT_BIT(96, LIST_48, "%48", "%49", "%50", "%51", "%52", "%53", THIRTY_TWO(0), EIGHT(32), EIGHT(40))
-WGMMA_EIGHT_BIT(128, LIST_64, "%64", "%65", "%66", "%67", "%68", "%69", THIRTY_TWO(0), THIRTY_TWO(32))
-WGMMA_FROM_SHARED(32, LIST_16, "%16", "%17", "%18", EIGHT(0), EIGHT(8))
-WGMMA_FROM_SHARED(64, LIST_32, "%32", "%33", "%34", THIRTY_TWO(0))
-WGMMA_FROM_SHARED(96, LIST_48, "%48", "%49", "%50", THIRTY_TWO(0), EIGHT(32), EIGHT(40))
-WGMMA_FROM_SHARED(128, LIST_64, "%64", "%65", "%66", THIRTY_TWO(0), THIRTY_TWO(32))
-
 // ==== Products ====
-
-// A warpgroup has 128 rows of weights. Its descriptors begin at either half of each pair of fragments: 16-byte columns
-// are 128 bytes apart, 8 rows 512 (repack.py).
-DEVICE u32 weights_descriptor_low(u32 ring) {
-  return ((ring + threadIdx.x / 128 * 2 * kStripBytes) & 0x3ffff) >> 4 | (128 / 16) << 16;
-}
-
-DEVICE u64 weights_descriptor(u32 low) { return u64(512 / 16) << 32 | low; }
 
 // One block of 32 columns; weights in registers, or in shared memory from a descriptor on.
 template <int kTokens>
@@ -275,20 +205,20 @@ DEVICE void multiply_block(Sum* part, const u32* weights, u64 first_weights, u64
 template <int kTokens, int kPhase>
 DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ring) {
   constexpr int kBlocks = 4 / kGroups;
-  int lane = threadIdx.x % 32;
   LanePlace own;
   Packed<kBlocks> packed;
-#pragma unroll
-  for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
+  clear(sums);
   u32 first = __shfl_sync(~0u, wgmma_descriptor(ring.address + kTokensPlace), 0);
-  u32 first_weights = __shfl_sync(~0u, weights_descriptor_low(ring.address), 0);
+  // A warpgroup has 128 rows of weights, and its descriptors begin at either half of each pair of fragments.
+  u32 own_weights = ring.address + threadIdx.x / 128 * 2 * kStripBytes;
+  u32 first_weights = __shfl_sync(~0u, plain_descriptor(own_weights), 0);
   ring.wait_full();
   packed.load_part(ring.place(), own, 0, 0);
   for (; steps > 0; steps--, groups -= kGroups) {
     u64 tokens = kDescriptorHigh << 32 | (first + ring.stage * (kStageBytes / 16));
-    u64 from = weights_descriptor(first_weights + ring.stage * (kStageBytes / 16));
+    u64 from = plain_descriptor_high(512) | (first_weights + ring.stage * (kStageBytes / 16));
     int stage = ring.stage;
-    u32 token_scales = ring.place() + kTokenScalesPlace + lane % 4 * 16;
+    u32 token_scales = token_scales_in(ring.place());
 #pragma unroll
     for (int n = 0; n < 2 * kGroups; n++) {
       int group = n / 2, half = n % 2;
@@ -363,7 +293,7 @@ DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int g
       }
     }
     wgmma_wait<0>();
-    promote<kTokens, kPhase>(sums[half], part, 1.0f, 1.0f, begin.place() + kTokenScalesPlace + threadIdx.x % 4 * 16);
+    promote<kTokens, kPhase>(sums[half], part, 1.0f, 1.0f, token_scales_in(begin.place()));
     if (half == 1) ring.release(previous);
   }
 }
@@ -376,8 +306,7 @@ DEVICE void multiply_tile_per_channel(SumsOf<kTokens>& sums, const u32 (&offsets
                                       Ring& ring) {
   LanePlace own;
   Packed<1> packed;
-#pragma unroll
-  for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
+  clear(sums);
   u32 tokens = __shfl_sync(~0u, wgmma_descriptor(ring.address + kTokensPlace), 0);
   ring.wait_full();
   packed.load_part(ring.place(), own, 0, 0);
@@ -394,8 +323,7 @@ template <int kTokens>
 DEVICE void multiply_tile_exactly(SumsOf<kTokens>& result, int steps, Ring& ring) {
   LanePlace own;
   SumsOf<kTokens, Sum> sums;
-#pragma unroll
-  for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0;
+  clear(sums);
   u32 first = __shfl_sync(~0u, wgmma_descriptor(ring.address + kTokensPlace), 0);
   for (; steps > 0; steps--) {
     ring.wait_full();

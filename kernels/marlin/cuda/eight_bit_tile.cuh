@@ -163,6 +163,15 @@ struct Packed {
 template <int kTokens, typename T = float>
 using SumsOf = T[2][kTokens / 2];
 
+template <typename T, int kCount>
+DEVICE void clear(T (&sums)[2][kCount]) {
+#pragma unroll
+  for (int i = 0; i < 2 * kCount; i++) sums[i / kCount][i % kCount] = 0;
+}
+
+// Where the scales of a lane's tokens begin in a stage of w2, four of every 16.
+DEVICE u32 token_scales_in(u32 stage) { return stage + kTokenScalesPlace + threadIdx.x % 4 * 16; }
+
 // sums += part times the scales of the lane's rows, where they have several, and (w2) of the tokens.
 template <int kTokens, int kPhase>
 DEVICE void promote(float* sums, const Sum* part, float low, float high, u32 token_scales) {
@@ -209,6 +218,13 @@ DEVICE SumScale sum_scale_of(const EightBitParams& params, const TileSlice& g, i
   return unit;
 }
 
+// factors *= the global scales of an expert's gate and up rows, if it has any; w2 has one.
+DEVICE void multiply_by_alphas(const GemmParams& gemm, int expert, float (&factors)[2]) {
+  if (gemm.alphas == nullptr) return;
+  factors[0] *= gemm.alphas[expert * gemm.alphas_per_expert];
+  factors[1] *= gemm.alphas[(expert + 1) * gemm.alphas_per_expert - 1];
+}
+
 // ==== Epilogue of w13: activation, scales, codes ====
 
 // Activated results in place of the sums of gates: [16 rows][8 tokens][row g][two tokens]; zeros beyond the last row.
@@ -224,10 +240,7 @@ DEVICE void activate_sums(const EightBitParams& params, const TileSlice& g, cons
     bool valid = first < gemm.rows;
     SumScale unit = sum_scale_of(params, g, half);
     float alpha[2] = {unit.low, unit.high}, bias[2] = {0.0f, 0.0f};
-    if (gemm.alphas != nullptr) {
-      alpha[0] *= gemm.alphas[g.expert * gemm.alphas_per_expert];
-      alpha[1] *= gemm.alphas[(g.expert + 1) * gemm.alphas_per_expert - 1];
-    }
+    multiply_by_alphas(gemm, g.expert, alpha);
     if (gemm.bias != nullptr && valid) {
       const u16* biases = gemm.bias + (i64)g.expert * gemm.rows;
       bias[0] = to_float(biases[column]), bias[1] = to_float(biases[gemm.rows / 2 + column]);

@@ -367,53 +367,41 @@ template <int kLeft>
 void wgmma_wait() {}
 constexpr u64 kDescriptorHigh = 0x40000040;
 inline u32 wgmma_descriptor(u32 address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
-// 32 columns of a row of an operand without swizzle: core matrices of 8 rows x 16 bytes; the descriptor has their
-// distances along K and rows.
-inline void plain_row_at(u64 descriptor, int row, u8* columns) {
+// 32 columns of a row of an operand. Without swizzle: core matrices of 8 rows x 16 bytes, whose distances along K and rows
+// the descriptor has. Swizzled: rows are 128 bytes apart, 16-byte chunks swizzled by the row.
+inline void row_at(u64 descriptor, int row, u8* columns) {
   const u32 start = (descriptor & 0x3fff) << 4, along_k = (descriptor >> 16 & 0x3fff) << 4,
             along_rows = (descriptor >> 32 & 0x3fff) << 4;
-  if (descriptor >> 46) abort();
-  for (int chunk = 0; chunk < 2; chunk++) {
-    memcpy(columns + 16 * chunk, emulated::at<u8>(start + row / 8 * along_rows + chunk * along_k + row % 8 * 16), 16);
+  if (descriptor >> 46 == 0) {
+    for (int chunk = 0; chunk < 2; chunk++) {
+      memcpy(columns + 16 * chunk, emulated::at<u8>(start + row / 8 * along_rows + chunk * along_k + row % 8 * 16), 16);
+    }
+    return;
   }
-}
-// Of a swizzled one: rows are 128 bytes apart, 16-byte chunks swizzled by the row.
-inline void swizzled_row_at(u64 descriptor, int row, u8* columns) {
   if (descriptor >> 32 != kDescriptorHigh) abort();
   for (int k = 0; k < 32; k++) {
-    const u32 address = ((descriptor & 0x3fff) << 4) + row * 128 + k;
+    const u32 address = start + row * 128 + k;
     columns[k] = *emulated::at<u8>(address ^ (address >> 7 & 7) << 4);
   }
 }
-// A lane's row of operand A in shared memory; the other one is 8 further on.
-inline int row_of_lane() { return threadIdx.x % 128 / 32 * 16 + emulated::lane() / 4; }
+// A lane's two rows of operand A.
 inline emulated::Rows rows_at(u64 descriptor) {
   emulated::Rows rows;
-  for (int h = 0; h < 2; h++) plain_row_at(descriptor, row_of_lane() + 8 * h, rows.row[h]);
+  for (int h = 0; h < 2; h++) {
+    row_at(descriptor, threadIdx.x % 128 / 32 * 16 + 8 * h + emulated::lane() / 4, rows.row[h]);
+  }
   return rows;
 }
-// A warp's 16 tokens (swizzled) of wgmma.m64n128k32 beside weights without swizzle.
-inline void emulated_by_token(float* d, u64 a, u64 b, bool adds) {
-  u8 tokens[2][32], row[32];
-  for (int h = 0; h < 2; h++) swizzled_row_at(a, row_of_lane() + 8 * h, tokens[h]);
-  for (int n = 0; n < 32; n++) {
-    plain_row_at(b, n / 2 * 8 + emulated::lane() % 4 * 2 + n % 2, row);
-    for (int h = 0; h < 2; h++) {
-      float& sum = d[n / 2 * 4 + 2 * h + n % 2];
-      sum = emulated::product(adds ? sum : 0.0f, tokens[h], row);
-    }
-  }
-}
-// A warp's 16 rows of wgmma.m64nNk32; B is swizzled.
-template <int kTokens, bool kIsE5m2, typename Sum>
+// A warp's 16 rows of wgmma.m64nNk32.
+template <int kColumns, bool kIsE5m2, typename Sum>
 void emulated_wgmma(Sum* d, const emulated::Rows& rows, u64 descriptor, bool adds) {
-  for (int j = 0; j < kTokens / 8; j++) {
+  for (int j = 0; j < kColumns / 8; j++) {
     for (int i = 0; i < 2; i++) {
-      u8 token[32];
-      swizzled_row_at(descriptor, 8 * j + emulated::lane() % 4 * 2 + i, token);
+      u8 column[32];
+      row_at(descriptor, 8 * j + emulated::lane() % 4 * 2 + i, column);
       for (int h = 0; h < 2; h++) {
         Sum& sum = d[4 * j + 2 * h + i];
-        sum = emulated::product<kIsE5m2>(adds ? sum : Sum(0), rows.row[h], token);
+        sum = emulated::product<kIsE5m2>(adds ? sum : Sum(0), rows.row[h], column);
       }
     }
   }
