@@ -1,4 +1,5 @@
-// A tile of e4m3 weights and many tokens on Hopper, with tokens as operand A of the tensor cores.
+// A tile of e4m3 weights and many tokens on Hopper, with tokens as operand A of the tensor cores, where all other tiles
+// of packed experts have weights ("swap AB").
 //
 // Nothing has to be widened, so either operand can be A. With tokens as rows of the sums a lane has two of them and many
 // weight rows: scales of tokens are two numbers, and so are those of weights where they are the same in blocks of 128
