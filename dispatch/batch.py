@@ -49,10 +49,10 @@ class Batch(NamedTuple):
         a row where experts read them so.
 
         Args:
-            out: as of `quantize_rows`.
+            out: as of `quantize_rows` and `join_rows`.
         """
         if self.scales is not None:
-            return join_rows(self.rows, self.scales)
+            return join_rows(self.rows, self.scales, out)
         return (
             self.rows if self.code_dtype is None else quantize_rows(self.rows, self.code_dtype, self.keeps_codes, out)
         )

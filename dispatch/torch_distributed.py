@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -109,9 +109,6 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         RuntimeError: torch.distributed is not initialised.
         ValueError: a group whose size is not ep_size, or num_local_experts that does not fit the placement.
     """
-
-    # Whether `pass_on` takes rows of 8 bits.
-    passes_codes: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -212,6 +209,10 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         as_they_are = replace(dispatched, handle=each, rows_are_weighted=True)
         self.combine(output.view(*each.shape), expert_output, as_they_are, TopKWeightAndReduceContiguous())
         handle.is_combined = True
+
+    def passes_codes(self, dtype: torch.dtype | None) -> bool:
+        """Whether `pass_on` takes codes of that dtype."""
+        return True
 
     def pass_on(self, arrived: Dispatched, routing: Routing) -> Dispatched:
         """Dispatches rows that another backend handed over as codes, without dequantizing them."""

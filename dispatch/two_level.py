@@ -126,10 +126,10 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
     """Standard format across hosts with the same number of ranks each; prefill.
 
     Rows arrive ordered by (local rank, host, token) of their sources. If rows are quantized, it is for the network
-    alone, unless the experts read them so. The combine adds the experts of a rank, the ranks of a host in the order of
-    their local ranks, and the hosts in theirs, each sum in f32 and rounded to the activations' dtype: deterministic,
-    one rounding more than `all_to_all`. In a batch-invariant layer one row comes back for each slot, and the token's
-    rank adds them, with the bits of `all_to_all`.
+    alone, unless the experts read them so: then both levels send the same codes. The combine adds the experts of a
+    rank, the ranks of a host in the order of their local ranks, and the hosts in theirs, each sum in f32 and rounded to
+    the activations' dtype: deterministic, one rounding more than `all_to_all`. In a batch-invariant layer one row comes
+    back for each slot, and the token's rank adds them, with the bits of `all_to_all`.
 
     Args:
         levels: backends of the Standard format across hosts and within one; None for nvshmem_high_throughput, or
@@ -159,7 +159,8 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         self.across = _level(levels[0], config, capacity, hosts, quant_config, across)
         # Rows come from every host's rank with this local rank.
         unquantized = FusedMoEQuantConfig.unquantized()
-        self.within = _level(levels[1], config, capacity * num_hosts, local_ranks, unquantized, within)
+        passed_dtype = None if quant_config is None else quant_config.dispatch_dtype
+        self.within = _level(levels[1], config, capacity * num_hosts, local_ranks, unquantized, within, passed_dtype)
         for level in (self.across, self.within):
             level.ranks.is_part_of(group)
         has_room_for_any = all(level.max_num_tokens_per_rank() is None for level in (self.across, self.within))
@@ -210,7 +211,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
                 hidden_states, routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input,
                 routing.num_experts, self._capacity,
             )  # fmt: skip
-        if not self.within.passes_codes:
+        if not self.within.passes_codes(quant_config.input_dtype):
             quant_config = quant_config.with_input_dtype(None)
         across = self.across.dispatch(hidden_states, replace(routing, expert_map=None), quant_config)
         on_host = Routing(
@@ -264,8 +265,13 @@ def _level(
     owners: torch.Tensor,
     quant_config: FusedMoEQuantConfig | None,
     group: dist.ProcessGroup,
+    passed_dtype: torch.dtype | None = None,
 ) -> Any:
-    """A backend whose ranks, those of the group, are hosts or the ranks of one."""
+    """A backend whose ranks, those of the group, are hosts or the ranks of one.
+
+    Args:
+        passed_dtype: of codes that it may be given to pass on; None for none.
+    """
     rank = dist.get_rank(group)
     parallel = replace(
         FusedMoEParallelConfig.make(ep_size=dist.get_world_size(group), rank=rank),
@@ -278,6 +284,6 @@ def _level(
         max_num_tokens=capacity,
     )
     # Its rows pass on to no experts here.
-    more: dict[str, Any] = {"overlap": False} if name == _PREFERRED else {}
+    more: dict[str, Any] = {"overlap": False, "passed_dtype": passed_dtype} if name == _PREFERRED else {}
     given = {"moe_config": config, "quant_config": quant_config, "process_group": group, "owners": owners, **more}
     return ALL2ALL_BACKENDS.load(name)(**given)

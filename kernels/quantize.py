@@ -111,13 +111,14 @@ def split_rows(
     return quantized[..., :hidden_size].view(dtype), scales.view(torch.float32)
 
 
-def join_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Quantized rows of what `split_rows` returns of them, with one scale a row."""
+def join_rows(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantized rows of what `split_rows` returns of them, with one scale a row; `out` as of `quantize_rows`."""
     num_tokens, hidden_size = codes.shape
-    quantized = codes.new_zeros((num_tokens, quantized_row_bytes(hidden_size, True)), dtype=torch.uint8)
-    for part, given in zip(split_rows(quantized, hidden_size, codes.dtype, True), (codes, scales), strict=True):
+    if out is None:
+        out = codes.new_zeros((num_tokens, quantized_row_bytes(hidden_size, True)), dtype=torch.uint8)
+    for part, given in zip(split_rows(out, hidden_size, codes.dtype, True), (codes, scales), strict=True):
         part.copy_(given)
-    return quantized
+    return out
 
 
 def check_row_scales(codes: torch.Tensor, scales: torch.Tensor) -> None:

@@ -232,8 +232,6 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     MAX_RANKS: ClassVar[int]
     LAYOUT: ClassVar[type[BufferLayout]]
     hidden_size_multiple = 16
-    # Kernels are made for one dtype of rows, which a level across hosts may not keep to.
-    passes_codes = False
     _recoveries = 0
     memory: SymmetricBuffers
     layout: BufferLayout
@@ -289,6 +287,9 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     def batch_exchange(self) -> BatchExchange | None:
         return None
 
+    def passes_codes(self, dtype: torch.dtype | None) -> bool:
+        return dtype == self.layout.passed_dtype
+
     def max_num_tokens_per_rank(self) -> int | None:
         return self.moe_config.max_num_tokens
 
@@ -332,12 +333,13 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
 
     def _check_batch(self, batch: Batch) -> None:
         """ValueError where the batch is not what the kernels were compiled for."""
-        given = (batch.code_dtype, batch.rows.device)
-        made_for = (self.layout.code_dtype, self.memory.order.device)
+        name = "dispatch_dtype" if batch.scales is None else "passed_dtype"
+        dtype = self.layout.code_dtype if batch.scales is None else self.layout.passed_dtype
+        given, made_for = (batch.code_dtype, batch.rows.device), (dtype, self.memory.order.device)
         if given != made_for:
             raise ValueError(
-                f"the batch has (dispatch_dtype, device) {given} and {self.NAME} was made for {made_for}; give the "
-                f"backend the configuration of the batches"
+                f"the batch has ({name}, device) {given} and {self.NAME} was made for {made_for}; give the backend the "
+                f"configuration of the batches"
             )
 
 
@@ -351,6 +353,7 @@ def shared_settings(moe_config: FusedMoEConfig, layout: BufferLayout) -> dict[st
         **{name: getattr(moe_config, name) for name in names},
         "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
         "rows on the wire": layout.code_dtype or moe_config.in_dtype,
+        "codes that are passed on": layout.passed_dtype,
         "batches in flight": layout.batches_in_flight,
         "overlap": layout.overlaps,
         "puts by NVSHMEM's device library": layout.device_api,

@@ -105,21 +105,33 @@ class Layout(BufferLayout):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on the wire; cuda/high_throughput_dispatch.cu draws those that are converted."""
-        columns = 2 * self.hidden_size
+        """Bytes of a row on the wire, of the larger one where it may also be sent as codes;
+        cuda/high_throughput_dispatch.cu draws rows that are converted."""
+        columns, codes = 2 * self.hidden_size, self.code_row_bytes
         if self.is_quantized:
             columns = self.hidden_size + align(2 * -(-self.hidden_size // GROUP_SIZE), 4)
-        return align(columns + 8 * self.topk, _LINK_LINE_BYTES) if self.takes_rows else columns
+        if self.takes_rows:
+            columns = self._with_tail(columns)
+        return max(columns, self._with_tail(codes) if self.device_api else codes)
+
+    def _with_tail(self, column_bytes: int) -> int:
+        """Bytes of a row on the wire that is followed by its ids and weights."""
+        return align(column_bytes + 8 * self.topk, _LINK_LINE_BYTES)
+
+    @property
+    def plain_row_bytes(self) -> int:
+        """Bytes of a received row in plain memory; 0 if it stays where it arrives."""
+        return max(2 * self.hidden_size, self.code_row_bytes) if self.takes_rows else 0
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether rows may be handed over in 8 bits, as they were sent: of ranks whose memory is in reach."""
-        return self.is_quantized and not self.device_api
+        """Whether rows may be handed over in 8 bits, as they were sent or given."""
+        return self.is_quantized or self.passed_dtype is not None
 
     @property
     def code_row_bytes(self) -> int:
-        """Bytes of a row that is handed over in 8 bits, on the wire and behind it; at most row_bytes."""
-        return align(quantized_row_bytes(self.hidden_size, whole=True), _LINK_LINE_BYTES)
+        """Bytes of a row that is handed over in 8 bits; 0 if none are."""
+        return align(quantized_row_bytes(self.hidden_size, whole=True), _LINK_LINE_BYTES) if self.keeps_codes else 0
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -140,8 +152,7 @@ class Layout(BufferLayout):
     @property
     def plain_bytes(self) -> int:
         """Bytes of plain device memory beside it: slots, and rows if they do not stay where they arrive."""
-        rows = 2 * self.hidden_size * self.max_rows if self.takes_rows else 0
-        return self.batches_in_flight * (rows + 4 * self.capacity * self.num_ranks)
+        return self.batches_in_flight * (self.plain_row_bytes * self.max_rows + 4 * self.capacity * self.num_ranks)
 
 
 def kernel_source(name: str, layout: Layout, dtype: torch.dtype) -> jit.KernelSource:
@@ -213,6 +224,7 @@ class BatchParts:
         epoch: int64 `[1]`, a view: the number of the last batch.
         slots: int32 `[C, R]`, of this rank's tokens.
         rows, ids, weights: `[R * C, …]`, what arrives, as the experts read it.
+        codes: uint8 `[R * C, code_row_bytes]`, rows that the experts read in 8 bits; None if they never do.
         arriving: int64 `[1]` in host memory, where the first kernel writes number << 32 | rows that arrive.
         expert_flags: int64, the batch's number once all results of that expert are stored, then the same for `order`;
             None without overlap.
@@ -243,15 +255,16 @@ class BatchParts:
         self._params: dict[str, Any] = {}
         self.arriving = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arriving = self.arriving.numpy()
-        memory = block.part(index, "rows")
-        if layout.takes_rows:
-            self.rows = torch.empty((layout.max_rows, layout.hidden_size), dtype=in_dtype, device=device)
-        else:
-            self.rows = memory.view(in_dtype).view(layout.max_rows, layout.hidden_size)
+        symmetric = block.part(index, "rows")
+        plain = symmetric.new_empty(layout.max_rows * layout.plain_row_bytes)
+
+        def rows_in(memory: torch.Tensor, row_bytes: int) -> torch.Tensor:
+            return memory[: layout.max_rows * row_bytes].view(layout.max_rows, row_bytes)
+
+        self.rows = rows_in(plain if layout.takes_rows else symmetric, 2 * layout.hidden_size).view(in_dtype)
         self.codes: torch.Tensor | None = None
         if layout.keeps_codes:
-            num_bytes = layout.max_rows * layout.code_row_bytes
-            self.codes = memory[:num_bytes].view(layout.max_rows, layout.code_row_bytes)
+            self.codes = rows_in(plain if layout.device_api else symmetric, layout.code_row_bytes)
         self.ids = block.part(index, "ids").view(torch.int32).view(layout.max_rows, layout.topk)
         self.weights = block.part(index, "weights").view(torch.float32).view(layout.max_rows, layout.topk)
         self.expert_flags: torch.Tensor | None = None
@@ -345,6 +358,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         overlap: the experts start before their rows are here, which only some experts can, beside bf16 and within one
             host; rows that are sent in 8 bits are multiplied so. None for MOE_EP_OVERLAP. The same on every rank.
         overlap_sms: SMs that such experts may fill, beside the num_sms of dispatch and combine; None for all.
+        passed_dtype: int8 or e4m3 if `pass_on` may be given codes of it, as within a host by `two_level`; None for
+            none. The same on every rank.
 
     Raises:
         ValueError: what the kernels cannot do, or ranks that are configured differently.
@@ -368,6 +383,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         exact_rows: bool = True,
         overlap: bool | None = None,
         overlap_sms: int | None = None,
+        passed_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group, owners=owners)
         if num_sms is None:
@@ -380,8 +396,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         self.exact_rows = exact_rows
         device_api = not arena.SymmetricArena.of(self.ranks.group).is_mapped
         self.layout = Layout.of(
-            moe_config, quant_config, batches_in_flight=batches_in_flight, device_api=device_api, overlaps=overlap
-        )
+            moe_config, quant_config, batches_in_flight=batches_in_flight, device_api=device_api, overlaps=overlap,
+            passed_dtype=passed_dtype,
+        )  # fmt: skip
         self._check_overlap()
         self.overlap_sms = overlap_sms
         self.block = self._share_memory(Block, moe_config.in_dtype)
@@ -398,6 +415,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         reasons = (
             (config.in_dtype is not torch.bfloat16, f"rows are {config.in_dtype}; they must be torch.bfloat16"),
             (layout.is_quantized, f"rows are sent as {layout.code_dtype}; leave dispatch_dtype out"),
+            (layout.passed_dtype is not None, f"codes of {layout.passed_dtype} are passed on; leave passed_dtype out"),
             (layout.device_api, "a rank's memory is out of reach; all ranks must be on one host"),
             (
                 config.num_local_experts > _EXPERT_FLAGS,

@@ -42,6 +42,7 @@ class BufferLayout(ABC):
     Attributes:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
         code_dtype: rows are sent as int8 or e4m3 codes with scales; None for rows of 16 bits.
+        passed_dtype: rows may also come as int8 or e4m3 codes, and are sent as they are (`pass_on`); None: they do not.
         f32_results: results are sent in f32, as beside f16 rows, and not in 16 bits.
         device_api: some ranks are out of each other's reach or not joined by NVLink, and NVSHMEM's device library is
             used.
@@ -55,6 +56,7 @@ class BufferLayout(ABC):
     hidden_size: int
     topk: int
     code_dtype: torch.dtype | None
+    passed_dtype: torch.dtype | None = None
     f32_results: bool = False
     device_api: bool = False
     batches_in_flight: int = 1

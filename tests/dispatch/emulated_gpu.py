@@ -44,6 +44,16 @@ BODIES = {
         "float high_half(u32 pair)": "return emulated::of_half(pair >> 16);",
         "u32 larger(u32 a, u32 b)": "return emulated::larger(a, b);",
     },
+    "device_api.cuh": {
+        "void put_with_flag(void* there, const void* from, u64 bytes, u64* flag, u64 value, int pe)": (
+            "if (emulated::lane() == 0) emulated::put(there, from, bytes, (uint64_t*)flag, value, pe);"
+        ),
+        "void put_flag(u64* flag, u64 value, int pe)": (
+            "emulated::put(nullptr, nullptr, 0, (uint64_t*)flag, value, pe);"
+        ),
+        "void wait_for_puts()": "__builtin_trap();",
+        "void settle(u64* flag, u64 value)": "",
+    },
     "router.cuh": {"float divide(float a, float b)": "return a / b;"},
     "high_throughput.cuh": {
         "bool failed() const": "return emulated::load_of_warp(&limits.status->failed);",
@@ -79,6 +89,10 @@ def with_body(text: str, function: str, body: str) -> str:
     return f"{text[:begin]} {{ {body} }}{text[end:]}"
 
 
+# What device_api.cuh includes of NVSHMEM.
+LIBRARY = re.compile(r"// The library was compiled.*?#undef int64_t\n", re.DOTALL)
+
+
 def for_cpu(name: str, text: str) -> str:
     """A source with what only a GPU has replaced."""
     for function, body in BODIES.get(name, {}).items():
@@ -86,6 +100,7 @@ def for_cpu(name: str, text: str) -> str:
     if name in REPLACED:
         assert text.count(REPLACED[name][0]) == 1, name
         text = text.replace(*REPLACED[name])
+    text = LIBRARY.sub("", text)
     shared = r"__shared__ ([^;]+?) (\w+)(\[\w+\])?;"
     return re.sub(shared, r"auto& \2 = emulated::shared<\1\3, __COUNTER__>();", text)
 
@@ -114,8 +129,7 @@ def scheduler() -> list[str]:
 
 
 def compile_kernels(folder: Path, threads: Mapping[str, int], **defines: int) -> ctypes.CDLL:
-    """Kernels, each with so many threads, and what runs them, in bf16 unless said otherwise, without the device
-    library."""
+    """Kernels, each with so many threads, and what runs them, in bf16 unless said otherwise."""
     of_kernels = [
         path for name in ("deadline.cuh", "arrival.cuh", "batch_*", "router.cuh") for path in batch_plan.CUDA.glob(name)
     ]

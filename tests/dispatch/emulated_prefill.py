@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +17,15 @@ import torch
 from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.dispatch.nvshmem import arena, high_throughput
-from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, OVERLAPPED_KERNELS, Block, Layout, kernel_source
+from moe_ep.dispatch.nvshmem.high_throughput import Block, Layout
 from moe_ep.dispatch.rank_group import Placement
 from moe_ep.dispatch.torch_distributed import owners_of
 from moe_ep.distributed.failure_detection import FailureDetector
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.kernels.align import sort_slots_by_expert
 from moe_ep.kernels.arrival import ArrivalParams
-from moe_ep.kernels.quantize import row_values
-from moe_ep.modular_kernel.contracts import Dispatched
+from moe_ep.kernels.quantize import quantize_rows, row_values, split_rows
+from moe_ep.modular_kernel.contracts import Dispatched, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import (
     Case,
@@ -51,53 +51,37 @@ THREADS = {"plan": 1024, **dict.fromkeys(("dispatch", "ids", "rows", "combine"),
 EXPERTS_THREADS = 64
 NUM_EXPERTS = 7
 _POISON = 0x7F
-# The sources of `combine` and `dispatch`, built again: for slots, and for rows that experts read in 8 bits.
+# Built from the sources of `combine` and `dispatch`: for slots, and for rows that experts read in 8 bits.
 _SLOTS, _CODES = "combine_slots", "dispatch_codes"
 
 
-def compile_prefill(
-    folder: Path,
-    num_ranks: int,
-    code_dtype: torch.dtype | None,
-    dtype: torch.dtype = torch.bfloat16,
-    overlaps: bool = False,
-) -> ctypes.CDLL:
+def compile_prefill(folder: Path, layout: Layout, dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
     """A batch's kernels, and beside those that overlap experts also a kernel that stands for these."""
-    defines = {
-        "HIDDEN": LONG if overlaps else HIDDEN,
-        "TOPK": TOPK,
-        "RANKS": num_ranks,
-        "EIGHT_BIT": int(code_dtype is not None),
-    }
-    defines |= {"INT8": int(code_dtype == torch.int8), "ACT_BF16": int(dtype is torch.bfloat16)}
-    names = OVERLAPPED_KERNELS if overlaps else KERNELS
-    threads = {f"high_throughput_{name}": THREADS[name] for name in names}
-    if overlaps:
-        defines["OVERLAP"], threads["experts"] = 1, EXPERTS_THREADS
-    elif dtype is torch.bfloat16:
-        threads[f"high_throughput_{_SLOTS}"] = THREADS["combine"]
-        (folder / f"high_throughput_{_SLOTS}.cu").write_text(
-            f"#define SLOTS 1\n#define high_throughput_combine high_throughput_{_SLOTS}\n"
-            f'#include "high_throughput_combine.cu"\n'
-        )
-    if code_dtype is not None:
-        threads[f"high_throughput_{_CODES}"] = THREADS["dispatch"]
-        redefined = dict(kernel_source(_CODES, layout_of(num_ranks, code_dtype, dtype), dtype).defines)
-        (folder / f"high_throughput_{_CODES}.cu").write_text(
-            "".join(f"#undef {name}\n#define {name} {redefined[name]}\n" for name in ("HIDDEN", "EIGHT_BIT", "INT8"))
-            + f'#define high_throughput_dispatch high_throughput_{_CODES}\n#include "high_throughput_dispatch.cu"\n'
+    # Without the device library, which is emulated.
+    sources = replace(layout, device_api=False).sources(dtype)
+    defines = {name: int(value) for name, value in sources["plan"].defines} | {"DEVICE_API": int(layout.device_api)}
+    threads = {f"high_throughput_{name}": THREADS[name.split("_")[0]] for name in layout.kernels}
+    if layout.overlaps:
+        threads["experts"] = EXPERTS_THREADS
+    for name in {_SLOTS, _CODES}.intersection(layout.kernels):
+        redefined = dict(sources[name].defines)
+        redefined |= {"DEVICE_API": str(defines["DEVICE_API"]), sources[name].entry: f"high_throughput_{name}"}
+        (folder / f"high_throughput_{name}.cu").write_text(
+            "".join(f"#undef {key}\n#define {key} {value}\n" for key, value in redefined.items())
+            + f'#include "{sources[name].path.name}"\n'
         )
     return compile_kernels(folder, threads, **defines)
 
 
-def layout_of(num_ranks: int, code_dtype: torch.dtype | None, dtype: torch.dtype, **more: Any) -> Layout:
+def layout_of(code_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Layout:
+    """That of two ranks."""
     return Layout(
-        num_ranks=num_ranks,
+        num_ranks=2,
         capacity=CAPACITY,
         topk=TOPK,
         code_dtype=code_dtype,
         f32_results=dtype is torch.float16,
-        **{"hidden_size": HIDDEN, **more},
+        **{"hidden_size": LONG if more.get("overlaps") else HIDDEN, **more},
     )
 
 
@@ -136,8 +120,8 @@ class Prefill(Session):
     """Ranks with a backend each.
 
     Args:
+        layout: with batches in flight of the session's own. Where it overlaps, a kernel stands for experts.
         timeout_ns: of a wait, by the emulated clock; 0 for none.
-        overlaps: rows and results are sent while a kernel runs that stands for experts.
 
     Attributes:
         batches_in_flight: as of the backends.
@@ -150,24 +134,21 @@ class Prefill(Session):
     def __init__(
         self,
         library: ctypes.CDLL,
-        num_ranks: int,
+        layout: Layout,
         seed: int,
-        code_dtype: torch.dtype | None,
         timeout_ns: int = 0,
         dtype: torch.dtype = torch.bfloat16,
-        overlaps: bool = False,
     ) -> None:
+        num_ranks, self.passed_dtype = layout.num_ranks, layout.passed_dtype
         super().__init__(library, num_ranks, seed, blocks=3)  # all of a kernel, as the backend must have them
-        self.dtype, self.hidden_size = dtype, LONG if overlaps else HIDDEN
-        self.code_dtype, self.timeout_ns = code_dtype, timeout_ns
+        self.dtype, self.hidden_size = dtype, layout.hidden_size
+        self.code_dtype, self.timeout_ns = layout.code_dtype, timeout_ns
         self.num_sms, self.replays = self.random.choice([1, 2, 3]), self.random.random() < 0.5
+        self.replays |= self.passed_dtype is not None  # a host that passes codes on would wait for their number at once
         self.batches_in_flight = self.random.choice([1, 1, 2])
-        self.reads_codes = code_dtype is not None and self.random.random() < 0.5
+        self.reads_codes = self.code_dtype is not None and self.random.random() < 0.5
         self._combines_at_once = self.random.choices([False, True], k=100)
-        self.layout = layout_of(
-            num_ranks, code_dtype, dtype, hidden_size=self.hidden_size, batches_in_flight=self.batches_in_flight,
-            overlaps=overlaps,
-        )  # fmt: skip
+        self.layout = replace(layout, batches_in_flight=self.batches_in_flight)
         self.memory = torch.full((num_ranks, self.layout.symmetric_bytes), _POISON, dtype=torch.uint8)
         for rank, memory in enumerate(self.memory):
             self.add_memory(rank, memory)
@@ -199,7 +180,9 @@ class Prefill(Session):
         ranks.wait_for_sizes = lambda name, have_come: None  # programs wait, so that others may run meanwhile
         order: Any = nullcontext()
         order.device = torch.device("cpu")
-        pointers = [memory.data_ptr() for memory in self.memory]
+        # Of ranks that the device library puts to, none has the others' addresses.
+        is_mapped = [each == rank or not self.layout.device_api for each in range(self.num_ranks)]
+        pointers = [memory.data_ptr() * mapped for memory, mapped in zip(self.memory, is_mapped, strict=True)]
         region = arena.Region(self.memory[rank], pointers, tuple(range(self.num_ranks)))
         symmetric: Any = SimpleNamespace(device=order.device, order=order, reserve=lambda *_: region)
         block = Block(symmetric, self.layout, ranks, config.in_dtype)
@@ -231,6 +214,7 @@ class Prefill(Session):
 
     def draw_case(self) -> Case:
         most = [0, 1, CAPACITY, self.random.randint(0, CAPACITY)]
+        passed_dtype = self.random.choice([None, self.passed_dtype])
         return Case(
             tokens=tuple(self.random.choice(most) for _ in range(self.num_ranks)),
             num_experts=NUM_EXPERTS,
@@ -239,8 +223,8 @@ class Prefill(Session):
             dtype=self.dtype,
             routing=self.random.choice(["random", "random", "masked", "any", "one_rank", "none"]),
             capacity=CAPACITY,
-            code_dtype=self.code_dtype,
-            whole=self.reads_codes,
+            code_dtype=self.code_dtype or passed_dtype,
+            whole=self.reads_codes or passed_dtype is not None,
             seed=self.random.randrange(1000),
         )
 
@@ -292,7 +276,15 @@ class Prefill(Session):
         )
         rows, routing, config = dispatch_args((*prepare_args(setting, "cpu")[:-1], config))
         routing.most_tokens = self.random.choice([None, max(case.tokens), CAPACITY])
-        pending = backend.dispatch_async(rows, routing, config)
+        if case.code_dtype == self.code_dtype:
+            pending = backend.dispatch_async(rows, routing, config)
+        else:
+            assert backend.passes_codes(case.code_dtype)
+            codes, scales = split_rows(
+                quantize_rows(rows, case.code_dtype, True), self.hidden_size, case.code_dtype, True
+            )
+            passed = backend.pass_on(Dispatched(rows=codes, row_scales=scales), routing)
+            pending = Pending(lambda: None, lambda: passed)
         parts = max(backend.block.batches, key=lambda parts: parts.number)
         known_rows = backend.rows_without_wait(len(rows), routing.most_tokens)
         step = Step(setting, torch.full_like(rows, float("nan")), known_rows)

@@ -14,6 +14,13 @@ from moe_ep.dispatch.nvshmem.high_throughput import BatchParts, Block, Layout, k
 from moe_ep.kernels import jit
 
 
+@pytest.fixture
+def compiler() -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(
     ("hidden_size", "topk", "num_ranks", "code_dtype", "dtype"),
@@ -26,8 +33,6 @@ from moe_ep.kernels import jit
 def test_kernels_compile_without_spills(
     arch: str, hidden_size: int, topk: int, num_ranks: int, code_dtype: torch.dtype | None, dtype: torch.dtype
 ) -> None:
-    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
-    pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
     layout = Layout(num_ranks=num_ranks, capacity=64, hidden_size=hidden_size, topk=topk, code_dtype=code_dtype)
     may_overlap = dtype is torch.bfloat16 and code_dtype is None and arch == "sm_90a"
     beside_experts = [replace(layout, overlaps=True)] if may_overlap else []
@@ -37,6 +42,53 @@ def test_kernels_compile_without_spills(
             # Slots are loaded several at a time, which costs a few words on sm_80 and beside the largest top-k.
             most = 24 if name == "combine_slots" and (arch, topk) != ("sm_90a", 8) else 0
             assert max(resources.spill_store_bytes, resources.spill_load_bytes) <= most, name
+
+
+CODES = [{"code_dtype": torch.int8}, {"code_dtype": None, "passed_dtype": torch.float8_e4m3fn}]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("codes", CODES, ids=["sent", "passed_on"])
+def test_the_dispatch_of_codes_compiles(arch: str, codes: dict[str, torch.dtype | None]) -> None:
+    for hidden_size in (16, 2864):
+        layout = Layout(num_ranks=8, capacity=64, hidden_size=hidden_size, topk=8, **codes)
+        resources = jit.compile_only(kernel_source("dispatch_codes", layout, torch.bfloat16), arch)
+        assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_dispatch_of_codes_to_ranks_out_of_reach_compiles(arch: str) -> None:
+    pytest.importorskip("nvidia.nvshmem", reason="NVSHMEM's device library is not installed")
+    layout = Layout(num_ranks=2, capacity=64, hidden_size=16, topk=8, code_dtype=torch.int8, device_api=True)
+    # Linking needs a driver.
+    assert jit.object_code(kernel_source("dispatch_codes", layout, torch.bfloat16), arch).code
+
+
+@pytest.mark.parametrize("device_api", [False, True])
+@pytest.mark.parametrize("codes", CODES, ids=["sent", "passed_on"])
+@pytest.mark.parametrize(("hidden_size", "topk"), [(16, 1), (48, 32), (112, 1), (2864, 8), (7168, 8)])
+def test_a_row_has_room_in_either_dispatch(
+    hidden_size: int, topk: int, codes: dict[str, torch.dtype | None], device_api: bool
+) -> None:
+    layout = Layout(num_ranks=4, capacity=5, hidden_size=hidden_size, topk=topk, device_api=device_api, **codes)
+    for name in ("dispatch", "dispatch_codes"):
+        defines = dict(kernel_source(name, replace(layout, device_api=False), torch.bfloat16).defines)
+        columns, is_quantized = int(defines["HIDDEN"]), defines["EIGHT_BIT"] == "1"
+        # As cuda/high_throughput.cuh has it.
+        tail = 8 * topk + (4 * ((-(-columns // 128) + 1) // 2) if is_quantized else 0)
+        column_bytes = columns if is_quantized else 2 * columns
+        row_bytes = -(-(column_bytes + tail) // 128) * 128 if is_quantized or device_api else column_bytes
+        assert layout.sizes["rows"] >= 4 * 5 * row_bytes
+        if device_api:
+            assert layout.sizes["staged_rows"] >= 5 * row_bytes
+        if device_api or is_quantized:
+            assert layout.plain_bytes >= 4 * 4 * 5 + 4 * 5 * 2 * columns
+    assert layout.code_row_bytes >= hidden_size + 4 and layout.code_row_bytes % 128 == 0
+    without = replace(layout, code_dtype=None, passed_dtype=None)
+    assert without.code_row_bytes == 0 and "dispatch_codes" not in without.kernels
+    assert without.sizes["rows"] <= replace(without, passed_dtype=torch.int8).sizes["rows"]
 
 
 @pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8])

@@ -23,6 +23,8 @@ from tests.ranks import ranks
 LEVELS = ("all_to_all", "all_to_all")
 # Of both placements and all dtypes, with masked ids, ranks without tokens, shared experts, fp8, weights on the input.
 SOME_CASES = [CASES[index] for index in (0, 1, 2, 4, 8, 11, 13)]
+# Of experts that read codes.
+SOME_CASES += [replace(CASES[index], whole=True) for index in (13, 16)]
 
 
 def test_ranks_are_found_by_host_and_local_rank() -> None:
@@ -121,6 +123,34 @@ def capacities(rank: int, world_size: int, *levels: tuple[str, str]) -> list[int
 def test_a_capacity_of_either_level_is_that_of_both() -> None:
     pairs = [LEVELS, ("all_to_all", "limited"), ("limited", "all_to_all")]
     assert ranks(4).run(capacities, *pairs) == [[None, 4, 4]] * 4
+
+
+class OfInt8(AllToAllPrepareFinalize):
+    """A level that passes no other codes on."""
+
+    def passes_codes(self, dtype: torch.dtype | None) -> bool:
+        return dtype == torch.int8
+
+
+def handed_over(rank: int, world_size: int) -> list[torch.dtype]:
+    """What experts get that read codes of int8, and of e4m3."""
+    found = []
+    with pytest.MonkeyPatch.context() as machine:
+        machine.setenv("MOE_EP_RANKS_PER_HOST", "2")
+        machine.setattr(ALL2ALL_BACKENDS, "entries", dict(ALL2ALL_BACKENDS.entries))
+        ALL2ALL_BACKENDS.register("of_int8", f"{__name__}:OfInt8", "")
+        for code_dtype in (torch.int8, torch.float8_e4m3fn):
+            setting = make_setting(Case(dtype=torch.bfloat16, code_dtype=code_dtype), rank, world_size)
+            *args, quant_config = prepare_args(setting, "cpu")
+            backend = make_backend(setting, "two_level", levels=("all_to_all", "of_int8"))
+            rows, scales, *_ = backend.prepare(*args, quant_config.with_input_dtype(code_dtype))
+            assert (scales is not None) == (rows.dtype == code_dtype)
+            found.append(rows.dtype)
+    return found
+
+
+def test_rows_go_back_to_16_bits_where_a_host_does_not_pass_codes_on() -> None:
+    assert ranks(4).run(handed_over) == [[torch.int8, torch.bfloat16]] * 4
 
 
 def test_a_level_is_of_nvshmem_where_it_serves_such_rows_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_ep.dispatch.batch import wire_dtype
+from moe_ep.kernels.quantize import row_values
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 from tests.dispatch.backend_cases import (
     Case,
@@ -59,15 +60,20 @@ def check_arrived(setting: Setting, world_size: int, rows: torch.Tensor, ids: to
 def check_two_level(
     rank: int, world_size: int, cases: Sequence[Case], device: str, levels: tuple[str, str] | None
 ) -> int:
-    """All cases, each twice with the same bits; how many there were."""
+    """All cases, each twice with the same bits, `whole` rows as codes; how many there were."""
     os.environ["MOE_EP_RANKS_PER_HOST"] = str(RANKS_PER_HOST)
     try:
         for case in cases:
             setting = make_setting(case, rank, world_size)
             backend = make_backend(setting, "two_level", levels=levels)
-            args = prepare_args(setting, device)
+            *args, quant_config = prepare_args(setting, device)
+            args.append(quant_config.with_input_dtype(case.code_dtype if case.whole else None))
             for _ in range(2):
                 result = backend.prepare(*args)
+                assert (result[1] is not None) == case.whole
+                if case.whole:
+                    assert result[0].dtype == case.code_dtype and result[1].shape == (len(result[0]), 1)
+                    result = (row_values(*result[:2]).to(case.dtype), None, *result[2:])
                 check_arrived(setting, world_size, result[0], result[3])
                 dtype = wire_dtype(case.dtype) if backend.accepts_f32_output() else case.dtype
                 results, reduce_impl = run_experts(setting, result, "noop", dtype)

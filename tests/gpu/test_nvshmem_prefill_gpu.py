@@ -24,6 +24,7 @@ from tests.dispatch.backend_cases import (
     run_experts,
 )
 from tests.gpu.captured import ROUTINGS, check_replays
+from tests.gpu.nvshmem_cases import across_hosts
 from tests.ranks import RankPool, needs_gpu_ranks, ranks
 
 # NVLink multicast stays off, in the ranks too: they inherit this.
@@ -62,6 +63,11 @@ GRID = [
         ]
     )
 ]
+# What goes through NVSHMEM's device library in every run.
+ACROSS_HOSTS = [
+    Case(tokens=(31, 0, 100, 5), hidden_size=K, topk=4, num_experts=16, capacity=100, dtype=BF16, code_dtype=code_dtype)
+    for K, code_dtype in ((16, torch.int8), (2864, torch.float8_e4m3fn))
+]
 WORLD_SIZES = [
     pytest.param(1, marks=pytest.mark.gpu),
     pytest.param(2, marks=pytest.mark.gpu2),
@@ -87,27 +93,34 @@ def check_plain_loops(rank: int, world_size: int) -> int:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_bits_of_all_to_all(world_size: int) -> None:
-    assert ranks(world_size, "nccl").run(check_grid, limit_s=100) == [len(GRID)] * world_size
+    assert ranks(world_size, "nccl").run(check_grid, GRID, limit_s=100) == [len(GRID)] * world_size
 
 
-def check_grid(rank: int, world_size: int) -> int:
-    for case in GRID:
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_bits_of_all_to_all_out_of_reach(world_size: int) -> None:
+    found = ranks(world_size, "nccl").run(across_hosts, check_grid, ACROSS_HOSTS, limit_s=250)
+    assert found == [len(ACROSS_HOSTS)] * world_size
+
+
+def check_grid(rank: int, world_size: int, cases: list[Case]) -> int:
+    for case in cases:
         setting = make_setting(case, rank, world_size)
         backends = [make_backend(setting, name) for name in (NAME, "all_to_all")]
         *args, quant_config = prepare_args(setting, "cuda")
         for reads_codes in (False, case.code_dtype is not None, True):
             asked = quant_config.with_input_dtype(case.code_dtype if reads_codes else None)
             batches = [backend.prepare(*args, asked) for backend in backends]
-            assert (batches[0][1] is not None) == (reads_codes and case.code_dtype is not None)
+            assert batches[0][0].dtype == (asked.input_dtype or BF16)
             outputs = [torch.full_like(args[0], float("nan")) for _ in backends]
             given = []
             for backend, output, (rows, scales, _, ids, weights) in zip(backends, outputs, batches, strict=True):
                 values = rows if scales is None else row_values(rows, scales).bfloat16()
-                given.append((values, ids, weights))
+                bits = rows.contiguous().view(torch.uint8)
+                given.append((bits, ids, weights) if scales is None else (bits, scales, ids, weights))
                 backend.finalize(output, values * 3, weights, ids, False, TopKWeightAndReduceNoOP())
             assert all(map(torch.equal, *given)) and torch.equal(*outputs), case
         backends[0].check()
-    return len(GRID)
+    return len(cases)
 
 
 @pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8])

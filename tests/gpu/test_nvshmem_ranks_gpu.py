@@ -10,12 +10,22 @@ import torch
 
 from moe_ep.dispatch.nvshmem.low_latency import Tuning
 from moe_ep.kernels import jit
+from moe_ep.kernels.quantize import quantize_rows, row_values, split_rows
+from moe_ep.modular_kernel.contracts import Dispatched
 from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
 )
-from tests.dispatch.backend_cases import Case, check_batched, check_standard, expected_output, owner_of, run_experts
+from tests.dispatch.backend_cases import (
+    Case,
+    check_batched,
+    check_standard,
+    dispatch_args,
+    expected_output,
+    owner_of,
+    run_experts,
+)
 from tests.gpu.nvshmem_cases import BF16, expanded
 from tests.gpu.ranks_of_one_gpu import LOW_LATENCY, Ranks, on_one_gpu
 
@@ -242,6 +252,36 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int, code_dtype: to
     on_one_gpu(monkeypatch, num_ranks)
     for name, case in CASES.items():
         check_prefill(replace(case, code_dtype=code_dtype), name, num_ranks)
+
+
+@pytest.mark.parametrize("hidden_size", [16, 2864])
+@pytest.mark.parametrize("code_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_prefill_of_codes_that_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch, code_dtype: torch.dtype, hidden_size: int
+) -> None:
+    on_one_gpu(monkeypatch, 3)
+    case, options = replace(CASES["random"], hidden_size=hidden_size), {"exact_rows": False, "passed_dtype": code_dtype}
+    ranks = Ranks(case, 3, "nvshmem_high_throughput", **options)
+    ranks.redraw(code_dtype=code_dtype, whole=True)
+    given = []
+    for args in ranks.args:
+        rows, routing, _ = dispatch_args(args)
+        codes, scales = split_rows(quantize_rows(rows, code_dtype, whole=True), hidden_size, code_dtype, whole=True)
+        given.append((Dispatched(rows=codes, row_scales=scales), routing))
+    passed = ranks.together(lambda rank: ranks.backends[rank].pass_on(*given[rank]))
+    results, outputs = [], [torch.full_like(args[0], float("nan")) for args in ranks.args]
+    for setting, each in zip(ranks.settings, passed, strict=True):
+        assert each.rows.dtype == code_dtype and each.row_scales.shape == (len(each.rows), 1)
+        values, count = row_values(each.rows, each.row_scales).to(BF16), int((each.topk_ids >= 0).any(dim=1).sum())
+        arrived = (values[:count], None, None, each.topk_ids[:count], each.topk_weights[:count])
+        check_standard(setting, arrived, padded=False)
+        results.append(run_experts(setting, (values, *arrived[1:3], each.topk_ids, each.topk_weights), "noop")[0])
+    ranks.together(
+        lambda rank: ranks.backends[rank].combine(outputs[rank], results[rank], passed[rank], TopKWeightAndReduceNoOP())
+    )
+    for setting, output in zip(ranks.settings, outputs, strict=True):
+        assert torch.equal(output.cpu(), expected_output(setting, 3))
+    check_prefill_step(Ranks(case, 3, "nvshmem_high_throughput", passed_dtype=code_dtype), "rows of 16 bits")
 
 
 @WIRES

@@ -4,14 +4,15 @@
 //
 // Emulated: warps that meet, barriers, shared memory, atomic operations, the clock, kernels that come up while the one
 // before them runs, packets that arrive whole, stores to other ranks that arrive late and in any order unless a fence
-// is between them (memory.cpp). Not emulated: caches, loads that are early, packets that arrive in parts, registers,
-// the time that anything takes on a GPU.
+// is between them, and puts of NVSHMEM's device library (memory.cpp). Not emulated: caches, loads that are early, packets
+// that arrive in parts, registers, the time that anything takes on a GPU.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -90,6 +91,8 @@ void see_stores();                        // to be called before another thread 
 void land_some();                         // each turn
 void land_all(const Block& of);           // when its kernel ends
 void pause_before_store(const void* at);  // of gpu.cpp
+// As the device library's, with own addresses for those of a rank, whose memory is one region.
+void put(void* there, const void* from, long bytes, uint64_t* flag, uint64_t value, int rank);
 
 template <typename T, int number>
 T& shared() {

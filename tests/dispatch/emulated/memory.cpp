@@ -32,8 +32,17 @@ struct Store {
   }
 };
 
+// Of the device library: bytes that are read when they arrive, and a flag that arrives behind them.
+struct Put {
+  const void* from;
+  void* there;
+  long bytes;
+  uint64_t *flag, value;
+};
+
 std::vector<Region> regions;
 std::vector<Store> on_the_way;
+std::vector<Put> puts;
 int landing_per_mille;
 Store seen;  // the running thread's last, which is to be taken back; of 0 bytes for none
 
@@ -47,6 +56,27 @@ const Region* region_of(const void* at) {
 bool is_of_peer(const void* at) {
   const Region* region = region_of(at);
   return region && region->rank != running->block->rank;
+}
+
+// Where a rank has what this one has there.
+void* at_rank(int rank, const void* own) {
+  const Region* region = region_of(own);
+  auto is_its = [&](const Region& other) { return other.rank == rank; };
+  const Region& its = *std::find_if(regions.begin(), regions.end(), is_its);
+  return (void*)(its.begin + ((uintptr_t)own - region->begin));
+}
+
+// Sometimes a step of one: its bytes, and later its flag.
+void land_puts() {
+  if (puts.empty() || draw(1000) >= landing_per_mille) return;
+  Put& drawn = puts[draw(puts.size())];
+  if (drawn.bytes) {
+    memcpy(drawn.there, drawn.from, drawn.bytes);
+    drawn.bytes = 0;
+  } else {
+    *drawn.flag = drawn.value;
+    drawn = puts.back(), puts.pop_back();
+  }
 }
 
 template <typename Which>
@@ -86,7 +116,7 @@ void before_store(void* at, int bytes) {
 }  // namespace
 
 void begin_memory(int per_mille) {
-  regions.clear(), on_the_way.clear();
+  regions.clear(), on_the_way.clear(), puts.clear();
   seen.bytes = 0, landing_per_mille = per_mille;
 }
 
@@ -108,8 +138,14 @@ void store_bytes(void* at, const void* data, int bytes) {
 
 void load_bytes(const void* at, void* data, int bytes) { memcpy(data, at, bytes); }
 
+void put(void* there, const void* from, long bytes, uint64_t* flag, uint64_t value, int rank) {
+  see_stores();
+  puts.push_back({from, bytes ? at_rank(rank, there) : nullptr, bytes, (uint64_t*)at_rank(rank, flag), value});
+}
+
 // Sometimes one of them, behind earlier ones to the same place.
 void land_some() {
+  land_puts();
   if (on_the_way.empty() || draw(1000) >= landing_per_mille) return;
   const Store drawn = on_the_way[draw(on_the_way.size())];
   auto is_first = [&, left = true](const Store& store) mutable {
