@@ -12,7 +12,7 @@
 
 #if DEVICE_API
 // The library was compiled with a 64-bit integer type of `long`, NVRTC's headers use `long long`: only its own headers
-// may see the former, so those of CCCL, which they include, come first. They also need some traits in std.
+// may see the former, so those of CCCL and CUDA, which they include, come first. They also need some traits in std.
 #include <cuda/atomic>
 #include <cuda/std/climits>
 #include <cuda/std/cstddef>
@@ -21,6 +21,7 @@
 #include <cuda/std/tuple>
 #include <cuda/std/type_traits>
 #include <cuda/std/utility>
+#include <cuda_awbarrier_primitives.h>
 namespace std {
 using cuda::std::enable_if;
 using cuda::std::is_floating_point;
