@@ -331,7 +331,7 @@ class DispatchConfig:
     def __post_init__(self) -> None:
         check_at_least(1, max_num_tokens=self.max_num_tokens)
         check_flags(reduce_results=self.reduce_results, apply_router_weight_on_input=self.apply_router_weight_on_input)
-        _check_row_dtypes(dispatch_dtype=self.dispatch_dtype)
+        check_row_dtypes(dispatch_dtype=self.dispatch_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,7 +424,7 @@ class FusedMoEConfig:
         return self.num_experts + self.num_fused_shared_experts
 
 
-def _check_row_dtypes(**dtypes: torch.dtype | None) -> None:
+def check_row_dtypes(**dtypes: torch.dtype | None) -> None:
     """Raises ValueError for a dtype that rows are not rounded to."""
     for name, dtype in dtypes.items():
         if dtype is not None and dtype not in INPUT_DTYPES:
@@ -472,7 +472,7 @@ class FusedMoEQuantConfig:
     faster_rows_only: bool = False
 
     def __post_init__(self) -> None:
-        _check_row_dtypes(dispatch_dtype=self.dispatch_dtype, input_dtype=self.input_dtype)
+        check_row_dtypes(dispatch_dtype=self.dispatch_dtype, input_dtype=self.input_dtype)
         for name in ("quant_type_id", "w2_quant_type_id"):
             if getattr(self, name) is not None:
                 ScalarType.from_id(getattr(self, name))

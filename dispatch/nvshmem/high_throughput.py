@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
-from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig, check_row_dtypes
 from moe_ep.dispatch.batch import Batch, check_tensor
 from moe_ep.dispatch.nvshmem import arena, kernels
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, SymmetricBuffers
@@ -385,6 +385,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         overlap_sms: int | None = None,
         passed_dtype: torch.dtype | None = None,
     ) -> None:
+        check_row_dtypes(passed_dtype=passed_dtype)
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group, owners=owners)
         if num_sms is None:
             num_sms = env.NVSHMEM_NUM_SMS.get() or None

@@ -10,8 +10,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moe_ep.dispatch.nvshmem.high_throughput import BatchParts, Block, Layout, kernel_source, senders_of
+from moe_ep.dispatch.nvshmem.high_throughput import (
+    BatchParts,
+    Block,
+    HighThroughputPrepareFinalize,
+    Layout,
+    kernel_source,
+    senders_of,
+)
 from moe_ep.kernels import jit
+from tests.dispatch.backend_cases import Case, make_setting
 
 
 @pytest.fixture
@@ -89,6 +97,12 @@ def test_a_row_has_room_in_either_dispatch(
     without = replace(layout, code_dtype=None, passed_dtype=None)
     assert without.code_row_bytes == 0 and "dispatch_codes" not in without.kernels
     assert without.sizes["rows"] <= replace(without, passed_dtype=torch.int8).sizes["rows"]
+
+
+def test_codes_of_16_bits_are_not_passed_on() -> None:
+    config = make_setting(Case(tokens=(0,)), 0, 1).config
+    with pytest.raises(ValueError, match="passed_dtype is torch.float16; it must be .*int8"):
+        HighThroughputPrepareFinalize(moe_config=config, passed_dtype=torch.float16)
 
 
 @pytest.mark.parametrize("code_dtype", [None, torch.float8_e4m3fn, torch.int8])
