@@ -20,8 +20,9 @@ class Batch(NamedTuple):
     """The input of a dispatch: one rank's tokens.
 
     Attributes:
-        rows: `[T, K]`, contiguous, of the activations' dtype, or codes of code_dtype; multiplied by their weights where
-            that is asked for.
+        rows: `[T, K]`, contiguous, of the activations' dtype, multiplied by their weights where that is asked for; or
+            codes of code_dtype, of any strides.
+        scales: f32 `[T, 1]`, of codes.
         topk_ids: int32 `[T, topk]`, `side_by_side` like the rows.
         topk_weights: f32 `[T, topk]`, contiguous.
         owners: int32 `[E]`.

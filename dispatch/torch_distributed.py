@@ -304,7 +304,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             rows = (hidden_states * weights).to(hidden_states.dtype) if is_weighted else hidden_states
             code_dtype = self._wire(quant_config).dispatch_dtype if scales is None else hidden_states.dtype
             batch = Batch(
-                rows=side_by_side(rows),
+                rows=side_by_side(rows) if scales is None else rows,
                 topk_ids=side_by_side(as_int32(ids)),
                 topk_weights=weights.contiguous(),
                 owners=self.placement.owners(rows.device),
