@@ -19,7 +19,7 @@ from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.dispatch.nvshmem import arena, order
 from moe_ep.dispatch.nvshmem.backend import FailureRecord, shared_settings
 from moe_ep.dispatch.nvshmem.high_throughput import HighThroughputPrepareFinalize
-from moe_ep.dispatch.nvshmem.kernels import device_archive, kernel_source
+from moe_ep.dispatch.nvshmem.kernels import kernel_source
 from moe_ep.dispatch.nvshmem.low_latency import (
     KERNELS,
     BatchLayout,
@@ -32,6 +32,7 @@ from moe_ep.distributed.exchange import check_agreement
 from moe_ep.errors import BackendUnavailableError, DispatchTimeoutError
 from moe_ep.kernels import jit
 from tests.dispatch.backend_cases import Case, make_setting
+from tests.dispatch.device_library import skip_without_device_library
 from tests.ranks import ranks
 
 DEEPSEEK = BatchLayout(num_ranks=8, capacity=128, hidden_size=7168, topk=8, code_dtype=None)
@@ -59,11 +60,7 @@ def test_kernels_compile(layout: BatchLayout, dtype: torch.dtype, arch: str) -> 
 
 
 def test_kernels_across_hosts_compile() -> None:
-    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
-    try:
-        device_archive()
-    except ImportError as error:
-        pytest.skip(str(error))
+    skip_without_device_library()
     layout = replace(ODD, num_ranks=16, hidden_size=128, topk=2, code_dtype=torch.float8_e4m3fn, device_api=True)
     for name in KERNELS:
         assert jit.compile_only(kernel_source(name, layout, torch.bfloat16), "sm_90a").registers <= 64, name
