@@ -1,9 +1,11 @@
-"""two_level on 4 GPUs of one host taken for two: rows between hosts go through NVSHMEM's device library, or NCCL."""
+"""two_level on GPUs of one host taken for two: rows between hosts go through NVSHMEM's device library, or NCCL."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -42,10 +44,10 @@ def compile_together(rank: int, world_size: int) -> None:
     torch.distributed.barrier()
 
 
-def check_bits(rank: int, world_size: int, levels: tuple[str, str]) -> int:
+def check_bits(rank: int, world_size: int, levels: tuple[str, str], ranks_per_host: int = RANKS_PER_HOST) -> int:
     """Codes, scales and what the combine leaves, against two levels of all_to_all; how many dtypes there were."""
     with pytest.MonkeyPatch.context() as machine:
-        machine.setenv("MOE_EP_RANKS_PER_HOST", str(RANKS_PER_HOST))
+        machine.setenv("MOE_EP_RANKS_PER_HOST", str(ranks_per_host))
         for code_dtype in (E4M3, INT8):
             setting = make_setting(replace(CASES[0], code_dtype=code_dtype), rank, world_size)
             *args, quant_config = prepare_args(setting, "cuda")
@@ -63,19 +65,33 @@ def check_bits(rank: int, world_size: int, levels: tuple[str, str]) -> int:
     return 2
 
 
+@contextmanager
+def hosts(world_size: int, ranks_per_host: int = RANKS_PER_HOST) -> Iterator[RankPool]:
+    """Ranks that are no others', since NVSHMEM learns of the hosts when it starts."""
+    with pytest.MonkeyPatch.context() as machine:
+        machine.setenv("MOE_EP_RANKS_PER_HOST", str(ranks_per_host))
+        pool = RankPool(world_size, "nccl")
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
 @pytest.mark.gpu2
 @needs_gpu_ranks(4)
 def test_two_hosts_of_two_gpus_against_plain_loops() -> None:
-    # NVSHMEM learns of the hosts when it starts, so these ranks are no others'.
-    os.environ["MOE_EP_RANKS_PER_HOST"] = "2"
-    try:
-        pool = RankPool(4, "nccl")
-    finally:
-        del os.environ["MOE_EP_RANKS_PER_HOST"]
-    try:
+    with hosts(4) as pool:
         pool.run(compile_together)
         for across in (WITHIN, "all_to_all"):
             assert pool.run(check_two_level, CASES, "cuda", (across, WITHIN), limit_s=120) == [len(CASES)] * 4
             assert pool.run(check_bits, (across, WITHIN), limit_s=60) == [2] * 4
-    finally:
-        pool.close()
+
+
+@pytest.mark.gpu2
+@needs_gpu_ranks(2)
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_codes_between_two_gpus(ranks_per_host: int) -> None:
+    """Either level alone has another rank."""
+    with hosts(2, ranks_per_host) as pool:
+        for across in (WITHIN, "all_to_all"):
+            assert pool.run(check_bits, (across, WITHIN), ranks_per_host, limit_s=150) == [2] * 2
