@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -133,12 +134,12 @@ class FusedMoEParallelConfig:
             expert_placement_strategy=expert_placement_strategy,
         )
 
-    @property
+    @cached_property
     def use_ep(self) -> bool:
         """Whether experts are divided over ranks."""
         return self.ep_size > 1
 
-    @property
+    @cached_property
     def use_all2all(self) -> bool:
         """Whether ranks hold different tokens, so that tokens must be sent to the ranks of their experts.
 
@@ -153,7 +154,7 @@ class FusedMoEParallelConfig:
         replicas for them."""
         return self.ep_rank if self.use_all2all else 0
 
-    @property
+    @cached_property
     def spans_ranks(self) -> bool:
         """Whether a pass needs other ranks."""
         return self.use_ep or self.tp_size > 1

@@ -69,7 +69,7 @@ class LayerDispatcher:
         if self._backend is not None:
             yield self._backend
 
-    def most_tokens_of_pass(self, num_tokens: int, device: torch.device) -> int | None:
+    def most_tokens_of_pass(self, num_tokens: int, is_captured: bool) -> int | None:
         """The most tokens that any rank brings to this pass; None where the backend takes any number, or it cannot be
         asked because a CUDA graph is captured.
 
@@ -79,7 +79,7 @@ class LayerDispatcher:
         capacity = self.prepare_finalize.max_num_tokens_per_rank()
         if capacity is None:
             return None
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured:
             if num_tokens > capacity:
                 raise ValueError(
                     f"hidden_states has {num_tokens} tokens under CUDA-graph capture and the capacity is {capacity}; "

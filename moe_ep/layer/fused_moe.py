@@ -497,9 +497,11 @@ class FusedMoE(MoELayer):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         for wrapped in self.router_wrappers:
             router = wrapped(router)
-        num_tokens, device = hidden_states.size(0), hidden_states.device
-        most_tokens = self.dispatcher.most_tokens_of_pass(num_tokens, device)
-        balanced = self._is_balanced(num_tokens, most_tokens, device)
+        num_tokens = hidden_states.size(0)
+        # What may be replayed is not captured now.
+        is_captured = hidden_states.is_cuda and not may_replay and torch.cuda.is_current_stream_capturing()
+        most_tokens = self.dispatcher.most_tokens_of_pass(num_tokens, is_captured)
+        balanced = not is_captured and self._is_balanced(num_tokens, most_tokens, hidden_states.device)
         capacity = self.prepare_finalize.max_num_tokens_per_rank()
         if most_tokens is None or capacity is None or most_tokens <= capacity:
             most_tokens = self._filled_up(most_tokens, capacity)
@@ -567,12 +569,12 @@ class FusedMoE(MoELayer):
         )
 
     def _is_balanced(self, num_tokens: int, most_tokens: int | None, device: torch.device) -> bool:
-        """Whether the passes of a batch are balanced by their own counts; the same on every rank."""
+        """Whether the passes of a batch that is not captured are balanced by its own counts; the same on every rank."""
         exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
         if self.balancer is None or exchange is None:
             return False
         least = self.balancer.min_rows(device, exchange.on_device)
-        if least is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if least is None:
             return False
         # A chunk has no more tokens than the capacity.
         capacity = self.prepare_finalize.max_num_tokens_per_rank()

@@ -8,6 +8,7 @@ no graphs of its layers.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import threading
@@ -34,6 +35,7 @@ Kind = tuple[object, ...]
 Function = Callable[..., torch.Tensor]
 
 
+@functools.cache
 def bucket(num_tokens: int) -> int:
     """The number of rows that a call is filled up to: a power of two, or 1.5 times one.
 
@@ -88,9 +90,9 @@ class CallGraphs:
             self.clear()
             self._made_for = of
         place = stream_graphs(inputs[0].device)
-        sizes = [tensor.shape if num_rows is None else tensor.shape[1:] for tensor in inputs]
-        kinds = [(tensor.dtype, tensor.get_device()) for tensor in inputs]
-        kind = (which, num_rows, place.stream, *sizes, *kinds)
+        first = 0 if num_rows is None else 1
+        kinds = [(tensor.shape[first:], tensor.dtype, tensor.get_device()) for tensor in inputs]
+        kind = (which, num_rows, place.stream, *kinds)
         captured = self._captured.get(kind)
         if captured is not None:
             with around or _NOTHING:
