@@ -4,8 +4,8 @@
 //
 // Emulated: warps that meet, barriers, shared memory, atomic operations, the clock, kernels that come up while the one
 // before them runs, packets that arrive whole, stores to other ranks that arrive late and in any order unless a fence
-// is between them, and puts of NVSHMEM's device library (memory.cpp). Not emulated: caches, loads that are early, packets
-// that arrive in parts, registers, the time that anything takes on a GPU.
+// is between them, and puts of NVSHMEM's device library (memory.cpp). Not emulated: caches, loads that are early,
+// packets that arrive in parts, registers, the time that anything takes on a GPU.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
