@@ -11,6 +11,7 @@ host), which keeps a copy and sends one to rank 3; rank 2 adds both results and 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -139,7 +140,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         by_host: the ranks of each host by local rank, hosts in the order in which they are added up.
 
     Raises:
-        ConfigError: hosts with different numbers of ranks.
+        ConfigError: hosts with different numbers of ranks, or levels that are none.
     """
 
     def __init__(
@@ -153,6 +154,10 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
         group = process_group or dist.distributed_c10d._get_default_group()
         grid, across, within = groups_of(group)
         config, capacity, num_hosts = moe_config, moe_config.max_num_tokens, len(grid.members)
+        if levels is not None and (not isinstance(levels, (tuple, list)) or len(levels) != 2):
+            raise ConfigError(
+                f"levels is {levels!r}; it must be two names, of the backends across hosts and within one"
+            )
         if levels is None:
             levels = (choose_levels(config, num_hosts, group), choose_levels(config, len(grid.within), group))
         hosts, local_ranks = grid.owners(owners_of(config))
@@ -271,7 +276,11 @@ def _level(
 
     Args:
         passed_dtype: of codes that it may be given to pass on; None for none.
+
+    Raises:
+        ConfigError: one of another format, or whose experts cannot be on ranks that the caller names.
     """
+    kind = ALL2ALL_BACKENDS.load(name)
     rank = dist.get_rank(group)
     parallel = replace(
         FusedMoEParallelConfig.make(ep_size=dist.get_world_size(group), rank=rank),
@@ -286,4 +295,10 @@ def _level(
     # Its rows pass on to no experts here.
     more: dict[str, Any] = {"overlap": False, "passed_dtype": passed_dtype} if name == _PREFERRED else {}
     given = {"moe_config": config, "quant_config": quant_config, "process_group": group, "owners": owners, **more}
-    return ALL2ALL_BACKENDS.load(name)(**given)
+    backend = kind(**given) if "owners" in inspect.signature(kind).parameters else None
+    if backend is None or backend.activation_format() is not FusedMoEActivationFormat.Standard:
+        raise ConfigError(
+            f"levels names {name!r}; a level must be a backend of the Standard format that takes owners, as "
+            f"{_PREFERRED!r} and {_ANYWHERE!r}"
+        )
+    return backend

@@ -153,6 +153,25 @@ def test_rows_go_back_to_16_bits_where_a_host_does_not_pass_codes_on() -> None:
     assert ranks(4).run(handed_over) == [[torch.int8, torch.bfloat16]] * 4
 
 
+def refused_levels(rank: int, world_size: int, *levels: Any) -> list[str]:
+    told = []
+    with pytest.MonkeyPatch.context() as machine:
+        machine.setenv("MOE_EP_RANKS_PER_HOST", "2")
+        for pair in levels:
+            with pytest.raises(ValueError, match="levels|all2all_backend is") as raised:
+                make_backend(make_setting(Case(), rank, world_size), "two_level", levels=pair)
+            told.append(str(raised.value))
+    return told
+
+
+def test_levels_that_are_none_are_refused() -> None:
+    others = ("no_ep", "two_level", "batched_all_to_all", "nvshmem_low_latency")
+    pairs = [("all_to_all", name) for name in others] + [("unheard_of", "all_to_all"), ("all_to_all",), "all_to_all"]
+    for told in ranks(4).run(refused_levels, *pairs):
+        assert all(f"levels names '{name}'" in text for name, text in zip(others, told, strict=False))
+        assert "unheard_of" in told[4] and all("two names" in text for text in told[5:])
+
+
 def test_a_level_is_of_nvshmem_where_it_serves_such_rows_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     preferred = ALL2ALL_BACKENDS.load("nvshmem_high_throughput")
     monkeypatch.setattr(preferred, "unusable_reason", classmethod(lambda cls: None))
