@@ -19,6 +19,8 @@ T = TypeVar("T")
 # Shorter waits are not reported.
 QUIET_S = 3.0
 _POLL_S = 0.05
+# For a function with the wait's own limit: a thread that comes back from C++ while Python ends aborts the process.
+_GRACE_S = 1.0
 
 
 class Wait:
@@ -75,7 +77,7 @@ def said(what: str, quiet_s: float = QUIET_S) -> AbstractContextManager[None]:
 def call(function: Callable[[], T], wait: Wait, why: str = "") -> T:
     """Runs a function that no signal interrupts, such as one of a C++ library, in a thread, and returns its result.
 
-    At the wait's limit, or after a signal, the thread is abandoned.
+    Soon after the wait's limit, or after a signal, the thread is abandoned.
     """
     result: list[Any] = []
     error: list[BaseException] = []
@@ -89,7 +91,11 @@ def call(function: Callable[[], T], wait: Wait, why: str = "") -> T:
     thread = threading.Thread(target=run, daemon=True, name="moe_ep-waiting")
     thread.start()
     while thread.is_alive():
-        wait.look(why)
+        try:
+            wait.look(why)
+        except GangError:
+            thread.join(_GRACE_S)
+            raise
         thread.join(_POLL_S)
     if error:
         raise error[0]
