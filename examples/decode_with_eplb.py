@@ -42,4 +42,6 @@ def main(path: str, prompts: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit("usage: torchrun --nproc-per-node 2 examples/decode_with_eplb.py CHECKPOINT PROMPT [PROMPT ...]")
     main(sys.argv[1], sys.argv[2:])

@@ -37,4 +37,6 @@ def main(path: str, index: int, num_tokens: int = 16) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python examples/layer_from_checkpoint.py CHECKPOINT LAYER")
     main(sys.argv[1], int(sys.argv[2]))

@@ -93,7 +93,9 @@ class EplbOptions:
 
     def check_eplb(self) -> None:
         """Raises OptionError for an option that has no effect without another one."""
-        if self.record_routed_weights and (self.record_routing is None or self.record_routing.suffix == ".npz"):
+        if self.record_routed_weights and self.record_routing is None:
+            raise OptionError("--record-routed-weights is given without --record-routing; name a file with that")
+        if self.record_routed_weights and self.record_routing is not None and self.record_routing.suffix == ".npz":
             raise OptionError(
                 f"--record-routed-weights is given with --record-routing {self.record_routing}; name a file that is no "
                 f".npz"

@@ -51,7 +51,7 @@ ELSEWHERE = {
     "bench scaling --json /tmp/r.jsonl": "test_ray_job.py::test_jobs_of_a_bare_checkout",
     "eplb plan trace.safetensors --model DIR --ep-size 16 --redundant 16 --out placement.json":
         "test_run_eplb.py::test_experts_move_and_everything_is_verified",
-    "eplb simulate --routing zipf:0.5 --ep-size 32 --redundant 32 --step-tokens 1024":
+    "eplb simulate --routing zipf:0.5 --ep-size 32 --redundant 32 --step-tokens 1024 --rules levelled,known-counts":
         "test_eplb_command.py::test_simulate_prints_a_row_for_each_policy_and_rule",
     "generate --model DIR --prompts FILE": "test_generate_command.py::test_the_command",
     "generate --model DIR --prompts FILE --batch-invariant": "test_invariant_generation.py::test_the_command",

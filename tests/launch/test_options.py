@@ -103,13 +103,17 @@ def test_no_output_takes_the_place_of_another_file(tmp_path: Path) -> None:
             check_apart(outputs, {"--in": read})
 
 
-@pytest.mark.parametrize("named", [[], ["--record-routing", "trace.npz"]])
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [([], "without --record-routing; name a file"), (["--record-routing", "trace.npz"], "name a file that is no .npz")],
+)
 def test_weights_need_a_file_that_holds_them(
-    named: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", "--record-routed-weights", *named]) == 2
-    assert "--record-routed-weights" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "--record-routed-weights is given with" in message and said in message
 
 
 def test_commands_keep_their_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
