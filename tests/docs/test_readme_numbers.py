@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moe_ep import env
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +55,17 @@ def test_dispatch() -> None:
     rows = recorded("dispatch_4xh200.jsonl")
     (row,) = (row for row in rows if all(row[key] == value for key, value in wanted.items()))
     text = " ".join(README)
-    assert re.search(rf"takes {row['median_us']:.1f} us, where two raw .* take {row['raw_median_us']:.1f} ", text)
+    assert re.search(rf"take {row['median_us']:.1f} us, where two raw .* take {row['raw_median_us']:.1f} ", text)
+
+
+@pytest.mark.parametrize(("weights", "peer"), [("int4", "humming_int8"), ("fp8", "deepgemm")])
+def test_rows_of_eight_bits(weights: str, peer: str) -> None:
+    """One run's times, and in brackets its peer's."""
+    rows = [row for row in recorded("eight_bit_rows_h200.jsonl") if row["commit"] == "9f7fcfb7"]
+    of_run = {row["rows"]: row for row in rows if row["weights"] == weights}
+    (shown,) = (line for line in README if line.startswith(f"| {weights}, "))
+    cells = [cell.strip() for cell in shown.strip("|").split("|")][1:]
+    assert cells == [f"{of_run[n]['us']:.0f} ({float(of_run[n][peer]):.0f})" for n in (64, 128, 256, 1024)]
 
 
 def test_the_table_of_variables_is_that_of_the_code() -> None:
