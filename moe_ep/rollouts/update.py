@@ -271,10 +271,18 @@ class GivenTensors(CheckpointReader):
             yield name, self.read(name)
 
     def fetch(self, names: list[str], group: dist.ProcessGroup | None) -> None:
-        """Receives those that some rank lacks from the first rank that has them; the ranks give the same names."""
+        """Receives those that some rank lacks from the first rank that has them; the ranks give the same names.
+
+        WeightsError on all ranks, before anything is sent, for a tensor that no rank has.
+        """
         if not names or group is None:
             return
         told = _exchange("weights to send", [self.holds(name) for name in names], group)
+        for number, name in enumerate(names):
+            if not any(held[number] for held in told):
+                raise WeightsError(
+                    f"{_PLACE}: tensor {name}: expected it on some rank, found it on none; give all experts"
+                )
         for number, name in enumerate(names):
             owner = next(rank for rank, held in enumerate(told) if held[number])
             info = self._tensors.get(name) or self._tensors[_whole(name)].row(0)

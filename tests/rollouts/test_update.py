@@ -234,6 +234,25 @@ def test_what_is_missing_or_misshapen_is_named_and_nothing_changes(
     assert all(name in message for name, message in zip(names, results[0], strict=True))
 
 
+def absent_shard(rank: int, world_size: int, folders: dict[str, tuple[Path, Path]]) -> str:
+    """What is said of the experts in a tensor of all experts that the last rank should give; nothing changes."""
+    before, after = folders["bf16 gpt-oss"]
+    stack, old, tensors = load(before, world_size, rank), load(before, 1), read(after)
+    shard = shard_of(tensors, stack.spec.num_experts, rank, world_size)
+    with pytest.raises(WeightsError) as error:
+        moe_ep.update_weights(stack, {} if rank == world_size - 1 else shard)
+    check_slots(stack, old, rank)
+    moe_ep.update_weights(stack, shard)
+    check_slots(stack, load(after, 1), rank)
+    return str(error.value)
+
+
+def test_a_shard_that_no_rank_gives_is_named(folders: dict[str, tuple[Path, Path]]) -> None:
+    first, second = ranks(2).run(absent_shard, folders)
+    assert first == second
+    assert f"mlp.experts.down_proj[{num_experts(folders['bf16 gpt-oss'][0]) // 2}]" in first
+
+
 def half_way(rank: int, world_size: int, folder: Path) -> None:
     """Values that turn out to be wrong while they are written leave no layer that runs."""
     stack, tensors = load(folder, world_size, rank), read(folder)
