@@ -23,7 +23,7 @@ class CheckpointError(MoeEpError):
 
 
 class WeightsError(ValueError, CheckpointError):
-    """Tensors that were given in place of a checkpoint's lack one, or have one of another shape or dtype."""
+    """Tensors given in place of a checkpoint's cannot be read, lack one, or have one of another shape or dtype."""
 
 
 class BackendUnavailableError(MoeEpError):

@@ -34,7 +34,7 @@ from moe_ep.checkpoint.model_spec import model_spec
 from moe_ep.checkpoint.plan import Source, check_tensor, find_module, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
 from moe_ep.distributed.exchange import gather_texts
-from moe_ep.errors import CheckpointError, ConfigError, MoeEpError, WeightsError
+from moe_ep.errors import CheckpointError, ConfigError, MoeEpError, WeightsError, rank_list
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.hf.experts import decoder_layer_of
 from moe_ep.hf.parallelized import steps_of
@@ -45,8 +45,9 @@ from moe_ep.layer.stack import MoEStack
 # (name, tensor) pairs, or the folder of a checkpoint.
 Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 _T = TypeVar("_T")
-# What messages call the place of tensors that are given.
+# What messages call the place of tensors that are given, and the source that is a checkpoint.
 _PLACE = Path("tensors")
+_FOLDER = "a folder"
 
 
 def update_weights(model: Any, tensors: Weights) -> None:
@@ -65,11 +66,12 @@ def update_weights(model: Any, tensors: Weights) -> None:
             quantizes them again. Or the folder of a checkpoint.
 
     Raises:
-        WeightsError: a tensor that is missing, or of another shape or dtype; on every rank, and nothing is changed.
+        WeightsError: a tensor that is missing, given twice, or of another shape or dtype; tensors of a rank that cannot
+            be read, whose own error is the cause there; a folder on some ranks only. On every rank, and nothing is
+            changed.
         CheckpointError: values that cannot be written; then no layer runs any more.
         ConfigError: an elastic model, whose lost experts are read from its checkpoint again.
-        TypeError: something else than a parallelized model or a stack, or than pairs.
-        ValueError: a name that is given twice.
+        TypeError: something else than a parallelized model or a stack.
         DispatchTimeoutError: a rank did not come.
     """
     target = _target_of(model)
@@ -79,18 +81,17 @@ def update_weights(model: Any, tensors: Weights) -> None:
             if layer.eplb_state is not None:
                 layer.eplb_state.finish_moving()
         known = _PLANS.get(model)
-        if isinstance(tensors, str | os.PathLike):
-            reader: CheckpointReader = stack.enter_context(CheckpointReader(tensors))
-        else:
-            reader = _given(target, tensors, group, None if known is None else known.names)
-        plan, problem = _Plan([], []), ""
+        reader = _open(target, tensors, group, None if known is None else known.names, stack)
+        plan = _Plan([], [])
+        absent: list[str] = []
+        failure: Exception | None = None
         try:
             plan = _plan(target, reader, known)
-        except (MoeEpError, ValueError) as error:
-            problem = str(error)
-        told = _exchange("missing weights", (problem, plan.absent(reader)), group)
-        if problems := [text for text, _ in told if text]:
-            raise WeightsError(problems[0])
+            absent = plan.absent(reader)
+        except Exception as error:
+            failure = error
+        told = _exchange("missing weights", (_text_of(failure), absent), group)
+        _check_all([text for text, _ in told], failure)
         if isinstance(reader, GivenTensors):
             reader.fetch(sorted({name for _, names in told for name in names}), group)
         _write(target, reader, plan, group)
@@ -318,39 +319,74 @@ class _Names:
     infos: dict[str, TensorInfo]
 
 
-def _given(target: _Target, tensors: Any, group: dist.ProcessGroup | None, known: _Names | None) -> GivenTensors:
-    """The tensors of all ranks; a collective step of them."""
+def _open(
+    target: _Target,
+    tensors: Any,
+    group: dist.ProcessGroup | None,
+    known: _Names | None,
+    stack: contextlib.ExitStack,
+) -> CheckpointReader:
+    """A reader of a folder, which `stack` closes, or of the tensors of all ranks; a collective step of them."""
     failure: Exception | None = None
-    pairs: list[tuple[str, torch.Tensor]] = []
-    names = _Names([], [], [], "", {})
+    folder: CheckpointReader | None = None
+    kind, names = "(name, tensor) pairs", _Names([], [], [], "", {})
+    held: dict[str, torch.Tensor] = {}
+    # Runs code of the caller, which may raise anything. A rank that left here alone would miss the exchanges of this
+    # call, and its next call would be paired with this one of the others.
     try:
-        pairs = _pairs(tensors)
-        forms = [(name, tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for name, tensor in pairs]
-        names = known if known is not None and known.forms == forms else _names_of(target, pairs, forms)
-    except (TypeError, ValueError) as error:
+        if isinstance(tensors, str | os.PathLike):
+            kind, folder = _FOLDER, stack.enter_context(CheckpointReader(tensors))
+        else:
+            pairs = _pairs(tensors)
+            kind = kind if pairs else "no tensors"
+            forms = [(name, tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for name, tensor in pairs]
+            names = known if known is not None and known.forms == forms else _names_of(target, pairs, forms)
+            held = {
+                name: pairs[number][1].detach() if row is None else pairs[number][1].detach()[row]
+                for name, number, row in names.held
+            }
+    except Exception as error:
         failure = error
-    told = _exchange("weights", [str(failure or ""), names.digest], group)
-    if failure is not None:
-        raise failure
-    if problems := [text for text, _ in told if text]:
-        raise WeightsError(f"{_PLACE}: of another rank: {problems[0]}")
+    told = _exchange("weights", (_text_of(failure), kind, names.digest), group)
+    _check_all([text for text, _, _ in told], failure)
+    kinds: dict[str, list[int]] = {}
+    for rank, (_, found, _) in enumerate(told):
+        kinds.setdefault(found, []).append(rank)
+    if _FOLDER in kinds and len(kinds) > 1:
+        who = ", ".join(f"{found} on {rank_list(holders)}" for found, holders in kinds.items())
+        raise WeightsError(f"{_PLACE}: found {who}; give a folder on all ranks or on none")
+    if folder is not None:
+        return folder
     infos = names.infos
-    if any(found != names.digest for _, found in told):
+    if any(digest != names.digest for _, _, digest in told):
         infos = _infos(row for table in _exchange("names", names.table, group) for row in table)
-    held = {
-        name: pairs[number][1].detach() if row is None else pairs[number][1].detach()[row]
-        for name, number, row in names.held
-    }
     return GivenTensors(target.config, held, infos, target.layers[0][1].expert_weights()[0].device, names)
+
+
+def _text_of(failure: Exception | None) -> str:
+    """What the other ranks are told of a failure; empty for none."""
+    if failure is None:
+        return ""
+    said = str(failure)
+    return said if said and isinstance(failure, MoeEpError) else f"{type(failure).__name__}: {said}"
+
+
+def _check_all(texts: list[str], failure: Exception | None) -> None:
+    """WeightsError on all ranks if one has a failure; `failure` is this rank's, `texts` are those of all, by rank."""
+    first = next((text for text in texts if text), None)
+    if first is not None:
+        failed = [rank for rank, text in enumerate(texts) if text == first]
+        who = "" if len(failed) == len(texts) else f"{rank_list(failed)}: "
+        raise WeightsError(f"{who}{first}") from failure
 
 
 def _pairs(tensors: Any) -> list[tuple[str, torch.Tensor]]:
     if not isinstance(tensors, Iterable):
-        raise TypeError(f"tensors is a {type(tensors).__name__}; it must be (name, tensor) pairs")
+        raise WeightsError(f"tensors is a {type(tensors).__name__}; it must be (name, tensor) pairs")
     pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(f"tensors has a {type(pair).__name__}; it must be (name, tensor) pairs")
+            raise WeightsError(f"tensors has a {type(pair).__name__}; it must be (name, tensor) pairs")
         check_tensors(**{pair[0]: pair[1]})
     return pairs
 
@@ -397,16 +433,16 @@ def _infos(table: Iterable[Sequence[Any]]) -> dict[str, TensorInfo]:
 
 
 def _named(target: _Target, pairs: list[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, torch.Tensor]]:
-    """The tensors and their numbers by the checkpoint's names; ValueError for what has no values or comes twice."""
+    """The tensors and their numbers by the checkpoint's names; WeightsError for what has no values or comes twice."""
     named: dict[str, tuple[int, torch.Tensor]] = {}
     for number, (name, tensor) in enumerate(pairs):
         if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device and has no values; give it some")
+            raise WeightsError(f"{name} is on the meta device and has no values; give it some")
         for own, on_disk in target.aliases.items():
             if name.startswith(own):
                 name = on_disk + name.removeprefix(own)
         if name in named:
-            raise ValueError(f"tensors has {name} twice; give each once")
+            raise WeightsError(f"tensors has {name} twice; give each once")
         named[name] = number, tensor
     return named
 

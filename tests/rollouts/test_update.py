@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,53 @@ def test_what_is_missing_or_misshapen_is_named_and_nothing_changes(
     names = ["layers.1.mlp.experts.2.up_proj.weight"] * 3 + ["layers.0.post_attention_layernorm.weight"] * 2
     names += ["layers.1.mlp.experts.2.up_proj.weight"] * (num_ranks > 1)
     assert all(name in message for name, message in zip(names, results[0], strict=True))
+
+
+def broken(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pairs of a stream that breaks off after the first."""
+    yield next(iter(tensors.items()))
+    raise RuntimeError("the stream broke off")
+
+
+def refused_by_all(rank: int, world_size: int, folders: dict[str, tuple[Path, Path]]) -> list[str]:
+    """What the ranks are told of a fault that is the last rank's; nothing changes, and the next update succeeds."""
+    before, after = folders["bf16"]
+    stack, old, new = load(before, world_size, rank), load(before, 1), load(after, 1)
+    tensors, messages = read(after), []
+    # What the last rank gives, what the others give, and what is the cause on the last one.
+    cases: list[tuple[Any, Any, type[Exception] | None]] = [
+        (broken(tensors), tensors, RuntimeError),
+        (tensors | {"lm_head.weight": None}, tensors, ValueError),
+        (after / "none", after, CheckpointError),
+    ]
+    if world_size > 1:
+        cases += [(tensors, after, None), ([], after, None)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_EP_DISPATCH_TIMEOUT_S", "10")
+        is_last = rank == world_size - 1
+        for given, given_by_others, cause in cases:
+            with pytest.raises(WeightsError) as error:
+                moe_ep.update_weights(stack, given if is_last else given_by_others)
+            messages.append(str(error.value))
+            found = error.value.__cause__
+            assert found is None if cause is None or not is_last else type(found) is cause
+            check_slots(stack, old, rank)
+            moe_ep.update_weights(stack, tensors)
+            check_slots(stack, new, rank)
+            moe_ep.update_weights(stack, before)
+    return messages
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tensors_that_a_rank_cannot_read_are_refused_by_all(
+    num_ranks: int, folders: dict[str, tuple[Path, Path]]
+) -> None:
+    results = ranks(num_ranks).run(refused_by_all, folders)
+    assert all(messages == results[0] for messages in results)
+    assert all(("rank 1" in message) == (num_ranks > 1) for message in results[0])
+    parts = ["the stream broke off", "lm_head.weight", str(folders["bf16"][1] / "none")]
+    parts += ["a folder on rank 0", "a folder on rank 0"] * (num_ranks > 1)
+    assert all(part in message for part, message in zip(parts, results[0], strict=True))
 
 
 def absent_shard(rank: int, world_size: int, folders: dict[str, tuple[Path, Path]]) -> str:
