@@ -34,7 +34,7 @@ from moe_ep.config import (
 )
 from moe_ep.distributed.process_groups import LayerGroups, resolve_parallel_config
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
-from moe_ep.errors import ConfigError, check_router_weight_on_input, check_whole
+from moe_ep.errors import ConfigError, MoeEpError, check_router_weight_on_input, check_whole
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.fixed_tensors import table_device
 from moe_ep.layer.batch_balance import BatchBalance, BatchBalancer
@@ -975,10 +975,14 @@ class FusedMoE(MoELayer):
         """Lets nothing run any more with weights that would give wrong results."""
         self._refused = why
 
+    def check_not_refused(self) -> None:
+        """Raises MoeEpError after `refuse`."""
+        if self._refused:
+            raise MoeEpError(f"{self.layer_name} cannot run: {self._refused}; make and load the model again")
+
     def check_loaded(self) -> None:
         """Raises RuntimeError, naming what is missing, if loading has begun and is not complete, or after `refuse`."""
-        if self._refused:
-            raise RuntimeError(f"{self.layer_name} cannot run: {self._refused}; make and load the model again")
+        self.check_not_refused()
         if self.eplb_state is not None and self.eplb_state.in_doubt:
             raise RuntimeError(
                 f"{self.layer_name} cannot run: a rearrangement failed before all ranks had said that they moved its "

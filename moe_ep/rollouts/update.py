@@ -86,6 +86,8 @@ def update_weights(model: Any, tensors: Weights) -> None:
         absent: list[str] = []
         failure: Exception | None = None
         try:
+            for _, layer in target.layers:
+                layer.check_not_refused()
             plan = _plan(target, reader, known)
             absent = plan.absent(reader)
         except Exception as error:

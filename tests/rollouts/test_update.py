@@ -302,7 +302,7 @@ def test_a_shard_that_no_rank_gives_is_named(folders: dict[str, tuple[Path, Path
 
 
 def half_way(rank: int, world_size: int, folder: Path) -> None:
-    """Values that turn out to be wrong while they are written leave no layer that runs."""
+    """Values that turn out to be wrong while they are written leave no layer that runs, nor one that can be updated."""
     stack, tensors = load(folder, world_size, rank), read(folder)
     name = "model.layers.1.mlp.experts.0.up_proj.g_idx"  # gate and up of an expert must have the same
     tensors[name] = tensors[name].flip(0)
@@ -311,6 +311,8 @@ def half_way(rank: int, world_size: int, folder: Path) -> None:
     for block in stack.layers():
         with pytest.raises(RuntimeError, match="half way"):
             block.moe.check_loaded()
+    with pytest.raises(WeightsError, match="half way.* make and load the model again"):
+        moe_ep.update_weights(stack, read(folder))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
