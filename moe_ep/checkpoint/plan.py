@@ -371,7 +371,10 @@ class ExpertTensors:
             expected = f"{f'({E}, 2, 1) or ' if of_each else ''}({E}, 1, 1) or ()"
             raise CheckpointError(f"{info.file}: tensor {info.name}: expected shape {expected}, found {info.shape}")
         check_tensor(info.row(expert), TensorLayout(layout.dtypes, info.shape[1:]))
-        return StoredTensor(info.row(expert), layout, self._rows_of(role, 1) if rest else ())
+        # Transposed scales of one block a matrix are [E, 1, 2].
+        return StoredTensor(
+            info.row(expert), layout, self._rows_of(role, 1) if rest else (), transposed=info.shape[1:] == (1, 2)
+        )
 
     def _is_half(self, role: str) -> bool:
         """Whether a fused tensor holds gate and up."""

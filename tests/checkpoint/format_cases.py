@@ -188,6 +188,9 @@ CASES: dict[str, Case] = {
         sizes=(160, 128),
         config=QWEN3_VL,
     ),
+    "fp8 of one block fused columns": Case(
+        BLOCK, fp8("weight_scale_inv", (128, 128), torch.float32), fused="columns", sizes=(64, 128), config=QWEN3_VL
+    ),
     "fp8 of one number fused rows": Case(
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
         fp8("weight_scale_inv", None, torch.float32),

@@ -27,7 +27,7 @@ from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
-from tests.checkpoint.format_cases import Expert, mxfp4, write_case
+from tests.checkpoint.format_cases import QUARK_FP8, Expert, ct, mxfp4, quark, write_case
 from tests.checkpoint.test_format_cases import make_layer
 
 GATE, GATE_PROJ = "model.layers.3.mlp.gate", "model.layers.3.mlp.experts.7.gate_proj"
@@ -138,11 +138,22 @@ def test_lists_of_nothing_leave_nothing_out(settings: dict[str, Any]) -> None:
         assert quantization_config({"quantization_config": whole}).of_module(GATE_PROJ) is not None
 
 
-def test_scales_of_cached_keys_say_nothing_of_a_weight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale", "output_scale", "output_zero_point"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        quark(QUARK_FP8),
+        ct("float-quantized", 8, "float", strategy="tensor", group_size=None),
+        {"quant_method": "fp8", "activation_scheme": "static"},
+    ],
+    ids=lambda settings: settings["quant_method"],
+)
+def test_scales_of_cached_keys_say_nothing_of_a_weight(tmp_path: Path, settings: dict[str, Any], name: str) -> None:
     stem = "model.layers.0.self_attn.k_proj"
     weight = torch.randn(8, 16).to(torch.float8_e4m3fn)
-    tensors = {"weight": weight, "weight_scale": torch.tensor(0.5), "k_scale": torch.tensor(2.0)}
-    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+    tensors = {"weight": weight, "weight_scale": torch.tensor(0.5), name: torch.tensor(2.0)}
+    config = {"quantization_config": settings}
     write_checkpoint(tmp_path, config, {f"{stem}.{name}": tensor for name, tensor in tensors.items()}.items())
     with CheckpointReader(tmp_path) as reader:
         assert torch.equal(read_linear(reader, stem, (8, 16)), weight.float() * 0.5)

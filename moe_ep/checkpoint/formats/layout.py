@@ -21,8 +21,11 @@ SYMMETRIC = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}
 ASYMMETRIC = {4: scalar_types.uint4, 8: scalar_types.uint8}
 
 
-# Scales of activations and cached keys that some writers store with the weights.
-_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "k_scale", "v_scale")
+# Scales of activations and of cached keys and values that some writers store with the weights.
+_OF_ACTIVATIONS = (
+    "input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale", "output_zero_point",
+    "q_scale", "k_scale", "v_scale",
+)  # fmt: skip
 
 
 class Role(Enum):
