@@ -37,7 +37,7 @@ from moe_ep.kernels.marlin.compute import (
     compute_tokens,
     partials_numel,
 )
-from moe_ep.kernels.marlin.repack import has_all_groups, not_packed_reason, pack_experts
+from moe_ep.kernels.marlin.repack import has_all_groups, inexact_scales_reason, not_packed_reason, pack_experts
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, check_input_dtype, weight_type
 from moe_ep.kernels.marlin.weights import WeightPair
 from moe_ep.kernels.quantize import check_row_scales
@@ -112,9 +112,11 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         types = [str(ScalarType.from_id(part.quant_type_id)) for part in weights]
         if len(set(types)) > 1:
             return f"w13 and w2 are of two types ({' and '.join(types)}) and one kernel computes both"
-        row_multiples = (64 if MoEActivation.parse(moe_config.activation).is_gated else 32, 32)
-        for part, row_multiple in zip(weights, row_multiples, strict=True):
-            if (reason := not_packed_reason(part, row_multiple)) is not None:
+        gated = (MoEActivation.parse(moe_config.activation).is_gated, False)
+        for part, is_gated in zip(weights, gated, strict=True):
+            reason = not_packed_reason(part, 64 if is_gated else 32)
+            reason = reason or inexact_scales_reason(part, moe_config.in_dtype, is_gated)
+            if reason is not None:
                 return reason
         return cls.unusable_reason()
 

@@ -462,6 +462,38 @@ def not_packed_reason(weights: CanonicalWeights, row_multiple: int) -> str | Non
     return None
 
 
+# Half of the mean relative error that a f16 layer may have.
+_MOST_SCALE_ERROR = 0.005
+
+
+def inexact_scales_reason(weights: CanonicalWeights, act_dtype: torch.dtype, gated: bool) -> str | None:
+    """Why scales cannot be packed in the activations' dtype; None if they can.
+
+    f16 keeps 11 bits of a scale from 6.1e-5 to 65504, fewer below that, and none below 3e-8. As for outputs, the limit
+    is on an expert's mean error over its mean scale: a few small scales beside others do not exceed it. It holds for
+    gate and up separately, because their outputs are multiplied.
+
+    Args:
+        gated: rows are gate rows, then up rows.
+    """
+    if act_dtype is not torch.float16 or _has_own_scale_types(weights):
+        return None
+    scales = weights.scales.float().unflatten(1, (2 if gated else 1, -1)).flatten(2)
+    changes = (scales.to(act_dtype).float() - scales).abs().sum(-1)
+    if not bool((changes > _MOST_SCALE_ERROR * scales.abs().sum(-1)).any()):
+        return None
+    limits = torch.finfo(act_dtype)
+    return (
+        f"rounding to {act_dtype} ({limits.tiny:.1e} to {limits.max:.0f}) changes an expert's scales by more than "
+        f"{100 * _MOST_SCALE_ERROR:g} %; load the layer in torch.bfloat16"
+    )
+
+
+def _has_own_scale_types(weights: CanonicalWeights) -> bool:
+    """Whether scales keep their dtype when packed, those of 4-bit floats; all others get the activations'."""
+    return weights.quant_type_id == scalar_types.float4_e2m1f.id
+
+
 def pack_experts(
     w13: CanonicalWeights,
     w2: CanonicalWeights,
@@ -475,6 +507,9 @@ def pack_experts(
     w2 multiplies the activation's output, whose order is free: w13's rows can be in any order as long as gate and up
     have the same. In the order that sorts w2's columns by group, w2 no longer needs act-order. w13's own columns
     multiply tokens that other experts read too, so their order stays.
+
+    Raises:
+        ValueError: scales that `inexact_scales_reason` refuses, and what `pack_marlin` refuses.
     """
     if has_bias:
         return _packed(w13, act_dtype, gated, input_dtype), _packed(w2, act_dtype, False, input_dtype)
@@ -510,11 +545,9 @@ def has_all_groups(group_size: int | None, num_groups: int, num_columns: int) ->
 def _packed(
     weights: CanonicalWeights, act_dtype: torch.dtype, gated: bool, input_dtype: torch.dtype | None
 ) -> ExpertWeights:
-    # Scales of 4-bit floats have types of their own; all others have the activations'.
-    is_fp4 = weights.quant_type_id == scalar_types.float4_e2m1f.id
     packed = pack_marlin(
         weights.codes,
-        weights.scales if is_fp4 else weights.scales.to(act_dtype),
+        weights.scales if _has_own_scale_types(weights) else weights.scales.to(act_dtype),
         weights.quant_type_id,
         weights.group_size,
         weights.zero_points,
@@ -522,6 +555,9 @@ def _packed(
         weights.g_idx,
         input_dtype,
     )
+    # Weights loaded again come here without a choice of experts before.
+    if (reason := inexact_scales_reason(weights, act_dtype, gated)) is not None:
+        raise ValueError(reason)
     if has_all_groups(weights.group_size, packed.scales.size(1), weights.codes.size(2)):
         packed = packed._replace(g_idx=None)  # the groups are in order, so it is redundant
     return ExpertWeights(*packed, global_scales=weights.global_scales)

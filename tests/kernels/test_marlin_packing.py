@@ -11,7 +11,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
-from moe_ep.kernels.marlin.repack import not_packed_reason
+from moe_ep.kernels.marlin.repack import inexact_scales_reason, not_packed_reason, pack_experts
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import ScalarType, scalar_types
@@ -74,6 +74,62 @@ def test_weights_that_are_not_packed(weights: CanonicalWeights, reason: str) -> 
     assert not_packed_reason(weights, 64) == reason
 
 
+F16_REASON = (
+    "rounding to torch.float16 (6.1e-05 to 65504) changes an expert's scales by more than 0.5 %; "
+    "load the layer in torch.bfloat16"
+)
+
+
+def scaled(factor: float | torch.Tensor, scalar_type: ScalarType = UINT4B8) -> CanonicalWeights:
+    """Scales between `factor` and twice that; it may differ between experts and rows."""
+    weights = canonical(scalar_type=scalar_type)
+    scales = 1 + torch.rand(weights.scales.shape, generator=torch.Generator().manual_seed(0))
+    return weights._replace(scales=scales * factor)
+
+
+def some(row: slice, factor: float) -> torch.Tensor:
+    """One, but for some rows of the last expert."""
+    factors = torch.ones(E, 64, 1)
+    factors[-1, row] = factor
+    return factors
+
+
+ALL, UP = slice(0, 64), slice(32, 64)
+
+
+@pytest.mark.parametrize(
+    ("weights", "act_dtype", "gated", "fits"),
+    [
+        (scaled(1e-4), torch.float16, False, True),
+        (scaled(5e-6), torch.float16, False, True),
+        (scaled(1e-6), torch.float16, False, False),
+        (scaled(1e-8), torch.float16, False, False),
+        (scaled(3e4), torch.float16, False, True),
+        (scaled(6e4), torch.float16, False, False),
+        (scaled(1e-8), torch.bfloat16, False, True),
+        (scaled(0.0), torch.float16, False, True),
+        (canonical()._replace(scales=torch.full((E, 64, 4), 2.0**-20)), torch.float16, False, True),  # exact
+        (canonical()._replace(scales=torch.full((E, 64, 4), 2.0**-26)), torch.float16, False, False),
+        (scaled(some(ALL, 1e-8)), torch.float16, False, False),
+        (scaled(some(UP, 1e-8)), torch.float16, False, True),  # beside others that are large
+        (scaled(some(UP, 1e-8)), torch.float16, True, False),
+        (scaled(1e-8, scalar_types.float4_e2m1f), torch.float16, False, True),  # whose scales keep their dtype
+    ],
+)
+def test_scales_that_float16_cannot_hold(
+    weights: CanonicalWeights, act_dtype: torch.dtype, gated: bool, fits: bool
+) -> None:
+    assert inexact_scales_reason(weights, act_dtype, gated) == (None if fits else F16_REASON)
+
+
+def test_weights_with_such_scales_are_not_packed() -> None:
+    tiny = scaled(1e-8)
+    for w13, w2 in ((tiny, PAIR[1]), (PAIR[0], tiny)):
+        with pytest.raises(ValueError, match=r"load the layer in torch\.bfloat16"):
+            pack_experts(w13, w2, torch.float16, True, False)
+        pack_experts(w13, w2, torch.bfloat16, True, False)
+
+
 PAIR = (canonical(2 * N, K), canonical(K, N, 2))
 
 
@@ -98,6 +154,8 @@ PAIR = (canonical(2 * N, K), canonical(K, N, 2))
         ({}, (canonical(96, K), PAIR[1]), "cuda", "a matrix is 96 x 128; they take multiples of 64 and 32"),
         ({}, (PAIR[0], canonical(48, N, 2)), "cuda", "a matrix is 48 x 64; they take multiples of 32 and 32"),
         ({"activation": "silu_no_mul"}, (canonical(96, K), PAIR[1]), "cuda", None),
+        ({"in_dtype": torch.float16}, (scaled(1e-8), PAIR[1]), "cuda", F16_REASON),
+        ({"in_dtype": torch.float16}, (PAIR[0], scaled(1e-8)), "cuda", F16_REASON),
         ({}, PAIR, "cuda", None),
     ],
 )
