@@ -211,6 +211,8 @@ def _activation(name: str, module: Any) -> tuple[MoEActivation, float | None]:
         return _activation_of_own_gate(name, module)
     known = _ACTIVATIONS if module.has_gate else _UNGATED
     found = getattr(module.act_fn, "__name__", type(module.act_fn).__name__)
+    if isinstance(module.act_fn, nn.GELU) and module.act_fn.approximate == "tanh":
+        found = "GELUTanh"
     if found not in known:
         raise ConfigError(
             f"the experts {name} of {kind.__name__} have the activation {found}; moe_ep has {', '.join(known)}"

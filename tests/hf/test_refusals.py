@@ -195,6 +195,7 @@ def test_a_model_of_own_code_or_pickles_is_refused(tmp_path: Path) -> None:
             {"act_fn": torch.nn.Tanh(), "has_gate": False},
             "have the activation Tanh; moe_ep has .*, ReLUSquaredActivation",
         ),
+        ({"act_fn": torch.nn.GELU(approximate="tanh"), "has_gate": False}, "have the activation GELUTanh"),
     ],
 )
 def test_experts_of_another_kind_are_refused(flags: dict[str, Any], message: str) -> None:

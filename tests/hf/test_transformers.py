@@ -18,12 +18,13 @@ pytest.importorskip("transformers")
 
 import moe_ep
 import moe_ep.hf.parallelize  # registers moe_ep with transformers
+from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.hf.experts import find_experts
+from moe_ep.hf.experts import experts_shape, find_experts
 from moe_ep.hf.parallelized import steps_of
 from moe_ep.hf.steps import Step, StepCoordinator
 from moe_ep.layer.methods import relative_error, tolerance
@@ -299,6 +300,16 @@ def test_a_model_that_is_cast_keeps_its_experts_dtype() -> None:
         exact = alone(tokens).logits
     assert logits.dtype == torch.bfloat16
     assert relative_error(logits, exact) < relative_error(rounded, exact) + tolerance(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("approximate", "activation"), [("none", MoEActivation.GELU), ("tanh", MoEActivation.GELU_TANH)]
+)
+def test_both_forms_of_torchs_gelu(approximate: str, activation: MoEActivation) -> None:
+    model = make_model("Qwen3Moe")
+    for name, module in find_experts(model):
+        module.act_fn = torch.nn.GELU(approximate=approximate)
+        assert experts_shape(name, module).activation is activation
 
 
 def test_a_pass_that_fails_leaves_no_step_behind() -> None:
