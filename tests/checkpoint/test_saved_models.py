@@ -23,7 +23,7 @@ from moe_ep.checkpoint import (
     read_expert,
 )
 from moe_ep.checkpoint.plan import plan_layer
-from moe_ep.checkpoint.spec import MoEModelSpec
+from moe_ep.checkpoint.spec import MoEModelSpec, SharedExpertsSpec
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.layer.stack import MoEStack
 from moe_ep.routing import select_experts
@@ -147,6 +147,20 @@ def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any], las
         assert torch.equal(shared.expert_gate, block.shared_expert_gate.weight)
     else:
         assert shared.expert_gate is None
+
+
+def test_a_shared_mlp_of_no_shared_experts(tmp_path: Path) -> None:
+    """transformers gives that of HY V3 the size of dense layers."""
+    model = save_model("hy_v3", tmp_path, num_shared_experts=0)
+    reader = CheckpointReader(tmp_path)
+    spec = model_spec(reader.config)
+    assert spec.shared_experts == SharedExpertsSpec(module="mlp.shared_mlp", num_experts=1, intermediate_size=48)
+    stack = MoEStack(reader, spec, FusedMoEParallelConfig.make(), dtype=torch.float32)
+    layer = model.model.layers[spec.moe_layers[0]].float()
+    x = torch.randn(1, 9, 64)
+    with torch.no_grad():
+        expected = x + layer.mlp(layer.post_attention_layernorm(x))
+        torch.testing.assert_close(stack.layers()[0](x[0]), expected[0], rtol=1e-4, atol=1e-4)
 
 
 # What the block multiplies the experts' sum by, and the router not their weights.

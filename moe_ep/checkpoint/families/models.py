@@ -441,7 +441,8 @@ FAMILIES: dict[str, Family] = {
     "hy_v3": replace(
         _DEEPSEEK_V3,
         routing=routing.biased_sigmoid_times("router_scaling_factor"),
-        shared_experts=rules.several_in_one_mlp("mlp.shared_mlp"),
+        # transformers reads a size of 0 as that of dense layers.
+        shared_experts=rules.several_in_one_mlp("mlp.shared_mlp", size_of_none="intermediate_size"),
         defaults=FIRST_DENSE,
         names={"router": "router.gate", "correction_bias_tensor": "expert_bias"},
     ),

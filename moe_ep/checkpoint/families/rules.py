@@ -197,18 +197,24 @@ def one_mlp(module: str, size: str, **form: Any) -> Callable[[Config], SharedExp
 
 
 def several_in_one_mlp(
-    module: str, size: str = "moe_intermediate_size", **form: Any
+    module: str, size: str = "moe_intermediate_size", size_of_none: str = "", **form: Any
 ) -> Callable[[Config], SharedExpertsSpec | None]:
-    """One MLP for all shared experts, each of the size under that key."""
+    """One MLP for all shared experts, each of the size under that key.
+
+    Where their number is 0 there is no MLP, or, with `size_of_none`, one MLP of the size under that key.
+    """
 
     def shared(config: Config) -> SharedExpertsSpec | None:
         keys = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
         count = max(whole(config, key, 0) for key in keys)
-        if not count:
+        if not count and not size_of_none:
             return None
         for key in ("use_bias", "mlp_bias"):
             if config.get(key):
                 raise unexpected(key, "false", config[key], "; shared experts with biases do not load")
+        if not count:
+            dense = positive(config, size_of_none)
+            return SharedExpertsSpec(module=module, num_experts=1, intermediate_size=dense, **form)
         each = positive(config, size)
         as_routed = each == positive(config, "moe_intermediate_size")
         return SharedExpertsSpec(
