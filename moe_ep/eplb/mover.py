@@ -177,7 +177,9 @@ def check_layers(layers: Sequence[FusedMoE]) -> FusedMoE:
     if not layers:
         raise ConfigError("layers is empty; EPLB needs the model's MoE layers")
     first = layers[0]
-    for layer in layers:
+    for index, layer in enumerate(layers):
+        if any(layer is other for other in layers[:index]):
+            raise ConfigError(f"layers has {layer.layer_name} twice; list each layer once, since its experts move once")
         if layer.eplb_state is None:
             raise ConfigError(f"the layer {layer.layer_name} was made without EPLB; make it with enable_eplb=True")
         if layer.eplb_state.is_balanced():

@@ -30,10 +30,9 @@ class ExpertRows:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        if isinstance(tensors, torch.Tensor):
-            raise ValueError(
-                "expert_weights of a layer are a tensor; they must be a list of tensors (local_slots, ...)"
-            )
+        if not isinstance(tensors, Sequence):
+            kind = "a tensor" if isinstance(tensors, torch.Tensor) else repr(tensors)
+            raise ValueError(f"expert_weights of a layer are {kind}; they must be a list of tensors (local_slots, ...)")
         check_tensors(**{f"tensor {index} of a layer's expert_weights": tensor for index, tensor in enumerate(tensors)})
         if not tensors or any(tensor.dim() < 1 or tensor.size(0) != tensors[0].size(0) for tensor in tensors):
             shapes = [tuple(tensor.shape) for tensor in tensors]

@@ -11,12 +11,22 @@ from moe_ep.eplb.policy.maps import Array, check_placement, logical_maps
 
 def placement_on_host(name: str, placement: Array | torch.Tensor) -> Array:
     """Converts a placement to int64 on the host; ValueError unless it is an array of whole numbers."""
-    try:
-        values = placement.detach().cpu().numpy() if isinstance(placement, torch.Tensor) else np.asarray(placement)
-    except ValueError:
-        raise ValueError(f"{name} has layers of different lengths; it must be (L, P)") from None
+    if isinstance(placement, torch.Tensor):
+        if placement.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values; make it on the CPU or a GPU")
+        placement = placement.detach().cpu()
+        # numpy has no bf16.
+        values = (placement.float() if placement.is_floating_point() else placement).numpy()
+    else:
+        try:
+            values = np.asarray(placement)
+        except ValueError:
+            raise ValueError(f"{name} has layers of different lengths; it must be (L, P)") from None
     if values.size and not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"{name} has dtype {values.dtype}; it must hold integers, the logical expert of each slot")
+        dtype = placement.dtype if isinstance(placement, torch.Tensor) else values.dtype
+        raise ValueError(f"{name} has dtype {dtype}; it must hold integers, the logical expert of each slot")
+    if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} holds expert {values.max()}; it must hold ids that fit into int64")
     return values.astype(np.int64)
 
 

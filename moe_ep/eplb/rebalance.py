@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from moe_ep.eplb.placement_state import placement_on_host
 from moe_ep.eplb.policy.incremental import plan
 from moe_ep.eplb.policy.maps import (
     Array,
@@ -103,13 +104,14 @@ def rebalance_experts(
     if steps is not None and objective != "tokens":
         steps = objective_window(objective, steps)
         loads = steps.sum(axis=0, dtype=np.float64)
+    old = old_physical_to_logical
     problem = Problem(
         weight=loads,
         num_replicas=num_replicas,
         num_groups=num_groups,
         num_nodes=num_nodes,
         num_ranks=num_ranks,
-        old=None if old_physical_to_logical is None else _numpy(old_physical_to_logical),
+        old=None if old is None else placement_on_host("old_physical_to_logical", old),
         tolerance=tolerance,
     )
     if steps is not None and refine and policy == "incremental":

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
+from moe_ep.arguments import check_same_device
 from moe_ep.distributed.liveness import machine
 from moe_ep.distributed.peer_memory import PeerMemory
 from moe_ep.distributed.process_groups import is_initialized, subgroup
@@ -180,7 +181,7 @@ def rearrange_expert_weights(
     if process_group is None and is_initialized():
         process_group = dist.group.WORLD
     rank, num_ranks = (0, 1) if process_group is None else (dist.get_rank(process_group), process_group.size())
-    layers = [ExpertRows(tensors) for tensors in expert_weights]
+    layers = _rows_of_layers(expert_weights)
     old = placement_on_host("old_physical_to_logical", old_physical_to_logical)
     new = placement_on_host("new_physical_to_logical", new_physical_to_logical)
     check_sizes(layers, old, new, num_ranks)
@@ -204,9 +205,29 @@ def rearrange_expert_weights(
     except EplbError:
         raise
     except (RuntimeError, TimeoutError) as error:
-        raise EplbError(f"moving experts did not finish on EP rank {rank} within {timeout_s:g} s: {error}") from None
+        raise EplbError(f"moving experts failed on EP rank {rank} (deadline {timeout_s:g} s): {error}") from None
     finally:
         channel.close()
+
+
+def _rows_of_layers(expert_weights: Iterable[Sequence[torch.Tensor]]) -> list[ExpertRows]:
+    """The rows of each layer; ValueError for weights that cannot move, or not through one staging buffer."""
+    if not isinstance(expert_weights, Iterable):
+        raise ValueError(
+            f"expert_weights is {expert_weights!r}; it must be a list, of each layer the list of its tensors"
+        )
+    layers: list[ExpertRows] = []
+    for index, tensors in enumerate(expert_weights):
+        held = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, torch.Tensor) else tensors
+        try:
+            layers.append(ExpertRows(held))
+        except ValueError as error:
+            raise ValueError(f"layer {index}: {error}") from None
+        for tensor in held:
+            if tensor.is_meta:
+                raise ValueError(f"layer {index}: expert_weights are on the meta device and have no values; load them")
+            check_same_device("expert_weights of layer 0", layers[0].device, **{f"a tensor of layer {index}": tensor})
+    return layers
 
 
 def check_sizes(layers: Sequence[ExpertRows], old: Array, new: Array, num_ranks: int) -> None:
@@ -222,7 +243,8 @@ def check_sizes(layers: Sequence[ExpertRows], old: Array, new: Array, num_ranks:
                 f"layer {index} has {experts.num_slots} local slots on each of {num_ranks} ranks; the placements must "
                 f"have {experts.num_slots * num_ranks} slots, not {old.shape[1]}"
             )
-    num_experts = int(old.max(initial=-1)) + 1
+    # Every expert has a slot, so that there are no more experts than slots.
+    num_experts = min(int(old.max(initial=-1)) + 1, old.shape[1])
     check_placement(old, old.shape, num_experts, "old_physical_to_logical")
     check_placement(new, old.shape, num_experts, "new_physical_to_logical")
 

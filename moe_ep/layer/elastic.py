@@ -450,7 +450,7 @@ class ElasticExperts:
         first = layer.parallel_config.ep_rank * layer.slots.num_local_routed
         for slot, expert in experts.items():
             logical[first + slot] = expert
-        aside.place(logical)
+        aside.relabel_slots(logical)
         aside.begin_reload()
         num_bytes = self._read(number, aside, experts.values()) if self._read is not None else 0
         slots = list(experts)

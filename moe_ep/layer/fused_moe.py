@@ -1041,7 +1041,26 @@ class FusedMoE(MoELayer):
 
         Raises:
             ConfigError: the layer was made without enable_eplb.
+            RuntimeError: the layer has weights, or some of them, which this would not move.
+            ValueError: another number of physical experts, or a logical expert that does not exist.
         """
+        state = self._state_of_eplb()
+        if self._processed or self._reloading or self.loader.has_begun or state.is_balanced():
+            raise RuntimeError(
+                f"{self.layer_name} has weights, and place would not move them to the slots that it names; call place "
+                f"before loading, or move experts by an EPLBManager's rearrange"
+            )
+        placement, num_physical = list(physical_to_logical), self.moe_config.num_experts
+        if len(placement) != num_physical or not all(-1 <= expert < self.num_experts for expert in placement):
+            raise ValueError(
+                f"physical_to_logical is {placement}; it must name an expert below num_experts ({self.num_experts}), "
+                f"or -1 for an empty slot, for each of {num_physical} physical experts"
+            )
+        self.relabel_slots(placement)
+
+    @torch.inference_mode(False)
+    def relabel_slots(self, physical_to_logical: Sequence[int]) -> None:
+        """As `place`, also of a layer with weights, which stay where they are: the caller loads what is missing."""
         state = self._state_of_eplb()
         state.place(physical_to_logical, self.num_experts, state.expert_load_view.device)
 
@@ -1065,7 +1084,7 @@ class FusedMoE(MoELayer):
             ConfigError: as `place`.
         """
         device = self.device
-        self.place(physical_to_logical)
+        self.relabel_slots(physical_to_logical)
         num_physical = len(physical_to_logical)
         self.parallel_config, self.num_redundant_experts = parallel_config, num_physical - self.num_experts
         expert_map = _expert_map(parallel_config, num_physical, self.num_fused_shared_experts)

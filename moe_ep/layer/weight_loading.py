@@ -128,6 +128,11 @@ class ExpertWeightLoader:
             )
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a tensor was given to be loaded, since `reopen` if that was called."""
+        return self._has_begun
+
+    @property
     def slots_loaded_again(self) -> list[int] | None:
         """The local slots that received tensors since `reopen`; None if that was never called."""
         return sorted({slot for _, slot, _ in self._loaded}) if self._again else None

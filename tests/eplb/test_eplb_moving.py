@@ -230,3 +230,40 @@ def test_ranks_with_different_placements_all_raise_and_one_that_is_alone_does() 
 def test_what_does_not_fit_is_refused(tensors: list, old: list, new: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rearrange_expert_weights([tensors], np.array(old), np.array(new))
+
+
+BIG = (1 << 63) - 1
+
+
+@pytest.mark.parametrize(
+    ("second", "new", "error", "message"),
+    [
+        (None, [1, 0, 2], ValueError, "layer 1: expert_weights of a layer are None; they must be a list of tensors"),
+        ([torch.zeros(3, 2, device="meta")], [1, 0, 2], ValueError, "layer 1: expert_weights are on the meta device"),
+        (
+            [torch.zeros(3, 2)],
+            [BIG, 0, 2],
+            ValueError,
+            f"old_physical_to_logical holds expert {BIG}; experts are 0 to 2",
+        ),
+    ],
+)
+def test_all_layers_are_checked_before_the_first_moves(second, new, error, message) -> None:
+    first = torch.arange(6.0).view(3, 2)
+    with pytest.raises(error, match=message):
+        rearrange_expert_weights([[first], second], np.array([new, new]), np.array([[0, 1, 2]] * 2))
+    assert torch.equal(first, torch.arange(6.0).view(3, 2))
+
+
+def test_weights_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="expert_weights is None; it must be a list"):
+        rearrange_expert_weights(None, np.array([[0]]), np.array([[0]]))  # type: ignore[arg-type]
+
+
+def test_a_move_that_fails_at_once_does_not_say_that_time_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(ExpertRows, "write", fail)
+    with pytest.raises(EplbError, match=r"moving experts failed on EP rank 0 .*: no memory"):
+        rearrange_expert_weights([[torch.zeros(2, 2)]], np.array([[0, 1]]), np.array([[1, 0]]))

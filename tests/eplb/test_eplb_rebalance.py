@@ -10,7 +10,7 @@ from moe_ep.eplb import rebalance_experts
 from moe_ep.eplb.policy.maps import initial_placement, rank_loads
 from moe_ep.eplb.policy.problem import objective_window
 from moe_ep.registry import EPLB_POLICIES
-from tests.eplb.plans import plan, zipf
+from tests.eplb.plans import check_maps, plan, zipf
 
 
 def test_thresholds_leave_layers_alone():
@@ -85,6 +85,19 @@ def test_loads_of_any_real_dtype(dtype):
     assert all(torch.equal(*tensors) for tensors in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint64])
+@pytest.mark.parametrize("move_cost", [0.0, 1e9])
+def test_an_old_placement_of_any_integer_dtype(dtype, move_cost):
+    weight = zipf(3, 200, 1.2, np.random.default_rng(0))
+    old = torch.from_numpy(initial_placement(3, 200, 208))
+    found, wanted = (
+        rebalance_experts(weight, 208, 1, 1, 8, old_physical_to_logical=given, move_cost=move_cost)
+        for given in (old.to(dtype), old)
+    )
+    check_maps(found, 200)
+    assert all(torch.equal(*tensors) for tensors in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -101,6 +114,15 @@ def test_loads_of_any_real_dtype(dtype):
         ({"old_physical_to_logical": np.full((2, 12), 8)}, r"holds expert 8; experts are 0 to 7"),
         ({"old_physical_to_logical": np.zeros((2, 8), int)}, r"has shape \(2, 8\); it must be \(L, num_replicas\)"),
         ({"old_physical_to_logical": np.zeros((2, 12))}, r"has dtype float64; it must hold integers"),
+        (
+            {"old_physical_to_logical": torch.zeros(2, 12).bfloat16()},
+            r"has dtype torch.bfloat16; it must hold integers",
+        ),
+        (
+            {"old_physical_to_logical": torch.zeros(2, 12, device="meta")},
+            r"old_physical_to_logical is on the meta device",
+        ),
+        ({"old_physical_to_logical": np.full((2, 12), 1 << 63, np.uint64)}, rf"holds expert {1 << 63}; it must hold"),
         ({"window": np.ones((2, 8))}, r"window has shape \(2, 8\); it must be \(S, L, E\)"),
         ({"window": np.full((1, 2, 8), -1)}, r"window holds a count that is negative or not finite"),
         ({"objective": "speed"}, r"objective is 'speed'; it must be one of tokens"),

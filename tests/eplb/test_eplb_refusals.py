@@ -25,6 +25,8 @@ def test_layers_that_do_not_go_together_are_refused() -> None:
     layers = [load_layer(make_layer("plain", redundant, ep_size=1), 0) for redundant in (1, 2)]
     with pytest.raises(ConfigError, match=r"has \(experts, redundant, ep_size\) \(10, 1, 1\) and .* \(10, 2, 1\)"):
         EPLBManager(layers)
+    with pytest.raises(ConfigError, match=f"{layers[1].layer_name} twice"):
+        EPLBManager([layers[1], torch.compile(layers[1])])
     dealt = load_layer(make_layer("plain", ep_size=1, expert_placement_strategy="round_robin"), 0)
     with pytest.raises(ConfigError, match="is 'round_robin'; EPLB needs 'linear'"):
         EPLBManager([dealt])

@@ -334,6 +334,35 @@ def test_eplb_state_is_checked() -> None:
         make_layer(enable_eplb=True).set_eplb_state("0", *good)
 
 
+def test_a_layer_is_placed_before_it_is_loaded() -> None:
+    backwards = list(range(E))[::-1]
+    hidden_states, logits = make_inputs(T, K, E)
+    placed, layer = make_layer(enable_eplb=True), make_layer(enable_eplb=True)
+    placed.place(backwards)
+    assert placed.slots.logical_of_physical() == backwards
+    params = dict(layer.named_parameters())
+    layer.weight_loader(params["w2_weight"], make_weights(E, K, N).down[0], "w2", "w2", 0)
+    with pytest.raises(RuntimeError, match=f"{layer.layer_name} has weights"):
+        layer.place(backwards)
+    load(placed, make_weights(E, K, N))
+    load(layer, make_weights(E, K, N))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{layer.layer_name} has weights"):
+            layer.place(backwards)
+        torch.testing.assert_close(layer(hidden_states, logits), placed(hidden_states, logits))
+    layer.begin_reload()
+    with pytest.raises(RuntimeError, match=f"{layer.layer_name} has weights"):
+        layer.place(backwards)
+
+
+@pytest.mark.parametrize("placement", [[0], [*range(E), 0], [E, *range(1, E)], [-2, *range(1, E)]])
+def test_a_placement_that_does_not_fit(placement: list[int]) -> None:
+    layer = make_layer(enable_eplb=True)
+    with pytest.raises(ValueError, match="physical_to_logical is"):
+        layer.place(placement)
+    assert layer.slots.logical_of_physical() == list(range(E))
+
+
 def test_a_layer_of_many_ranks_needs_their_process_group() -> None:
     layer = make_layer(parallel_config=FusedMoEParallelConfig.make(ep_size=2, rank=1))
     assert layer.w13_weight.shape == (3, 2 * N, K)
