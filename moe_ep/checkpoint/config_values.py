@@ -72,6 +72,14 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     return float(value)
 
 
+def not_negative(config: Config, key: str) -> float:
+    """A finite number of at least 0; CheckpointError for any other value."""
+    value = number(config, key)
+    if value < 0:
+        raise unexpected(key, "a number of at least 0", value)
+    return value
+
+
 def one_known(key: str, value: object, known: Mapping[str, V]) -> V:
     """The entry of `known` that the value names; CheckpointError with the known names for any other value."""
     if not isinstance(value, str) or value not in known:

@@ -109,13 +109,22 @@ def load_moe_layer(
     Raises:
         CheckpointError: a tensor that is missing, of another shape or dtype than the config says, or that the layer
             has no parameter for; more or fewer experts on disk than in the config. The layer is not finished then.
-        ValueError: a layer without experts, or with another activation or limit than those of the checkpoint, or fused
-            shared experts that cannot be loaded as experts.
-        RuntimeError: quantized experts were loaded before, and `begin_reload` was not called.
+        ValueError: a layer without experts, or with another activation or limit than those of the checkpoint, fused
+            shared experts that cannot be loaded as experts, or experts that do not exist.
+        TypeError: experts that are no collection of whole numbers.
+        RuntimeError: quantized experts were loaded before, and `begin_reload` was not called; or only some experts are
+            to be loaded, and none were before.
     """
     layer.check_open(spec.expert_prefix(layer_index))
     _check_gate(layer, spec, layer_index)
-    load_plan(reader, plan_layer(reader, spec, layer_index, layer, experts), layer, spec.expert_prefix(layer_index))
+    plan = plan_layer(reader, spec, layer_index, layer, experts)
+    loader = getattr(layer, "loader", None)
+    if experts is not None and loader is not None and not loader.has_begun and loader.slots_loaded_again is None:
+        raise RuntimeError(
+            f"experts is {experts!r} and no weights of {layer.layer_name} were loaded before, so that the other "
+            f"experts would have none; load all of them, without experts"
+        )
+    load_plan(reader, plan, layer, spec.expert_prefix(layer_index))
 
 
 def load_plan(reader: CheckpointReader, plan: list[Source], layer: Any, what: str) -> None:

@@ -10,7 +10,16 @@ from itertools import product
 
 import torch
 
-from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, Config, MissingKey, number, one_known, positive, unexpected
+from moe_ep.checkpoint.config_values import (
+    LANGUAGE_PARTS,
+    Config,
+    MissingKey,
+    not_negative,
+    number,
+    one_known,
+    positive,
+    unexpected,
+)
 from moe_ep.checkpoint.families import routing, rules
 from moe_ep.checkpoint.families.configs import part_of, with_class_defaults
 from moe_ep.checkpoint.families.models import FAMILIES, Family
@@ -87,7 +96,7 @@ def _model_spec(config: Config, reader: CheckpointReader | None) -> MoEModelSpec
         num_hidden_layers=positive(config, "num_hidden_layers"),
         vocab_size=positive(config, "vocab_size"),
         dtype=_dtype(config),
-        rms_norm_eps=number(config, "rms_norm_eps"),
+        rms_norm_eps=not_negative(config, "rms_norm_eps"),
         moe_layers=family.moe_layers(config) if listed is None else listed,
         num_experts=positive(config, *_NUM_EXPERTS),
         top_k=routing.top_k(config),

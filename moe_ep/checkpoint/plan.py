@@ -13,7 +13,7 @@ from moe_ep.checkpoint.formats import LayerQuantization, ModelQuantization, PerG
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout, plain_tensors
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
 from moe_ep.checkpoint.spec import MoEModelSpec
-from moe_ep.errors import CheckpointError
+from moe_ep.errors import CheckpointError, check_below
 
 GEMM_OF_ROLE = {"gate": "w13", "up": "w13", "down": "w2"}
 # The endings of a plain linear layer's tensors behind the fused name.
@@ -456,8 +456,11 @@ def plan_layer(
     Raises:
         CheckpointError: more or fewer experts on disk than in the config, a tensor that is missing, of another shape or
             dtype than the config says, or that the layer has no parameter for.
-        ValueError: fused shared experts that cannot be loaded as experts.
+        ValueError: fused shared experts that cannot be loaded as experts, or experts that do not exist.
+        TypeError: experts that are no collection of whole numbers.
     """
+    if experts is not None:
+        _check_ids(experts, spec.num_experts)
     params = [name for name, _ in layer.named_parameters(recurse=False)] if param_names is None else list(param_names)
     planned, tensors = _PlannedTensors(reader, params), expert_tensors(reader, spec, layer_index)
     projections = spec.projections
@@ -475,6 +478,13 @@ def plan_layer(
     if layer.num_fused_shared_experts and experts is None:
         _plan_fused_shared(planned, spec, layer_index, layer, tensors.quantization, shards)
     return list(planned.sources.values())
+
+
+def _check_ids(experts: Collection[int], num_experts: int) -> None:
+    if not isinstance(experts, Collection):
+        raise TypeError(f"experts is {experts!r}; it must be a collection of expert ids, as [0, 2], or None for all")
+    for expert in experts:
+        check_below("num_experts", num_experts, **{"an id in experts": expert})
 
 
 class _PlannedTensors:

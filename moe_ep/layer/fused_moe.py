@@ -299,7 +299,7 @@ class FusedMoE(MoELayer):
 
         Raises:
             CheckpointError: a checkpoint that does not hold what its config says.
-            ValueError: a layer without experts, or options that do not fit.
+            ValueError: a layer without experts, or options that do not fit, such as another num_experts.
             TypeError: a layer that is not a whole number, or an unknown option.
 
         Example:
@@ -311,6 +311,10 @@ class FusedMoE(MoELayer):
         opened = nullcontext(path) if isinstance(path, CheckpointReader) else CheckpointReader(path, allow_nonfinite)
         with opened as reader:
             spec = model_spec(reader.config, reader)
+            if (num_experts := options.get("num_experts", spec.num_experts)) != spec.num_experts:
+                raise ConfigError(
+                    f"num_experts is {num_experts!r} and the checkpoint has {spec.num_experts} experts; leave it out"
+                )
             made = cls(**layer_options(reader, spec, layer, dtype) | options)
             load_moe_layer(reader, spec, layer, made)
         return made

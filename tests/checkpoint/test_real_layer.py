@@ -193,6 +193,33 @@ def test_quantized_experts_load_again_only_where_there_is_room(tmp_path: Path) -
     load_moe_layer(reader, spec, 1, layer)
 
 
+@pytest.mark.parametrize(
+    ("experts", "error", "named"),
+    [
+        ([9], ValueError, r"an id in experts is 9; .* below num_experts \(4\)"),
+        ({0, -1}, ValueError, "an id in experts is -1"),
+        (["1"], TypeError, "an id in experts is '1'"),
+        (5, TypeError, "experts is 5; it must be a collection"),
+        ([], RuntimeError, r"experts is \[\] and no weights of"),
+        ([1], RuntimeError, r"experts is \[1\] and no weights of"),
+    ],
+)
+def test_experts_to_load_exist_and_the_others_are_there(
+    tmp_path: Path, experts: Any, error: type[Exception], named: str
+) -> None:
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    spec = model_spec(reader.config)
+    layer = make_layer(reader, spec, torch.bfloat16)
+    layer.w13_weight.data.fill_(7)
+    with pytest.raises(error, match=named):
+        load_moe_layer(reader, spec, 0, layer, experts=experts)
+    assert (layer.w13_weight == 7).all() and not layer.loader.has_begun
+    load_moe_layer(reader, spec, 0, layer)
+    layer.begin_reload()
+    load_moe_layer(reader, spec, 0, layer, experts=dict.fromkeys([2, 0]).keys())
+
+
 def text_moe() -> Path | None:
     """The trained model of MOE_EP_TEXT_MOE, or beside the project; None where neither is there."""
     candidates = [os.environ.get("MOE_EP_TEXT_MOE"), Path(__file__).parents[3] / "shared/models/text-moe"]

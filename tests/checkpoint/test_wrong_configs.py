@@ -75,6 +75,13 @@ def test_phi_has_two_experts_for_a_token() -> None:
         model_spec(config_of("phimoe") | {"num_experts_per_tok": 3})
 
 
+def test_an_epsilon_below_zero() -> None:
+    config = config_of("qwen3_moe")
+    assert model_spec(config | {"rms_norm_eps": 0}).rms_norm_eps == 0
+    with pytest.raises(CheckpointError, match="rms_norm_eps: expected a number of at least 0, found -1"):
+        model_spec(config | {"rms_norm_eps": -1})
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_of_formats(name: str) -> None:
     def read(config: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ep import CheckpointReader, FusedMoE, MoEActivation
-from moe_ep.errors import CheckpointError
+from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.ranks import ranks
@@ -101,6 +101,8 @@ def test_plain_experts_may_be_quantized(tmp_path: Path) -> None:
         ({"layer": True}, TypeError, "layer"),
         ({"layer": "1"}, TypeError, "layer"),
         ({"layer": LAYER, "hidden": 3}, TypeError, "hidden"),
+        ({"layer": LAYER, "num_experts": 8}, ConfigError, "num_experts is 8 and the checkpoint has 4"),
+        ({"layer": LAYER, "num_experts": None}, ConfigError, "num_experts is None"),
         ({"layer": LAYER, "activation": "gelu"}, ValueError, "gelu"),
         ({"layer": LAYER, "dtype": torch.int8}, ValueError, "int8"),
         ({"path": "missing", "layer": LAYER}, CheckpointError, "missing"),
@@ -113,3 +115,12 @@ def test_refusals(tmp_path: Path, arguments: dict[str, Any], error: type[Excepti
         given["path"] = tmp_path / "missing"
     with pytest.raises(error, match=named):
         FusedMoE.from_checkpoint(**given)
+
+
+def test_num_experts_is_compared_before_anything_is_read(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        with pytest.raises(ConfigError, match="num_experts"):
+            FusedMoE.from_checkpoint(reader, LAYER, num_experts=8)
+        assert reader.bytes_read == 0
+        assert FusedMoE.from_checkpoint(reader, LAYER, num_experts=4).num_experts == 4
