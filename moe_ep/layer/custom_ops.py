@@ -47,12 +47,12 @@ def find_layer(name: str) -> MoELayer:
     return layer
 
 
-def _kernel(name: str, method: str, *, shared: bool) -> Callable[..., Any]:
-    """An operator's kernel: the layer's method, whose output is `[T, K]`, or (shared, routed) with shared experts."""
+def _kernel(name: str, *, shared: bool) -> Callable[..., Any]:
+    """An operator's kernel, whose output is `[T, K]`, or (shared, routed) with shared experts."""
 
     def kernel(hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         *inputs, layer_name = rest
-        output = getattr(find_layer(layer_name), method)(hidden_states, *inputs)
+        output = find_layer(layer_name).forward_node(hidden_states, *inputs)
         if isinstance(output, tuple) is not shared:
             has, other = ("no ", name) if shared else ("", f"{name}_shared")
             raise RuntimeError(f"layer {layer_name!r} has {has}shared experts; call torch.ops.moe_ep.{other}")
@@ -117,14 +117,14 @@ _AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _AUTOCAST |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _library = torch.library.Library("moe_ep", "FRAGMENT")
-for _name, _method, _inputs in (
-    ("moe_forward", "forward_impl", "Tensor router_logits"),
-    ("moe_forward_routed", "forward_routed", "Tensor topk_weights, Tensor topk_ids"),
+for _name, _inputs in (
+    ("moe_forward", "Tensor router_logits"),
+    ("moe_forward_routed", "Tensor topk_weights, Tensor topk_ids"),
 ):
     _signature = f"(Tensor hidden_states, {_inputs}, str layer_name)"
     for _suffix, _tags in (("", ()), (_UNCAPTURED, (torch.Tag.cudagraph_unsafe,))):
-        _define(f"{_name}{_suffix}", f"{_signature} -> Tensor", _tags, _kernel(_name, _method, shared=False), _fake)
+        _define(f"{_name}{_suffix}", f"{_signature} -> Tensor", _tags, _kernel(_name, shared=False), _fake)
         _define(
             f"{_name}_shared{_suffix}", f"{_signature} -> (Tensor, Tensor)", _tags,
-            _kernel(_name, _method, shared=True), _fake_shared,
+            _kernel(_name, shared=True), _fake_shared,
         )  # fmt: skip

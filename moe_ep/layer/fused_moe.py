@@ -2,7 +2,7 @@
 
 A layer is composed of parts that can be replaced and tested alone: a router (`moe_ep.routing.router`), a dispatcher
 (`moe_ep.layer.dispatcher`), a quantization method that makes, loads and computes the experts (`moe_ep.layer.methods`),
-and shared experts. A pass, from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forward_impl -> router ->
+and shared experts. A pass, from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forward_node -> router ->
 modular kernel -> dispatch.prepare, experts, dispatch.finalize.
 """
 
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_ep import env
 from moe_ep.activation import MoEActivation
-from moe_ep.arguments import check_id_range, check_no_gradients, check_tensors
+from moe_ep.arguments import check_id_range, check_integers, check_no_gradients, check_tensors
 from moe_ep.config import (
     DispatchConfig,
     ExpertsConfig,
@@ -451,17 +451,25 @@ class FusedMoE(MoELayer):
     def forward_impl(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The body of the graph node: the routed output, all-reduced if asked for; with shared experts, (shared,
+        """As `forward` without a graph node: the routed output, all-reduced if asked for; with shared experts, (shared,
         routed)."""
-        with self.groups:
-            return self._run(self.router, hidden_states, router_logits)
+        self._checked(hidden_states, router_logits, None, None)
+        return self.forward_node(hidden_states, router_logits)
 
     def forward_routed(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """As `forward_impl`, for choices that the model's own router made."""
+        check_tensors(topk_weights=topk_weights, topk_ids=topk_ids)
+        self._checked(hidden_states, None, topk_weights, topk_ids)
+        return self.forward_node(hidden_states, topk_weights, topk_ids)
+
+    def forward_node(
+        self, hidden_states: torch.Tensor, *inputs: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        router = self.router if len(inputs) == 1 else self.precomputed
         with self.groups:
-            return self._run(self.precomputed, hidden_states, topk_weights, topk_ids)
+            return self._run(router, hidden_states, *inputs)
 
     def _run(
         self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, may_replay: bool | None = None
@@ -473,16 +481,20 @@ class FusedMoE(MoELayer):
         if self.parallel_config.spans_ranks:
             self._check_not_broadcast()
         self._drop_stale_kernels()
-        self.check_rows("hidden_states", hidden_states)
-        try:
-            router.check(hidden_states, *inputs)
-        except ValueError as error:
-            raise ValueError(f"{error}, of the layer {self.layer_name}") from None
+        self._check_inputs(router, hidden_states, *inputs)
         with invariant_ops(self.batch_invariant):
             shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs, may_replay=may_replay)
         if self.dispatch_config.reduce_results:
             routed = self.dispatcher.all_reduce(routed).to(hidden_states.dtype)
         return routed if shared is None else (shared.contiguous(), routed)
+
+    def _check_inputs(self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> None:
+        """Raises ValueError for shapes, dtypes and devices that do not fit the layer and its router."""
+        self.check_rows("hidden_states", hidden_states)
+        try:
+            router.check(hidden_states, *inputs)
+        except ValueError as error:
+            raise ValueError(f"{error}, of the layer {self.layer_name}") from None
 
     def forward_impl_chunked(
         self, full_hidden_states: torch.Tensor, full_router_logits: torch.Tensor
@@ -494,6 +506,10 @@ class FusedMoE(MoELayer):
         Returns:
             (shared output or None, routed output), both `[T, K]`.
         """
+        check_tensors(full_hidden_states=full_hidden_states, full_router_logits=full_router_logits)
+        check_no_gradients(f"the experts of {self.layer_name}", full_hidden_states, full_router_logits)
+        self.check_loaded()
+        self._check_inputs(self.router, full_hidden_states, full_router_logits)
         return self._in_chunks(self.router, full_hidden_states, full_router_logits, may_replay=False)
 
     def _in_chunks(
@@ -645,7 +661,13 @@ class FusedMoE(MoELayer):
         return router.defer(hidden_states, *inputs)
 
     def to_physical(self, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turns logical ids into those of physical experts, recording the load, and appends fused shared experts."""
+        """Turns logical ids into those of physical experts, recording the load, and appends fused shared experts.
+
+        Raises:
+            ValueError: weights or ids that are no tensors, or ids that are no integers.
+        """
+        check_tensors(topk_weights=topk_weights, topk_ids=topk_ids)
+        check_integers(topk_ids=topk_ids)
         parallel, eplb, num_shared = self.parallel_config, self.eplb_state, self.num_fused_shared_experts
         if eplb is not None:
             slots_per_rank = eplb.expert_load_view.numel() // parallel.ep_size

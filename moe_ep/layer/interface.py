@@ -57,5 +57,11 @@ class MoELayer(FixedTensors, ABC):
         return self.eplb_state is not None
 
     @abstractmethod
+    def forward_node(
+        self, hidden_states: torch.Tensor, *inputs: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The body of a graph node, whose inputs are tensors: router_logits, or topk_weights and topk_ids."""
+
+    @abstractmethod
     def supports_cuda_graph(self) -> bool:
         """Whether a CUDA graph can capture a pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -311,6 +312,32 @@ def test_refuses_inputs_that_do_not_fit() -> None:
     # Left on the meta device, they would have made an output without values.
     with pytest.raises(ValueError, match="router_logits is on meta and hidden_states on cpu"):
         layer(torch.zeros(3, K), torch.zeros(3, E, device="meta"))
+
+
+@pytest.mark.parametrize("name", ["forward_impl", "forward_impl_chunked", "forward_routed", "to_physical"])
+@pytest.mark.parametrize("eplb", [False, True])
+def test_parts_of_a_pass_refuse_what_is_no_tensor(name: str, eplb: bool) -> None:
+    layer = load(make_layer(enable_eplb=eplb), make_weights(E, K, N))
+    hidden_states, logits = make_inputs(T, K, E)
+    weights, ids = logits.softmax(-1).topk(TOP_K)
+    given = {"forward_routed": (hidden_states, weights, ids), "to_physical": (weights, ids)}.get(
+        name, (hidden_states, logits)
+    )
+    call = getattr(layer, name)
+    arguments = list(signature(call).parameters)
+    expected = call(*given)
+    for index, argument in enumerate(arguments):
+        for wrong in (None, [[1.0]], given[index].numpy()):
+            with pytest.raises(ValueError, match=f"^{argument} is .*; it must be a tensor"):
+                call(*given[:index], wrong, *given[index + 1 :])
+    if argument == "topk_ids":
+        for dtype in (torch.float32, torch.bool):
+            with pytest.raises(ValueError, match=f"topk_ids is {dtype}; it must be uint8"):
+                call(*given[:-1], ids.to(dtype))
+    else:
+        with pytest.raises(ValueError, match="router_logits has shape"):
+            call(hidden_states, logits[1:])
+    torch.testing.assert_close(call(*given), expected)
 
 
 def test_eplb_state_is_checked() -> None:
