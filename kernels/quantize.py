@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from moe_ep.arguments import check_same_device, check_tensors
+from moe_ep.errors import check_at_least, check_flags
 from moe_ep.kernels.dispatch_rows import row_blocks
 from moe_ep.kernels.triton_kernel import (
     TritonKernel,
@@ -25,6 +27,8 @@ from moe_ep.kernels.triton_kernel import (
 from moe_ep.registry import choose_form
 
 GROUP_SIZE = 128
+ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CODE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
 # The smallest normal f32. A group of zeros has this scale, to avoid a division by zero.
@@ -62,14 +66,20 @@ def quantize_rows(
     Args:
         dtype: of the codes, torch.float8_e4m3fn or torch.int8.
         whole: one scale a row; values are those of `round_rows`.
-        out: where they are written, if rows are longer.
+        out: where they are written, if rows are longer: by a multiple of 4 bytes, as rows are apart.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: rows or an out of another dtype, shape or device, or another dtype of codes.
+        TypeError: whole is neither True nor False.
     """
     check_code_dtype(dtype)
+    check_flags(whole=whole)
+    _check_rows(rows)
+    num_bytes = quantized_row_bytes(rows.size(1), whole)
     if out is None:
-        out = rows.new_empty((rows.size(0), quantized_row_bytes(rows.size(1), whole)), dtype=torch.uint8)
+        out = rows.new_empty((rows.size(0), num_bytes), dtype=torch.uint8)
+    else:
+        _check_out(out, rows, num_bytes)
     return choose_form(quantize_rows_reference, triton_quantize_rows, rows)(rows, out, dtype, whole)
 
 
@@ -79,9 +89,20 @@ def dequantize_rows(
     """Converts the result of quantize_rows back to `[T, K]` of `dtype`; `quantized` may have any strides.
 
     Raises:
-        ValueError: a code_dtype that is neither e4m3 nor int8.
+        ValueError: a code_dtype that is neither e4m3 nor int8, a dtype that rows do not have, rows of another size than
+            quantize_rows gives for hidden_size with a scale for every 128 columns.
+        TypeError: a hidden_size that is no whole number.
     """
     check_code_dtype(code_dtype)
+    check_at_least(1, hidden_size=hidden_size)
+    check_tensors(quantized=quantized)
+    num_bytes = quantized_row_bytes(hidden_size)
+    if quantized.dtype is not torch.uint8 or quantized.dim() != 2 or quantized.size(1) != num_bytes:
+        raise ValueError(
+            f"quantized is {quantized.dtype} {tuple(quantized.shape)}; with hidden_size {hidden_size} it must be "
+            f"torch.uint8 [T, {num_bytes}], as quantize_rows returns it without whole"
+        )
+    _check_row_dtype(dtype)
     rows = quantized.new_empty((quantized.size(0), hidden_size), dtype=dtype)
     return choose_form(dequantize_rows_reference, triton_dequantize_rows, rows)(quantized, rows, code_dtype)
 
@@ -90,15 +111,51 @@ def dequantize_codes(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     """Converts codes `[T, K]` in int8 or e4m3 with f32 scales `[T, ceil(K / 128)]` or `[T, 1]` to `[T, K]` of `dtype`.
 
     Columns must be adjacent; rows may lie anywhere that is a multiple of 4 bytes (`split_rows`).
+
+    Raises:
+        ValueError: codes or scales of another dtype, shape or device, or a dtype that rows do not have.
     """
+    check_tensors(codes=codes, scales=scales)
+    if codes.dim() != 2 or codes.dtype not in CODE_DTYPES:
+        raise ValueError(
+            f"codes is {codes.dtype} {tuple(codes.shape)}; it must be torch.float8_e4m3fn or torch.int8 [T, K]"
+        )
+    check_row_scales(codes, scales, "scales")
+    check_same_device("codes", codes.device, scales=scales)
+    _check_row_dtype(dtype)
     rows = codes.new_empty(codes.shape, dtype=dtype)
     return choose_form(dequantize_codes_reference, triton_dequantize_codes, rows)(codes, scales, rows)
 
 
 def check_code_dtype(dtype: torch.dtype) -> None:
     """Raises ValueError for a dtype that rows are not quantized to."""
-    if dtype not in (torch.float8_e4m3fn, torch.int8):
+    if dtype not in CODE_DTYPES:
         raise ValueError(f"dtype is {dtype}; rows are quantized to torch.float8_e4m3fn or torch.int8")
+
+
+def _check_rows(rows: torch.Tensor) -> None:
+    check_tensors(rows=rows)
+    if rows.dim() != 2 or rows.dtype not in ROW_DTYPES or not rows.size(1):
+        raise ValueError(
+            f"rows is {rows.dtype} {tuple(rows.shape)}; it must be f32, f16 or bf16 [T, K] with K of at least 1"
+        )
+
+
+def _check_row_dtype(dtype: torch.dtype) -> None:
+    if dtype not in ROW_DTYPES:
+        raise ValueError(f"dtype is {dtype}; rows are torch.float32, torch.float16 or torch.bfloat16")
+
+
+def _check_out(out: torch.Tensor, rows: torch.Tensor, num_bytes: int) -> None:
+    check_tensors(out=out)
+    shape, strides = out.shape, out.stride()
+    fits = out.dtype is torch.uint8 and len(shape) == 2 and shape[0] == rows.size(0) and shape[1] >= num_bytes
+    if not fits or shape[1] % 4 or strides[0] % 4 or strides[1] != 1:
+        raise ValueError(
+            f"out is {out.dtype} {tuple(shape)} with strides {strides}; with these rows it must be torch.uint8 "
+            f"[{rows.size(0)}, {num_bytes} or more], a multiple of 4 bytes a row, with adjacent columns"
+        )
+    check_same_device("rows", rows.device, out=out)
 
 
 def split_rows(
@@ -121,13 +178,13 @@ def join_rows(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | Non
     return out
 
 
-def check_row_scales(codes: torch.Tensor, scales: torch.Tensor) -> None:
+def check_row_scales(codes: torch.Tensor, scales: torch.Tensor, name: str = "a1q_scale") -> None:
     """Raises ValueError for scales that do not belong to codes `[..., K]`."""
     *rows, hidden_size = codes.shape
     fit = [(*rows, number) for number in (1, -(-hidden_size // GROUP_SIZE))]
     if tuple(scales.shape) not in fit or scales.dtype != torch.float32:
         raise ValueError(
-            f"a1q_scale is {tuple(scales.shape)} of {scales.dtype} beside rows of {tuple(codes.shape)}; it must be "
+            f"{name} is {tuple(scales.shape)} of {scales.dtype} beside rows of {tuple(codes.shape)}; it must be "
             f"torch.float32 of {fit[0]} (one scale a row) or {fit[1]} (one for every {GROUP_SIZE} columns)"
         )
 
@@ -147,7 +204,14 @@ def round_rows(rows: torch.Tensor, dtype: torch.dtype, group_columns: int = GROU
     the last group has those that remain. Codes are rounded to nearest, ties to even.
 
     Example: int8, row [1, -0.5, 0.25]: scale 1 / 127, codes 127, -64, 32.
+
+    Raises:
+        ValueError: rows of another dtype or shape, another dtype of codes, or group_columns below 1.
+        TypeError: group_columns that are no whole number.
     """
+    check_code_dtype(dtype)
+    check_at_least(1, group_columns=group_columns)
+    _check_rows(rows)
     rows = rows.float()
     num_rows, num_columns = rows.shape
     num_groups = -(-num_columns // group_columns)

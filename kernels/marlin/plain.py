@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from moe_ep.activation import MoEActivation, apply_activation
-from moe_ep.kernels.marlin.repack import PackedWeights, unpack_marlin
+from moe_ep.kernels.marlin.repack import PackedWeights, unpack_experts
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import WeightPair, Weights, group_size_of
 from moe_ep.kernels.reference import compute_rows
@@ -29,7 +29,7 @@ def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.
     parts = (weights.qweight, weights.scales, weights.zeros, weights.g_idx, weights.sort_indices)
     packed = PackedWeights._make(None if part is None else part[expert : expert + 1] for part in parts)
     size = group_size_of(kind, weights.num_columns, weights.scales.size(1)) or kind.group_sizes[0]
-    codes, scales, zeros = unpack_marlin(packed, kind.scalar_type.id, size, gated=weights.gated)
+    codes, scales, zeros = unpack_experts(packed, kind, weights.gated)
     return dequantize(
         CanonicalWeights(
             codes=codes[0],

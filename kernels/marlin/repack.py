@@ -44,7 +44,8 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.arguments import check_tensors
+from moe_ep.arguments import check_same_device, check_tensors
+from moe_ep.errors import check_flags
 from moe_ep.kernels.marlin.types import (
     ACTIVATION_DTYPES,
     WEIGHT_TYPES,
@@ -160,8 +161,10 @@ def pack_marlin(
 
     Raises:
         ValueError: a wrong dtype, shape, type id or group size; zero points missing or not wanted; codes or zero points
-            above the type's maximum, or groups that scales does not have.
+            above the type's maximum, groups that scales does not have, or tensors on several devices.
+        TypeError: gated is neither True nor False.
     """
+    check_flags(gated=gated)
     if input_dtype not in (None, *INPUT_DTYPES, *ACTIVATION_DTYPES):
         raise ValueError(
             f"input_dtype is {input_dtype!r}; it must be None, torch.int8, torch.float8_e4m3fn or the rows' own dtype"
@@ -200,22 +203,22 @@ def unpack_marlin(
 
     Raises:
         ValueError: an unknown type id, a group size that the type does not take, or weights that were not packed so.
+        TypeError: gated is neither True nor False.
     """
+    check_flags(gated=gated)
     kind = weight_type(quant_type_id)
     if not isinstance(packed, PackedWeights):
         raise ValueError(f"packed is a {type(packed).__name__}; it must be what pack_marlin returned")
-    qweight, packed_scales = packed.qweight, packed.scales
-    check_tensors(qweight=qweight, scales=packed_scales)
-    kind = kind.packed_as(qweight)
-    num_rows, num_columns = packed_sizes("packed.qweight", qweight, kind)
-    way_out = f" ({kind.scalar_type}); pass the quant_type_id and gated that it was packed with"
-    check_sizes("packed.qweight", num_rows, num_columns, gated, way_out)
-    groups = check_group_size(kind, group_size, None if packed.g_idx is not None else num_columns)
-    if packed_scales.dim() != 3 or packed_scales.size(2) != num_rows or groups not in (None, packed_scales.size(1)):
-        wanted = (qweight.size(0), "groups" if groups is None else groups, num_rows)
-        raise ValueError(f"packed.scales has shape {tuple(packed_scales.shape)}; group_size asks for {wanted}")
-    check_packed_zeros("packed.zeros", packed.zeros, kind, packed_scales)
-    device = qweight.device
+    _check_packed(packed, kind, group_size, gated)
+    return unpack_experts(packed, kind, gated)
+
+
+def unpack_experts(
+    packed: PackedWeights, kind: WeightType, gated: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """unpack_marlin without checks, and so without waiting for the device; g_idx is not read."""
+    kind, device = kind.packed_as(packed.qweight), packed.qweight.device
+    num_rows, num_columns = packed_sizes("packed.qweight", packed.qweight, kind)
     rows = row_order(num_rows, gated, device)
     back = torch.argsort(rows)
     words, moves = packed.qweight.contiguous().view(torch.int32), bit_order(kind).moves
@@ -325,6 +328,7 @@ def _check(
 ) -> None:
     given = {"zero_points": zero_points, "g_idx": g_idx}
     check_tensors(codes=codes, scales=scales, **{name: each for name, each in given.items() if each is not None})
+    check_same_device("codes", codes.device, scales=scales, **given)
     if codes.dtype != torch.uint8 or codes.dim() != 3:
         raise ValueError(f"codes is {codes.dtype} {tuple(codes.shape)}; it must be uint8 [E, out, in]")
     num_experts, num_rows, num_columns = codes.shape
@@ -351,6 +355,44 @@ def _check(
         least, most = (int(bound) for bound in g_idx.aminmax())
         if least < 0 or most >= scales.size(2):
             raise ValueError(f"g_idx holds {least} to {most}; scales has groups 0 to {scales.size(2) - 1}")
+
+
+def _check_packed(packed: PackedWeights, kind: WeightType, group_size: int, gated: bool) -> None:
+    """Raises ValueError for parts that pack_marlin does not return together."""
+    given = {f"packed.{name}": part for name, part in packed._asdict().items()}
+    required = ("packed.qweight", "packed.scales")
+    check_tensors(**{name: part for name, part in given.items() if part is not None or name in required})
+    qweight, scales, zeros, g_idx, sort_indices = packed
+    check_same_device("packed.qweight", qweight.device, **given)
+    kind = kind.packed_as(qweight)
+    num_rows, num_columns = packed_sizes("packed.qweight", qweight, kind)
+    way_out = f" ({kind.scalar_type}); pass the quant_type_id and gated that it was packed with"
+    check_sizes("packed.qweight", num_rows, num_columns, gated, way_out)
+    groups = check_group_size(kind, group_size, None if g_idx is not None else num_columns)
+    wanted = (qweight.size(0), "groups" if groups is None else groups, num_rows)
+    if scales.dim() != 3 or scales.shape != (wanted[0], groups or scales.size(1), num_rows):
+        raise ValueError(f"packed.scales has shape {tuple(scales.shape)}; qweight and group_size ask for {wanted}")
+    check_packed_zeros("packed.zeros", zeros, kind, scales)
+    if (g_idx is None) != (sort_indices is None):
+        missing, other = ("g_idx", "sort_indices") if g_idx is None else ("sort_indices", "g_idx")
+        raise ValueError(f"packed.{missing} is None beside packed.{other}; pass both as pack_marlin returned them")
+    if g_idx is None or sort_indices is None:
+        return
+    shape = (qweight.size(0), num_columns)
+    for name, part in (("g_idx", g_idx), ("sort_indices", sort_indices)):
+        if part.dtype != torch.int32 or part.shape != shape:
+            raise ValueError(f"packed.{name} is {part.dtype} {tuple(part.shape)}; it must be int32 {shape}")
+    if not g_idx.numel():
+        return
+    least, most = (int(bound) for bound in g_idx.aminmax())
+    if least < 0 or most >= scales.size(1):
+        raise ValueError(f"packed.g_idx holds {least} to {most}; packed.scales has groups 0 to {scales.size(1) - 1}")
+    columns = torch.arange(num_columns, dtype=torch.int32, device=qweight.device)
+    if not bool((sort_indices.sort(dim=1).values == columns).all()):
+        raise ValueError(
+            f"packed.sort_indices holds a row that is no permutation of the columns (0 to {num_columns - 1}); pass "
+            f"what pack_marlin returned"
+        )
 
 
 _BLOCK = 1024

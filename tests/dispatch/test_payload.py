@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +14,8 @@ from moe_ep.dispatch.batched_all_to_all import MessageLayout, open_messages, pac
 from moe_ep.dispatch.payload import expert_positions, ids_for_rank, make_batch_plan, make_send_plan
 from moe_ep.expert_map import determine_expert_map, expert_owner_table
 from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows, weighted_rows
-from moe_ep.kernels.quantize import dequantize_rows, quantize_rows, quantized_row_bytes
+from moe_ep.kernels.quantize import dequantize_codes, dequantize_rows, quantize_rows, quantized_row_bytes, round_rows
+from tests.wrong_tensors import check_refused
 
 OWNERS = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
 IDS = torch.tensor([[0, 1], [2, 0], [-1, 3]], dtype=torch.int32)
@@ -123,6 +127,76 @@ def test_rows_come_back_from_int8(dtype: torch.dtype, hidden_size: int) -> None:
         assert ((found - part).abs() <= step * 0.51 + part.abs() * torch.finfo(dtype).eps).all()
     with pytest.raises(ValueError, match="float16"):
         quantize_rows(rows, torch.float16)
+
+
+ROWS = torch.ones(3, 256)
+CODES, SCALES = torch.ones(3, 256, dtype=torch.int8), torch.ones(3, 2)
+
+
+def quantize_out(out: Any) -> Any:
+    return quantize_rows(ROWS, out=out)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        *(
+            (partial(function, rows, *arguments), "rows")
+            for function, arguments in ((quantize_rows, ()), (round_rows, (torch.int8,)))
+            for rows in (None, ROWS[0], ROWS[None], ROWS.int(), ROWS.double(), ROWS[:, :0], ROWS.tolist())
+        ),
+        *(
+            (partial(quantize_out, out), "out")
+            for out in (
+                [],
+                torch.zeros(3, 264),
+                torch.zeros(264, dtype=torch.uint8),
+                torch.zeros(3, 260, dtype=torch.uint8),
+                torch.zeros(2, 264, dtype=torch.uint8),
+                torch.zeros(3, 265, dtype=torch.uint8),
+                torch.zeros(264, 3, dtype=torch.uint8).T,
+                torch.zeros(3, 264, dtype=torch.uint8, device="meta"),
+            )
+        ),
+        *(
+            (partial(dequantize_rows, quantized, 256, torch.float32), "quantized")
+            for quantized in (
+                None,
+                ROWS,
+                torch.zeros(264, dtype=torch.uint8),
+                torch.zeros(3, 260, dtype=torch.uint8),
+                torch.zeros(3, 272, dtype=torch.uint8),
+            )
+        ),
+        (partial(dequantize_rows, quantize_rows(ROWS), -256, torch.float32), "hidden_size"),
+        (partial(dequantize_rows, quantize_rows(ROWS), 0, torch.float32), "hidden_size"),
+        (partial(dequantize_rows, quantize_rows(ROWS), 128, torch.float32), "quantized"),
+        (partial(dequantize_rows, quantize_rows(ROWS), 256, torch.int32), "dtype"),
+        (partial(dequantize_rows, quantize_rows(ROWS), 256, None), "dtype"),
+        (partial(dequantize_codes, CODES[0], SCALES, torch.float32), "codes"),
+        (partial(dequantize_codes, CODES.int(), SCALES, torch.float32), "codes"),
+        (partial(dequantize_codes, None, SCALES, torch.float32), "codes"),
+        (partial(dequantize_codes, CODES, None, torch.float32), "scales"),
+        (partial(dequantize_codes, CODES, SCALES[:2], torch.float32), "scales"),
+        (partial(dequantize_codes, CODES, SCALES.half(), torch.float32), "scales"),
+        (partial(dequantize_codes, CODES, SCALES.to("meta"), torch.float32), "scales"),
+        (partial(dequantize_codes, CODES, SCALES, torch.int32), "dtype"),
+        (partial(round_rows, ROWS, torch.int8, 0), "group_columns"),
+        (partial(round_rows, ROWS, torch.int8, -1), "group_columns"),
+        (partial(round_rows, ROWS, torch.int32), "dtype"),
+    ],
+)
+def test_rows_that_cannot_be_converted_are_refused(call: Any, named: str) -> None:
+    check_refused(call, {}, named)
+
+
+def test_kinds_of_arguments_of_quantized_rows() -> None:
+    with pytest.raises(TypeError, match="whole is 'false'"):
+        quantize_rows(ROWS, whole="false")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="hidden_size is 256.0"):
+        dequantize_rows(quantize_rows(ROWS), 256.0, torch.float32)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="group_columns is '128'"):
+        round_rows(ROWS, torch.int8, "128")  # type: ignore[arg-type]
 
 
 @st.composite

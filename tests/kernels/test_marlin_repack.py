@@ -209,6 +209,15 @@ def test_scales_and_zero_points_follow_their_rows_in_pairs() -> None:
         ({"quant_type_id": scalar_types.uint4.id}, "zero_points"),
         ({"zero_points": torch.zeros(2, 64, 2, dtype=torch.uint8)}, "zero_points"),
         ({"g_idx": torch.zeros(64, dtype=torch.int32)}, "g_idx"),
+        ({"scales": torch.ones(2, 64, 2, device="meta")}, "scales"),
+        ({"g_idx": torch.zeros(2, 64, dtype=torch.int32, device="meta")}, "g_idx"),
+        (
+            {
+                "quant_type_id": scalar_types.uint4.id,
+                "zero_points": torch.zeros(2, 64, 2, dtype=torch.uint8, device="meta"),
+            },
+            "zero_points",
+        ),
         ({"g_idx": torch.full((2, 64), 2, dtype=torch.int32)}, "g_idx"),
         ({"g_idx": torch.full((2, 64), -1, dtype=torch.int32)}, "g_idx"),
         ({"codes": torch.full((2, 64, 64), 16, dtype=torch.uint8)}, "codes"),
@@ -240,11 +249,60 @@ def test_a_wrong_argument_is_named(change: dict, names: str) -> None:
 FITTING = pack_marlin(torch.zeros(2, 64, 64, dtype=torch.uint8), torch.ones(2, 64, 2), scalar_types.uint4b8.id, 32)
 
 
+def test_gated_is_true_or_false() -> None:
+    codes, scales = torch.zeros(2, 64, 64, dtype=torch.uint8), torch.ones(2, 64, 2)
+    with pytest.raises(TypeError, match="^gated is 'false'; it must be True or False"):
+        pack_marlin(codes, scales, scalar_types.uint4b8.id, 32, gated="false")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^gated is 'false'; it must be True or False"):
+        unpack_marlin(FITTING, scalar_types.uint4b8.id, 32, "false")  # type: ignore[arg-type]
+
+
+ACT_ORDER = pack_marlin(
+    torch.zeros(2, 64, 64, dtype=torch.uint8),
+    torch.ones(2, 64, 2),
+    scalar_types.uint4b8.id,
+    32,
+    g_idx=torch.arange(2, dtype=torch.int32).repeat(2, 32),
+)
+
+
+@pytest.mark.parametrize("name", ["g_idx", "sort_indices"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: None,
+        lambda part: part.tolist(),
+        lambda part: part.long(),
+        lambda part: part[:1],
+        lambda part: part[:, :32],
+        lambda part: part[0],
+        lambda part: part.to("meta"),
+        lambda part: torch.full_like(part, 100),
+        lambda part: torch.full_like(part, -1),
+    ],
+)
+def test_the_columns_that_weights_were_sorted_by_are_as_packed(name: str, change: Any) -> None:
+    wrong = ACT_ORDER._replace(**{name: change(getattr(ACT_ORDER, name))})
+    with pytest.raises(ValueError, match=rf"^packed\.{name} (is|holds) "):
+        unpack_marlin(wrong, scalar_types.uint4b8.id, 32)
+
+
+def test_a_column_twice_is_refused() -> None:
+    assert ACT_ORDER.sort_indices is not None
+    twice = ACT_ORDER.sort_indices.clone()
+    twice[1, 5] = twice[1, 6]
+    with pytest.raises(ValueError, match=r"^packed\.sort_indices holds a row that is no permutation"):
+        unpack_marlin(ACT_ORDER._replace(sort_indices=twice), scalar_types.uint4b8.id, 32)
+
+
 @pytest.mark.parametrize(
     ("packed", "type_id", "group_size", "gated", "named"),
     [
         (FITTING._replace(qweight=FITTING.qweight.float()), scalar_types.uint4b8.id, 32, False, "packed.qweight"),
         (FITTING._replace(scales=FITTING.scales[:, :1]), scalar_types.uint4b8.id, 32, False, "packed.scales"),
+        (FITTING._replace(scales=FITTING.scales[:1]), scalar_types.uint4b8.id, 32, False, "packed.scales"),
+        (FITTING._replace(scales=FITTING.scales.to("meta")), scalar_types.uint4b8.id, 32, False, "packed.scales"),
+        (FITTING._replace(qweight=None), scalar_types.float4_e2m1f.id, 32, False, "packed.qweight"),
         (FITTING, scalar_types.uint4b8.id, -1, False, "packed.scales"),
         (FITTING, scalar_types.uint8b128.id, 32, True, "packed.qweight"),
         (FITTING, scalar_types.uint4.id, 32, False, "packed.zeros"),
