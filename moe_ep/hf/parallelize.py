@@ -347,14 +347,23 @@ def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoord
     steps.add(layer)
 
 
-def _top_k(model: Any) -> int:
-    config = model.config.get_text_config()
+def configured_top_k(model: Any) -> int | None:
+    """Experts per token by the model's config; None where it has no one number, and for a wrapper without a config."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in TOP_K_NAMES:
         found = getattr(config, name, None)
         # Hunyuan has one for each layer.
         numbers = set(found) if isinstance(found, list) else {found}
         if len(numbers) == 1 and isinstance(number := numbers.pop(), int):
             return number
+    return None
+
+
+def _top_k(model: Any) -> int:
+    if (found := configured_top_k(model)) is not None:
+        return found
+    config = model.config.get_text_config()
     raise ConfigError(
         f"the {type(config).__name__} of the model has one number in none of {', '.join(TOP_K_NAMES)}; set one of them"
     )

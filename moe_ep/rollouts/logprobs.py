@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from moe_ep.errors import check_flags
 from moe_ep.generation.decoder import batch_invariant_passes
 from moe_ep.generation.engine import check_token_ids
 from moe_ep.generation.prompts import packed_prompts
@@ -41,14 +42,22 @@ def token_logprobs(
     Raises:
         ValueError: texts that are none, or routing of other texts.
         ConfigError: a model that cannot keep batch_invariant.
+        TypeError: batch_invariant is neither True nor False.
     """
+    check_flags(batch_invariant=batch_invariant)
+    texts = _listed("texts", texts)
+    if not texts:
+        raise ValueError("texts is empty; it must have at least one text")
     vocabulary = model.get_input_embeddings().weight.size(0)
     for number, text in enumerate(texts):
         check_token_ids(f"texts[{number}]", text, vocabulary)
         if text.numel() < 2:
             raise ValueError(f"texts[{number}] has {text.numel()} tokens; it must have at least 2")
+    # An embedding takes no ids of 8 or 16 bits.
+    texts = [text.long() for text in texts]
     ids = None
     if routing is not None:
+        routing = _listed("routing", routing)
         check_routing_of_texts(routing, [text.numel() for text in texts])
         ids = [torch.as_tensor(each)[: text.numel() - 1] for each, text in zip(routing, texts, strict=True)]
     forward = _invariant_logits if batch_invariant else _padded_logits
@@ -59,6 +68,13 @@ def token_logprobs(
         values = torch.cat([part.log_softmax(dim=-1) for part in parts])
         found.append(values.gather(-1, text[1:, None].to(values.device)).squeeze(-1))
     return found
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """ValueError for what cannot be one value for each text."""
+    if not isinstance(values, Iterable) or isinstance(values, Mapping) or getattr(values, "ndim", 1) == 0:
+        raise ValueError(f"{name} is a {type(values).__name__}; it must be a list of tensors, one for each text")
+    return list(values)
 
 
 def _padded_logits(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from moe_ep.errors import ConfigError, check_at_least
+from moe_ep.errors import ConfigError, check_at_least, check_flags
 from moe_ep.layer.fused_moe import FusedMoE
 from moe_ep.routing.router import ChoiceLog, PrecomputedRouter, Routed, Router, WrappingRouter, known_choices
 
@@ -41,7 +41,10 @@ class Choices(NamedTuple):
 def layers_of(model: Any) -> list[FusedMoE]:
     """The MoE layers of a model, a stack, a layer or a list of layers, in order; ValueError where there are none."""
     parts = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
-    found = [layer for part in parts for layer in part.modules() if isinstance(layer, FusedMoE)]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    found = [layer for part in modules for layer in part.modules() if isinstance(layer, FusedMoE)]
+    if found and (others := [type(part).__name__ for part in parts if not isinstance(part, nn.Module)]):
+        raise ValueError(f"model holds a {others[0]} beside layers; pass layers alone")
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} without layers of moe_ep; pass a FusedMoE, a MoEStack or what "
@@ -72,6 +75,7 @@ class RoutingLog:
     @torch.inference_mode(False)  # passes write in any mode
     def __init__(self, layers: Sequence[FusedMoE], max_tokens: int = MAX_TOKENS, *, weights: bool = False) -> None:
         check_at_least(1, max_tokens=max_tokens)
+        check_flags(weights=weights)
         forms = {(layer.top_k, layer.expert_weights()[0].device) for layer in layers}
         self.num_columns = [num_columns(layer) for layer in layers]
         if len(forms) > 1 or max(self.num_columns) > torch.iinfo(torch.int16).max:
@@ -200,6 +204,7 @@ def recording(model: Any, max_tokens: int = MAX_TOKENS, *, weights: bool = False
 
     Raises:
         ValueError: nothing that has layers, or layers that cannot be recorded together.
+        TypeError: weights is neither True nor False.
     """
     layers = layers_of(model)
     log = RoutingLog(layers, max_tokens, weights=weights)

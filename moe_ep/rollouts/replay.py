@@ -21,13 +21,17 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from moe_ep.arguments import check_integers
+from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_integers, check_tensors
 from moe_ep.errors import ConfigError
 from moe_ep.hf.experts import decoder_layer_of, find_experts
+from moe_ep.hf.parallelize import configured_top_k
 from moe_ep.hf.routed_experts import RoutedExperts
 from moe_ep.layer.fused_moe import FusedMoE
 from moe_ep.rollouts.recording import layers_of, num_columns, wrapped_routers
 from moe_ep.routing.router import Router, WrappingRouter
+
+# As both torch and numpy call them.
+_INTEGERS = {str(dtype).removeprefix("torch.") for dtype in INTEGERS}
 
 
 class RecordedChoices:
@@ -37,23 +41,36 @@ class RecordedChoices:
         ids: integer `[..., layers, top_k]`, of tokens in the order of the passes; -1 for none.
         weights: float of the same shape, or None.
         columns: the ids that each layer's router can choose.
+        top_ks: how many it chooses for a token; None where that is unknown.
 
     Raises:
-        ValueError: other shapes or dtypes, or ids that a layer does not have.
+        ValueError: what is no tensor, other shapes or dtypes, or ids that a layer does not have.
     """
 
-    def __init__(self, ids: torch.Tensor, weights: torch.Tensor | None, columns: Sequence[int]) -> None:
+    def __init__(
+        self, ids: torch.Tensor, weights: torch.Tensor | None, columns: Sequence[int], top_ks: Sequence[int | None]
+    ) -> None:
+        check_tensors(ids=ids)
+        if weights is not None:
+            check_tensors(weights=weights)
         check_integers(ids=ids)
         if ids.dim() < 3 or ids.size(-2) != len(columns):
             raise ValueError(
-                f"ids has shape {tuple(ids.shape)}; it must be (tokens, layers, top_k) with {len(columns)}"
+                f"ids has shape {tuple(ids.shape)}; it must be (tokens, layers, top_k) with {len(columns)} layers"
             )
+        for layer, top_k in enumerate(top_ks):
+            if top_k is not None:
+                check_top_k(ids.size(-1), f"the router of layer {layer}", top_k)
         if weights is not None and (weights.shape != ids.shape or not weights.is_floating_point()):
             raise ValueError(f"weights is {weights.dtype} {tuple(weights.shape)}; it must be floats {tuple(ids.shape)}")
         flat = ids.flatten(0, -3)
         for layer, most in enumerate(columns):
-            if flat.numel() and not -1 <= int(flat[:, layer].min()) <= int(flat[:, layer].max()) < most:
-                raise ValueError(f"ids has expert {int(flat[:, layer].max())} in layer {layer}, which has {most}")
+            if not flat.numel():
+                break
+            least, largest = (int(bound) for bound in flat[:, layer].aminmax())
+            if not -1 <= least <= largest < most:
+                wrong = largest if largest >= most else least
+                raise ValueError(f"ids has expert {wrong} in layer {layer}, which has {most}; -1 is none")
         self._ids, self._weights = flat.long(), None if weights is None else weights.flatten(0, -3).float()
         self.num_taken = [0] * len(columns)
 
@@ -73,6 +90,14 @@ class RecordedChoices:
         rows = slice(first, first + num_tokens)
         weights = None if self._weights is None else self._weights[rows, layer].to(device)
         return self._ids[rows, layer].to(device), weights
+
+
+def check_top_k(recorded: int, router: str, top_k: int) -> None:
+    """Raises ValueError for recorded choices of another number than a router makes."""
+    if recorded != top_k:
+        raise ValueError(
+            f"ids has {recorded} experts for a token and {router} chooses {top_k}; pass what was recorded of this model"
+        )
 
 
 class ReplayRouter(WrappingRouter):
@@ -108,12 +133,14 @@ def replaying(model: Any, ids: Any, weights: Any = None) -> Iterator[None]:
     ids, weights = (torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in (ids, weights))
     layers = _layers_of_moe_ep(model)
     if layers:
-        recorded = RecordedChoices(ids, weights, [num_columns(layer) for layer in layers])
+        columns, top_ks = [num_columns(layer) for layer in layers], [layer.top_k for layer in layers]
+        recorded = RecordedChoices(ids, weights, columns, top_ks)
         with wrapped_routers(layers, [partial(ReplayRouter, recorded=recorded, layer=i) for i in range(len(layers))]):
             yield
         return
     modules = _experts_of_transformers(model)
-    recorded = RecordedChoices(ids, weights, [size for _, _, size in modules])
+    chosen = [part.top_k if isinstance(part, RoutedExperts) else configured_top_k(model) for _, part, _ in modules]
+    recorded = RecordedChoices(ids, weights, [size for _, _, size in modules], chosen)
     with contextlib.ExitStack() as stack:
         topk = None if weights is not None else stack.enter_context(_ReplayedTopK(recorded))
         for layer, (name, module, size) in enumerate(modules):
@@ -129,7 +156,21 @@ def replaying(model: Any, ids: Any, weights: Any = None) -> Iterator[None]:
 
 
 def check_routing_of_texts(routing: Sequence[Any], lengths: Sequence[int]) -> None:
-    """ValueError unless there are recorded ids `[tokens, ...]` of each text, of all its tokens or all but the last."""
+    """ValueError unless there are recorded ids `[tokens, layers, top_k]` of each text, of all its tokens or all but the
+    last."""
+    for number, ids in enumerate(routing):
+        is_array = isinstance(ids, (torch.Tensor, np.ndarray))
+        if not is_array or ids.ndim != 3 or str(ids.dtype).removeprefix("torch.") not in _INTEGERS:
+            what = f"{ids.dtype} {tuple(ids.shape)}" if is_array else f"a {type(ids).__name__}"
+            raise ValueError(
+                f"routing[{number}] is {what}; it must be ids [tokens, layers, top_k] of {INTEGER_NAMES}, a tensor or "
+                f"an array of numpy"
+            )
+    if len(forms := {tuple(ids.shape[1:]) for ids in routing}) > 1:
+        raise ValueError(
+            f"routing has texts of (layers, top_k) {' and '.join(map(str, sorted(forms)))}; pass what was recorded of "
+            f"one model"
+        )
     rows = [len(ids) for ids in routing]
     if len(rows) != len(lengths) or any(size - row not in (0, 1) for row, size in zip(rows, lengths, strict=True)):
         raise ValueError(
@@ -172,16 +213,21 @@ class _ReplayedTopK(TorchFunctionMode):
         self._recorded = recorded
         # The layer under way and the ids that its router can choose, until that has chosen.
         self._due: tuple[int, int] | None = None
+        # How many of these it has chosen, where that is another number than recorded.
+        self._other_top_k: int | None = None
 
     def begin(self, layer: int, num_columns: int, *_: Any) -> None:
-        self._due = layer, num_columns
+        self._due, self._other_top_k = (layer, num_columns), None
 
     def end(self, *_: Any) -> None:
         self._due = None
 
     def check_replayed(self, name: str, module: nn.Module, args: Any) -> None:
-        """ConfigError where a layer's experts are called, and its router took none of the recording."""
+        """Raises where a layer's experts are called, and its router took none of the recording: ValueError if it
+        chooses another number of experts, and otherwise ConfigError."""
         if self._due is not None and args[0].numel():
+            if self._other_top_k is not None:
+                check_top_k(self._recorded.top_k, f"the router of {name}", self._other_top_k)
             raise ConfigError(
                 f"the router of {name} does not choose by torch.topk over its experts, so what it would give to the "
                 f"recorded ones is unknown; record its weights and pass them too"
@@ -193,7 +239,10 @@ class _ReplayedTopK(TorchFunctionMode):
             return found
         scores, (layer, num_columns) = args[0] if args else kwargs["input"], self._due
         # Groups of experts are chosen among `[T, groups, E / groups]`.
-        if scores.dim() > 2 or scores.size(-1) != num_columns or found.indices.size(-1) != self._recorded.top_k:
+        if scores.dim() > 2 or scores.size(-1) != num_columns:
+            return found
+        if found.indices.size(-1) != self._recorded.top_k:
+            self._other_top_k = found.indices.size(-1)
             return found
         self._due = None
         ids, _ = self._recorded.next(layer, scores.numel() // num_columns, scores.device)
@@ -205,6 +254,7 @@ class _ReplayedTopK(TorchFunctionMode):
 def _replace_choice(recorded: RecordedChoices, layer: int, module: nn.Module, args: Any) -> Any:
     """The arguments of an experts module, with recorded experts and weights."""
     hidden_states, own_ids, own_weights, *rest = args
+    check_top_k(recorded.top_k, f"the router of layer {layer}", own_ids.size(-1))
     ids, weights = recorded.next(layer, own_ids.numel() // own_ids.size(-1), own_ids.device)
     if weights is None:
         raise RuntimeError("a recording without weights replaces no weights")

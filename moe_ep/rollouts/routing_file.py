@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
+from moe_ep.errors import check_flags
 from moe_ep.files import replacing
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ Array = npt.NDArray[Any]
 _FORMAT = "moe_ep routed experts 1"
 _NONE = 255
 _WEIGHTS = ".weights"
+# As many experts as int16 ids can name.
+_MOST_EXPERTS = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,24 +91,31 @@ class RoutingFile:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"its format is {metadata.get('format')!r} and must be {_FORMAT!r}")
-            ids = {int(name): _loaded(name, each) for name, each in tensors.items() if not name.endswith(_WEIGHTS)}
-            weights = {
-                int(name.removesuffix(_WEIGHTS)): each for name, each in tensors.items() if name.endswith(_WEIGHTS)
-            }
+            num_experts = _count(metadata, "num_experts", 1, _MOST_EXPERTS)
+            num_identities = _count(metadata, "num_identities", 0, num_experts) if "num_identities" in metadata else 0
+            ids, weights = {}, {}
+            for name, each in tensors.items():
+                if name.endswith(_WEIGHTS):
+                    weights[_prompt(name.removesuffix(_WEIGHTS))] = _loaded_weights(name, each)
+                else:
+                    ids[_prompt(name)] = _loaded(name, each, num_experts)
             if any(index not in ids or ids[index].shape != each.shape for index, each in weights.items()):
                 raise ValueError("it has weights of other shapes than the choices")
             if len({each.shape[1:] for each in ids.values()}) > 1:
                 raise ValueError("its prompts differ in layers or top_k")
-            num_ranks = metadata.get("num_ranks")
             return cls(
                 ids=dict(sorted(ids.items())),
                 weights=dict(sorted(weights.items())),
-                num_experts=int(metadata["num_experts"]),
+                num_experts=num_experts,
                 model=metadata["model"],
-                num_identities=int(metadata.get("num_identities", 0)),
-                num_ranks=None if num_ranks is None else int(num_ranks),
+                num_identities=num_identities,
+                num_ranks=_count(metadata, "num_ranks", 1) if "num_ranks" in metadata else None,
             )
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        except KeyError as error:
+            raise ValueError(
+                f"{path} is no file of recorded routing: it has no {error}; record one with moe-ep"
+            ) from None
+        except (SafetensorError, ValueError, TypeError) as error:
             raise ValueError(f"{path} is no file of recorded routing: {error}; record one with moe-ep") from None
 
 
@@ -115,11 +125,40 @@ def _stored(ids: Array) -> Array:
     return np.ascontiguousarray(ids, np.int16)
 
 
-def _loaded(name: str, stored: Array) -> Array:
+def _loaded(name: str, stored: Array, num_experts: int) -> Array:
     if stored.ndim != 3 or stored.dtype not in (np.uint8, np.int16):
         raise ValueError(f"tensor {name} is {stored.dtype} {list(stored.shape)} and no choices")
     ids = stored.astype(np.int16)
-    return np.where(ids == _NONE, np.int16(-1), ids) if stored.dtype == np.uint8 else ids
+    if stored.dtype == np.uint8:
+        ids = np.where(ids == _NONE, np.int16(-1), ids)
+    if ids.size and not -1 <= ids.min() <= ids.max() < num_experts:
+        raise ValueError(
+            f"tensor {name} has ids from {ids.min()} to {ids.max()}, which must be at least -1 and below num_experts "
+            f"({num_experts})"
+        )
+    return ids
+
+
+def _loaded_weights(name: str, stored: Array) -> Array:
+    if stored.dtype != np.float32:
+        raise ValueError(f"tensor {name} is {stored.dtype} and weights are float32")
+    return stored
+
+
+def _prompt(name: str) -> int:
+    """The prompt of a tensor's name; two names cannot mean the same one."""
+    if not name.isdecimal() or str(int(name)) != name:
+        raise ValueError(f"tensor {name!r} is not named by a prompt, 0, 1, 2, ...")
+    return int(name)
+
+
+def _count(metadata: Mapping[str, str], key: str, least: int, most: int | None = None) -> int:
+    text = metadata[key]
+    number = int(text) if text.isdecimal() else -1
+    if number < least or (most is not None and number > most):
+        up_to = "" if most is None else f" and at most {most}"
+        raise ValueError(f"{key} is {text!r}, which must be a whole number of at least {least}{up_to}")
+    return number
 
 
 @overload
@@ -145,9 +184,11 @@ def read_routed_experts(path: str | os.PathLike[str], with_weights: bool = False
     Raises:
         ValueError: another file, a damaged one, or one without the weights that are asked for.
         FileNotFoundError: there is none.
+        TypeError: with_weights is neither True nor False.
     """
     import torch
 
+    check_flags(with_weights=with_weights)
     file = RoutingFile.load(path)
     if not with_weights:
         return {index: torch.from_numpy(ids) for index, ids in file.ids.items()}

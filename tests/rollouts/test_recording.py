@@ -134,6 +134,11 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         log.choices()
     with pytest.raises(ValueError, match="Linear"):
         layers_of(torch.nn.Linear(2, 2))
+    for wrong, named in (("x", "str"), ([None], "list"), ([layer, None], "NoneType"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=f"^model (is|holds) a {named}"):
+            layers_of(wrong)
+    with pytest.raises(TypeError, match="weights is 'false'"), moe_ep.recording(layer, weights="false"):
+        pass
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(255, "uint8"), (256, "int16")])
@@ -158,3 +163,51 @@ def test_a_file_gives_back_what_was_recorded(tmp_path: Path, num_experts: int, d
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"routing.safetensors is no file of recorded routing"):
             moe_ep.read_routed_experts(file)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "named"),
+    [
+        ({"0": np.uint8([[[0, 200]]])}, {}, "0 has ids from 0 to 200"),
+        ({"0": np.int16([[[0, -7]]])}, {}, "0 has ids from -7 to 0"),
+        ({"0": np.int16([[[0, 4]]])}, {}, "0 has ids from 0 to 4"),
+        ({"0": np.int32([[[0, 1]]])}, {}, "0 is int32"),
+        ({"0.weights": np.int32([[[0, 1]]])}, {}, r"0\.weights is int32"),
+        ({"0.weights": np.float64([[[0, 1]]])}, {}, r"0\.weights is float64"),
+        ({"-1": np.uint8([[[0, 1]]])}, {}, "'-1'"),
+        ({"1_0": np.uint8([[[0, 1]]])}, {}, "'1_0'"),
+        ({"00": np.uint8([[[0, 1]]])}, {}, "'00'"),
+        ({" 1": np.uint8([[[0, 1]]])}, {}, "' 1'"),
+        ({"00.weights": np.float32([[[0, 1]]])}, {}, "'00'"),
+        ({}, {"num_experts": "-5"}, "num_experts is '-5'"),
+        ({}, {"num_experts": "0"}, "num_experts is '0'"),
+        ({}, {"num_experts": "99999999999"}, "num_experts is '99999999999'"),
+        ({}, {"num_experts": "four"}, "num_experts is 'four'"),
+        ({}, {"num_experts": None}, "no 'num_experts'"),
+        ({}, {"num_identities": "99"}, "num_identities is '99'"),
+        ({}, {"num_identities": "-1"}, "num_identities is '-1'"),
+        ({}, {"num_ranks": "0"}, "num_ranks is '0'"),
+        ({}, {"model": None}, "no 'model'"),
+    ],
+)
+def test_a_file_of_damaged_content_is_refused(
+    tmp_path: Path, tensors: dict[str, Any], metadata: dict[str, str | None], named: str
+) -> None:
+    from safetensors.numpy import save_file
+
+    file = tmp_path / "routing.safetensors"
+    whole = {"0": np.uint8([[[0, 255]]]), "10": np.int16([[[3, -1]]]), "0.weights": np.float32([[[0.5, 0]]])}
+    given = {"format": "moe_ep routed experts 1", "num_experts": "4", "num_identities": "1", "model": "tiny"}
+    save_file(whole, file, given)
+    assert {index: ids.tolist() for index, ids in moe_ep.read_routed_experts(file).items()} == {
+        0: [[[0, -1]]],
+        10: [[[3, -1]]],
+    }
+    save_file(whole | tensors, file, {key: value for key, value in (given | metadata).items() if value is not None})
+    with pytest.raises(ValueError, match=f"^.*routing.safetensors is no file of recorded routing: .*{named}"):
+        moe_ep.read_routed_experts(file)
+
+
+def test_weights_of_a_file_are_asked_for_by_true_or_false(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="with_weights is 'false'; it must be True or False"):
+        moe_ep.read_routed_experts(tmp_path / "none", with_weights="false")  # type: ignore[call-overload]

@@ -73,8 +73,26 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong, named in ((ids.float(), "ids"), (ids[:, 0], "ids"), (ids + E, f"which has {E}")):
         with pytest.raises(ValueError, match=named), moe_ep.replaying(layer, wrong):
             pass
+    with pytest.raises(ValueError, match="ids has expert -2"), moe_ep.replaying(layer, torch.full_like(ids, -2)):
+        pass
     with pytest.raises(ValueError, match="weights"), moe_ep.replaying(layer, ids, ids):
         pass
+    for wrong, weights, named in ((None, None, "ids is None"), (ids.tolist(), None, "ids is a list")):
+        with pytest.raises(ValueError, match=named), moe_ep.replaying(layer, wrong, weights):
+            pass
+    with pytest.raises(ValueError, match="weights is a list"), moe_ep.replaying(layer, ids, ids.tolist()):
+        pass
+    for top_k in (TOP_K - 1, TOP_K + 1):
+        others = other_ids(T, 1, E, top_k)
+        for weights in (None, torch.ones(others.shape)):
+            with (
+                pytest.raises(ValueError, match=f"ids has {top_k} experts .* layer 0 chooses {TOP_K};"),
+                moe_ep.replaying(layer, others, weights),
+            ):
+                pass
+    for model, named in (("x", "str"), ([None], "list"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=f"model is a {named}"), moe_ep.replaying(model, ids):
+            pass
     with pytest.raises(ValueError, match="Linear"), moe_ep.replaying(torch.nn.Linear(2, 2), ids):
         pass
     routed = load(make_layer(router=PrecomputedRouter(E, TOP_K)), make_weights(E, K, N))
@@ -145,6 +163,45 @@ def test_a_router_that_chooses_in_another_way_is_refused() -> None:
     with torch.no_grad(), moe_ep.replaying(model, ids), pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts"):
         model(input_ids=tokens(1, 4))
     with torch.no_grad(), moe_ep.replaying(model, ids, torch.full(ids.shape, 0.5)):
+        model(input_ids=tokens(1, 4))
+
+
+@pytest.mark.parametrize("parallelized", [False, True])
+def test_another_number_of_experts_than_a_model_chooses_is_refused(parallelized: bool) -> None:
+    model = make_model("Qwen3Moe")
+    if parallelized:
+        model = moe_ep.parallelize(model)
+    for top_k in (1, 3):
+        ids = other_ids(4, 2, 7, top_k)
+        for weights in (None, torch.ones(ids.shape)):
+            with (
+                pytest.raises(ValueError, match=f"ids has {top_k} experts .* layer 0 chooses 2;"),
+                moe_ep.replaying(model, ids, weights),
+            ):
+                pass
+
+
+class Wrapper(torch.nn.Module):
+    """A model in another module, as of torch's DistributedDataParallel, without its config."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+
+def test_a_number_of_experts_that_no_config_tells_is_compared_in_the_pass() -> None:
+    model, ids = Wrapper(make_model("Qwen3Moe")), other_ids(4, 2, 7, 3)
+    for weights in (None, torch.ones(ids.shape)):
+        with (
+            torch.no_grad(),
+            moe_ep.replaying(model, ids, weights),
+            pytest.raises(ValueError, match=r"ids has 3 experts .* chooses 2;"),
+        ):
+            model(input_ids=tokens(1, 4))
+    with torch.no_grad(), moe_ep.replaying(model, ids[..., :2]):
         model(input_ids=tokens(1, 4))
 
 

@@ -71,8 +71,34 @@ def test_texts_and_routing_that_do_not_fit_are_refused() -> None:
         ([text[:1]], None, r"texts\[0\]"),
         ([text], [ids[:1]], "routing"),
         ([text], [], "routing"),
+        ([], None, "texts is empty"),
+        (None, None, "texts is a NoneType"),
+        (3, None, "texts is a int"),
+        ({0: text}, None, "texts is a dict"),
+        ([text], {0: ids}, "routing is a dict"),
+        ([text], 3, "routing is a int"),
+        ([text, text], [None, None], r"routing\[0\] is a NoneType"),
+        ([text], [ids[0, 0]], r"routing\[0\] is torch.int16 \(2,\)"),
+        ([text], [ids.numpy()[0, 0]], r"routing\[0\] is int16 \(2,\)"),
+        ([text], [ids.float()], r"routing\[0\] is torch.float32"),
+        ([text], [ids.numpy().astype(object)], r"routing\[0\] is object"),
+        ([text, text], [ids, ids[..., :1]], r"routing has texts of .* \(2, 1\) and \(2, 2\)"),
+        ([text], [ids[..., :1]], "ids has 1 experts"),
     ):
         with pytest.raises(ValueError, match=named):
             moe_ep.token_logprobs(model, texts, routing)
     with pytest.raises(ConfigError, match="Qwen3Next"):
         moe_ep.token_logprobs(make_model("Qwen3Next"), [text], batch_invariant=True)
+    with pytest.raises(TypeError, match="batch_invariant is 'false'"):
+        moe_ep.token_logprobs(model, [text], batch_invariant="false")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_token_ids_may_be_of_any_integers(batch_invariant: bool) -> None:
+    model, texts = make_model("Qwen3Moe"), [torch.tensor([3, 4, 5]), torch.tensor([7, 2, 9, 1])]
+    with torch.no_grad():
+        expected = moe_ep.token_logprobs(model, texts, batch_invariant=batch_invariant)
+        for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
+            given = (text.to(dtype) for text in texts)
+            found = moe_ep.token_logprobs(model, given, batch_invariant=batch_invariant)  # type: ignore[arg-type]
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
