@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ep.arguments import as_int32, check_expert_map, check_integers, check_same_device, check_tensors
-from moe_ep.errors import check_at_least
+from moe_ep.errors import check_at_least, check_flags
 from moe_ep.kernels import jit
 from moe_ep.kernels.triton_kernel import (
     TritonKernel,
@@ -65,6 +65,7 @@ def moe_align_block_size(
             integers.
     """
     check_at_least(1, block_size=block_size, num_experts=num_experts)
+    check_flags(pad_sorted_ids=pad_sorted_ids, ignore_invalid_experts=ignore_invalid_experts)
     check_tensors(topk_ids=topk_ids)
     check_integers(topk_ids=topk_ids)
     if expert_map is not None:

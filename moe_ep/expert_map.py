@@ -13,7 +13,7 @@ import torch
 
 from moe_ep.arguments import check_expert_map
 from moe_ep.config import EXPERT_PLACEMENT_STRATEGIES, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.errors import check_at_least, check_below, one_of
+from moe_ep.errors import check_at_least, check_below, check_flags, one_of
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 # Regardless of the default device: on meta these tensors would have no values.
@@ -50,6 +50,7 @@ def determine_expert_map(
     Raises:
         ValueError: a size that is not positive, a rank outside [0, ep_size), an unknown strategy.
     """
+    check_flags(return_expert_mask=return_expert_mask)
     E = global_num_experts
     owners = expert_owner_table(ep_size, E, expert_placement_strategy, num_fused_shared_experts, ep_rank)
     if ep_size == 1:

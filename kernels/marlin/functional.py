@@ -15,7 +15,7 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_tensors
-from moe_ep.errors import check_router_weight_on_input
+from moe_ep.errors import check_flags, check_router_weight_on_input
 from moe_ep.kernels.marlin.checks import (
     PARTS,
     batched_shape,
@@ -98,7 +98,9 @@ def batched_fused_marlin_moe(
 
     Raises:
         ValueError: a wrong dtype, shape, type id or group size, or something missing; nothing was launched.
+        TypeError: a flag that is neither True nor False; nothing was launched.
     """
+    check_flags(apply_router_weight_on_input=apply_router_weight_on_input, is_k_full=is_k_full, inplace=inplace)
     if apply_router_weight_on_input:
         raise ValueError(
             "apply_router_weight_on_input is True; batched rows come without weights, apply them before dispatch"
@@ -194,7 +196,9 @@ def fused_marlin_moe(
 
     Raises:
         ValueError: a wrong dtype, shape, type id or group size, or something missing; nothing was launched.
+        TypeError: a flag that is neither True nor False; nothing was launched.
     """
+    check_flags(apply_router_weight_on_input=apply_router_weight_on_input, is_k_full=is_k_full, inplace=inplace)
     check_tensors(hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids)
     act = MoEActivation.parse(activation)
     for which, scale in enumerate((input_global_scale1, input_global_scale2), start=1):

@@ -80,6 +80,16 @@ def not_negative(config: Config, key: str) -> float:
     return value
 
 
+def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """True or false; the default where the key is missing or null; CheckpointError for any other value."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise unexpected(key, "true or false", value)
+    return value
+
+
 def one_known(key: str, value: object, known: Mapping[str, V]) -> V:
     """The entry of `known` that the value names; CheckpointError with the known names for any other value."""
     if not isinstance(value, str) or value not in known:

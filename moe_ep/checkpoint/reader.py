@@ -23,7 +23,7 @@ import torch
 
 from moe_ep.checkpoint.finite import check_finite, read_checked
 from moe_ep.checkpoint.formats import ModelQuantization, quantization_config, with_settings_beside
-from moe_ep.errors import CheckpointError
+from moe_ep.errors import CheckpointError, check_flags
 from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded
 
 DTYPES = {
@@ -369,12 +369,14 @@ class CheckpointReader:
     Raises:
         CheckpointError: no such directory, no safetensors in it, JSON or header that does not parse, a shard that is
             missing or truncated, a tensor that is in another shard than the index says.
+        TypeError: allow_nonfinite is neither True nor False.
     """
 
     # Whether tensors are read without threads that compete with those that copy them.
     in_memory = False
 
     def __init__(self, directory: str | os.PathLike[str], allow_nonfinite: bool = False) -> None:
+        check_flags(allow_nonfinite=allow_nonfinite)
         self.directory = Path(directory)
         self.allow_nonfinite = allow_nonfinite
         if not self.directory.is_dir():

@@ -24,7 +24,7 @@ from moe_ep.eplb.policy.maps import (
 from moe_ep.eplb.policy.problem import Problem, check_objective, objective_window
 from moe_ep.eplb.policy.refine import refine_plan
 from moe_ep.eplb.policy.relabel import groups_apart, renumber_like
-from moe_ep.errors import check_not_negative
+from moe_ep.errors import check_flags, check_not_negative
 from moe_ep.registry import EPLB_POLICIES
 
 ArrayLike = torch.Tensor | Array
@@ -97,6 +97,7 @@ def rebalance_experts(
             finite, thresholds below zero.
     """
     EPLB_POLICIES.check(policy)
+    check_flags(refine=refine)
     check_not_negative(rebalance_below=rebalance_below, min_gain=min_gain, move_cost=move_cost)
     loads = _numbers("weight", weight).astype(np.float64, copy=False)
     steps = None if window is None else _check_window(_numbers("window", window), loads)

@@ -29,7 +29,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed.membership import Membership
 from moe_ep.distributed.process_groups import check_member, is_initialized
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.errors import ConfigError, check_whole, missing_extra, one_of
+from moe_ep.errors import ConfigError, check_flags, check_whole, missing_extra, one_of
 from moe_ep.hf.experts import ExpertsShape, check_not_wrapped, check_one_in_a_layer, experts_shape, find_experts
 from moe_ep.hf.parallelized import make_parallelized, steps_of
 from moe_ep.hf.routed_experts import PREFILL_MAX_NUM_TOKENS, RoutedExperts, load_shard, make_routed_experts
@@ -120,6 +120,7 @@ def parallelize(
         ValueError: sizes that are not divisible, unknown names.
     """
     ALL2ALL_BACKENDS.check(backend, also=("auto",))
+    check_flags(allow_nonfinite=allow_nonfinite)
     if not isinstance(eplb, (EplbConfig, bool, NoneType)):
         raise TypeError(f"eplb is {eplb!r}; it must be an EplbConfig, True, False or None")
     if isinstance(dtype, torch.dtype) and dtype not in FLOATS:

@@ -18,7 +18,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_local_experts, check_no_gradients, check_tensors
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.distributed.process_groups import check_member
-from moe_ep.errors import ConfigError, check_router_weight_on_input
+from moe_ep.errors import ConfigError, check_flags, check_router_weight_on_input
 from moe_ep.modular_kernel.adapters import as_dispatcher, as_experts, check_backend
 from moe_ep.modular_kernel.choice import choose_backend
 from moe_ep.modular_kernel.contracts import (
@@ -151,9 +151,11 @@ class FusedMoEModularKernel(nn.Module):
         Raises:
             ValueError: more ids than w1 has experts, and no expert_map; a map on the host that names other experts than
                 w1 has.
+            TypeError: inplace or apply_router_weight_on_input is neither True nor False.
             RuntimeError: hidden_states or topk_weights requires a gradient, and gradients are enabled.
         """
         try:
+            check_flags(inplace=inplace, apply_router_weight_on_input=apply_router_weight_on_input)
             check_tensors(hidden_states=hidden_states, w1=w1, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids)
             check_no_gradients("the experts of the modular kernel", hidden_states, topk_weights)
             if apply_router_weight_on_input:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,15 @@ def test_a_model_with_one_is_refused_by_name(tmp_path: Path, name: str, value: f
             MoEStack(reader, model_spec(reader.config, reader), one, dtype=torch.bfloat16)
     with CheckpointReader(tmp_path, allow_nonfinite=True) as reader:
         MoEStack(reader, model_spec(reader.config, reader), one, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", ["false", None, 1])
+def test_accepting_them_is_true_or_false(tmp_path: Path, value: Any) -> None:
+    make_checkpoint(tmp_path, qwen3_config())
+    with pytest.raises(TypeError, match="allow_nonfinite"):
+        CheckpointReader(tmp_path, allow_nonfinite=value)
+    with pytest.raises(TypeError, match="allow_nonfinite"):
+        FusedMoE.from_checkpoint(tmp_path, 1, allow_nonfinite=value)
 
 
 def test_one_layer_with_one(tmp_path: Path) -> None:

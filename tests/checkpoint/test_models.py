@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -322,3 +323,29 @@ def test_spec_of_a_layer_without_experts() -> None:
     spec = model_spec(config_of("qwen3_moe"))
     with pytest.raises(ValueError, match=r"layer is 1"):
         spec.expert_prefix(1)
+
+
+@pytest.mark.parametrize("value", ["false", "true", 0, 1, []])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("qwen3_moe", "norm_topk_prob"),
+        ("deepseek_v3", "norm_topk_prob"),
+        ("lfm2_moe", "norm_topk_prob"),
+        ("lfm2_moe", "use_expert_bias"),
+        ("longcat_flash", "router_bias"),
+    ],
+)
+def test_flags_of_a_router_are_true_or_false(family: str, key: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=f"{key}: expected true or false, found {re.escape(repr(value))}"):
+        model_spec(config_of(family, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("family", "of_null", "of_none"), [("qwen3_moe", False, False), ("mellum", False, True), ("lfm2_moe", True, True)]
+)
+def test_what_a_missing_flag_of_a_router_means(family: str, of_null: bool, of_none: bool) -> None:
+    config = config_of(family)
+    assert model_spec(config | {"norm_topk_prob": None}).routing.renormalize is of_null
+    config.pop("norm_topk_prob", None)
+    assert model_spec(config).routing.renormalize is of_none

@@ -124,6 +124,12 @@ def test_whole_numbers_only(name: str, value: object) -> None:
         determine_expert_map(**arguments)
 
 
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_the_mask_is_asked_for_by_true_or_false(ep_size: int) -> None:
+    with pytest.raises(TypeError, match="return_expert_mask is 'false'; it must be True or False"):
+        determine_expert_map(ep_size, 0, 8, return_expert_mask="false")  # type: ignore[arg-type]
+
+
 def test_tables_refuse_bad_arguments_too() -> None:
     with pytest.raises(ValueError, match=r"ep_rank is 2"):
         expert_owner_table(2, 8, ep_rank=2)

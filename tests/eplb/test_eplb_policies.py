@@ -173,3 +173,9 @@ def test_first_plan_from_the_initial_placement_keeps_some_experts():
     slots = plan(weight, 72, 8, old=start)
     assert evenness(weight, slots, 8) > 0.98
     assert experts_moved(start, slots, 8).sum() < experts_moved(start, plan(weight, 72, 8), 8).sum()
+
+
+def test_refinement_is_true_or_false():
+    weight = torch.tensor([[4, 2, 1, 1]])
+    with pytest.raises(TypeError, match="refine is 'false'; it must be True or False"):
+        rebalance_experts(weight, 4, 1, 1, 2, window=weight[None], refine="false")

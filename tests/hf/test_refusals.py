@@ -111,6 +111,7 @@ def test_arguments_of_other_kinds_are_refused() -> None:
         ("device", "meta", "device is meta, which keeps no values"),
         ("device", "cuda:99", r"device is cuda:99 and this machine has \d+ GPUs"),
         ("eplb", "on", "eplb is 'on'; it must be an EplbConfig, True, False or None"),
+        ("allow_nonfinite", "false", "allow_nonfinite is 'false'; it must be True or False"),
         ("decode_max_num_tokens", 0, "decode_max_num_tokens is 0; it must be at least 1"),
         ("decode_max_num_tokens", "8", "decode_max_num_tokens is '8'; it must be a whole number"),
         ("ep_size", "1", "ep_size is '1'; it must be a whole number"),

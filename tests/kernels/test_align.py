@@ -185,6 +185,12 @@ def test_bad_arguments(call, message: str) -> None:
         call(torch.zeros(3, 2, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("name", ["pad_sorted_ids", "ignore_invalid_experts"])
+def test_flags_are_true_or_false(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} is 'false'; it must be True or False"):
+        moe_align_block_size(torch.zeros(3, 2, dtype=torch.int32), 4, 4, **{name: "false"})
+
+
 IDS = {"topk_ids": torch.zeros(3, 2, dtype=torch.int32), "expert_map": torch.zeros(4, dtype=torch.int32)}
 NO_INTEGERS = ("list", "complex", "f64", "bool")
 

@@ -166,6 +166,14 @@ def test_arguments_beside_tokens_that_do_not_fit_each_other(change: dict[str, An
     check_refused(fused_marlin_moe, WEIGHTS | TOKENS | change, named)
 
 
+@pytest.mark.parametrize("name", ["apply_router_weight_on_input", "is_k_full", "inplace"])
+@pytest.mark.parametrize("value", ["false", 0, None])
+def test_flags_are_true_or_false(name: str, value: Any) -> None:
+    for function, given in ((batched_fused_marlin_moe, BATCHED), (fused_marlin_moe, TOKENS)):
+        with pytest.raises(TypeError, match=f"^{name} is {value!r}; it must be True or False"):
+            function(**WEIGHTS | given | {"output": None, name: value})
+
+
 def test_nvfp4_asks_for_its_global_scale() -> None:
     kind = WEIGHT_TYPES[scalar_types.float4_e2m1f.id]
     whole = arguments(*pair(kind, 16, SILU), kind, SILU) | BATCHED | {"global_scale1": None}

@@ -240,6 +240,15 @@ def test_router_weight_on_input_needs_top_1():
     torch.testing.assert_close(got, plain_moe(x * weights, w1, w2, torch.ones(4, 1), ids))
 
 
+@pytest.mark.parametrize("name", ["inplace", "apply_router_weight_on_input"])
+def test_flags_are_true_or_false(name):
+    given = problem(4, topk=1)
+    before = given[0].clone()
+    with pytest.raises(TypeError, match=f"{name} is 'false'; it must be True or False"):
+        kernel(topk=1)(*given, **{name: "false"})
+    assert torch.equal(given[0], before)
+
+
 def test_ids_without_weights_need_a_map():
     x, w1, w2, weights, ids = problem(4)
     with pytest.raises(ValueError, match="global_num_experts is 6, w1 has 3 experts and expert_map is None, that is,"):

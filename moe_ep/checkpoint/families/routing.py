@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from moe_ep.checkpoint.config_values import Config, number, one_known, positive, unexpected, whole
+from moe_ep.checkpoint.config_values import Config, flag, number, one_known, positive, unexpected, whole
 from moe_ep.checkpoint.spec import RoutingSpec
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.routing.topk import SCORING_FUNCS, sparse_mixer
@@ -31,7 +31,9 @@ def scored_routing(scoring_func: str, renormalize: bool) -> Callable[[Config], R
     """Top-k of such scores; `norm_topk_prob` decides on renormalization, `renormalize` is its default."""
 
     def routing(config: Config) -> RoutingSpec:
-        return RoutingSpec(renormalize=bool(config.get("norm_topk_prob", renormalize)), scoring_func=scoring_func)
+        # transformers reads null as false.
+        default = renormalize and "norm_topk_prob" not in config
+        return RoutingSpec(renormalize=flag(config, "norm_topk_prob", default), scoring_func=scoring_func)
 
     return routing
 
@@ -56,11 +58,10 @@ def ernie_routing(config: Config) -> RoutingSpec:
 
 def lfm_routing(config: Config) -> RoutingSpec:
     """The family adds 1e-6 to the sum it divides by, which is negligible for a sum of chosen sigmoids."""
-    bias, renormalize = config.get("use_expert_bias"), config.get("norm_topk_prob")
     return RoutingSpec(
-        renormalize=renormalize is None or bool(renormalize),
+        renormalize=flag(config, "norm_topk_prob", True),
         scoring_func="sigmoid",
-        has_correction_bias=bias is None or bool(bias),
+        has_correction_bias=flag(config, "use_expert_bias", True),
         routed_scaling_factor=number(config, "routed_scaling_factor", 1.0),
     )
 
@@ -91,7 +92,7 @@ def longcat_routing(config: Config) -> RoutingSpec:
     kind = config.get("zero_expert_type") or "identity"
     if kind != "identity":
         raise CheckpointError(f"config.json: {one_of('zero_expert_type', kind, ['identity'])}")
-    if config.get("router_bias"):
+    if flag(config, "router_bias", False):
         raise CheckpointError("config.json: router_bias: expected false, found true; transformers does not add it")
     return RoutingSpec(
         renormalize=False,
@@ -136,9 +137,8 @@ def deepseek_routing(topk_method: str, scoring_func: str, renormalize: bool) -> 
         if scoring not in list(SCORING_FUNCS):  # it may be of any type
             raise CheckpointError(f"config.json: {one_of('scoring_func', scoring, list(SCORING_FUNCS))}")
         grouped = method != "greedy" and config.get("n_group") is not None
-        norm_topk_prob = config.get("norm_topk_prob")
         return RoutingSpec(
-            renormalize=renormalize if norm_topk_prob is None else bool(norm_topk_prob),
+            renormalize=flag(config, "norm_topk_prob", renormalize),
             scoring_func=scoring,
             use_grouped_topk=grouped,
             num_expert_group=positive(config, "n_group") if grouped else None,
