@@ -81,13 +81,12 @@ def not_negative(config: Config, key: str) -> float:
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """True or false; the default where the key is missing or null; CheckpointError for any other value."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
+    """True or false, or the default where the key is missing; null is false, as transformers reads it. CheckpointError
+    for any other value."""
+    value = config.get(key, default)
+    if value is not None and not isinstance(value, bool):
         raise unexpected(key, "true or false", value)
-    return value
+    return bool(value)
 
 
 def one_known(key: str, value: object, known: Mapping[str, V]) -> V:

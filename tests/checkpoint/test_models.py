@@ -342,7 +342,8 @@ def test_flags_of_a_router_are_true_or_false(family: str, key: str, value: objec
 
 
 @pytest.mark.parametrize(
-    ("family", "of_null", "of_none"), [("qwen3_moe", False, False), ("mellum", False, True), ("lfm2_moe", True, True)]
+    ("family", "of_null", "of_none"),
+    [("qwen3_moe", False, False), ("mellum", False, True), ("lfm2_moe", True, True), ("deepseek_v3", False, True)],
 )
 def test_what_a_missing_flag_of_a_router_means(family: str, of_null: bool, of_none: bool) -> None:
     config = config_of(family)

@@ -31,9 +31,7 @@ def scored_routing(scoring_func: str, renormalize: bool) -> Callable[[Config], R
     """Top-k of such scores; `norm_topk_prob` decides on renormalization, `renormalize` is its default."""
 
     def routing(config: Config) -> RoutingSpec:
-        # transformers reads null as false.
-        default = renormalize and "norm_topk_prob" not in config
-        return RoutingSpec(renormalize=flag(config, "norm_topk_prob", default), scoring_func=scoring_func)
+        return RoutingSpec(renormalize=flag(config, "norm_topk_prob", renormalize), scoring_func=scoring_func)
 
     return routing
 
@@ -58,10 +56,11 @@ def ernie_routing(config: Config) -> RoutingSpec:
 
 def lfm_routing(config: Config) -> RoutingSpec:
     """The family adds 1e-6 to the sum it divides by, which is negligible for a sum of chosen sigmoids."""
+    given = {key: value for key, value in config.items() if value is not None}  # null is the default in this family
     return RoutingSpec(
-        renormalize=flag(config, "norm_topk_prob", True),
+        renormalize=flag(given, "norm_topk_prob", True),
         scoring_func="sigmoid",
-        has_correction_bias=flag(config, "use_expert_bias", True),
+        has_correction_bias=flag(given, "use_expert_bias", True),
         routed_scaling_factor=number(config, "routed_scaling_factor", 1.0),
     )
 
