@@ -93,10 +93,10 @@ class ElasticOutcomes:
         self._replacements = _REPLACEMENTS_PER_RANK * len(self._log.first.ranks) if replaces else 0
         self._next_rank = 0
         # Requests by the rank that joins (None if it replaces a lost one) or leaves, and the leaving rank that the
-        # others prepare for, with a time limit.
+        # others prepare for, with the number of the attempt and a time limit.
         self._joining: dict[int, Request | None] = {}
         self._leave_requests: dict[int, Request] = {}
-        self._leaving: tuple[int, float] | None = None
+        self._leaving: tuple[int, int, float] | None = None
 
     def run(self, poll: Callable[[float], Iterable[tuple[int, Outcome]]]) -> tuple[list[Any], list[dict[str, Any]]]:
         """Takes outcomes, and requests to join and leave, until every remaining rank has answered.
@@ -212,17 +212,17 @@ class ElasticOutcomes:
                         rank, f"{progress.workers(left)} would be left and --min-ranks is {self._config.min_ranks}"
                     )
                 else:
-                    self._log.let_leave(rank)
-                    self._leaving = rank, time.monotonic() + _PREPARE_S
+                    self._leaving = rank, self._log.let_leave(rank), time.monotonic() + _PREPARE_S
             return
-        rank, until = self._leaving
-        if rank not in self._epoch.ranks:
-            self._leaving = None
-            return
-        problems = self._log.ready_without(rank)
+        rank, attempt, until = self._leaving
+        is_present = rank in self._epoch.ranks
+        problems = self._log.ready_without(attempt) if is_present else []
         if problems is None and time.monotonic() < until:
             return
         self._leaving = None
+        self._log.end_leaving()
+        if not is_present:
+            return
         if problem := next(filter(None, problems or ()), ""):
             self._keep(rank, problem)
         else:

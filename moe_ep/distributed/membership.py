@@ -223,22 +223,36 @@ class MembershipLog:
         """Cancels the request that a rank leaves."""
         self.store.delete_key(f"{_PREFIX}/asked/{rank}")
 
-    def let_leave(self, rank: int) -> None:
-        """Tells the ranks to prepare for a rank's leaving; called by the launcher for one rank at a time."""
-        self.store.set(f"{_PREFIX}/leaving", str(rank))
+    def let_leave(self, rank: int) -> int:
+        """Tells the ranks to prepare for a rank's leaving; called by the launcher for one rank at a time.
 
-    def leaving(self) -> int | None:
-        """The rank that the others are to prepare for."""
+        Returns:
+            The number of this attempt, from 1. A rank that was refused may be asked again.
+        """
+        attempt = self.store.add(f"{_PREFIX}/attempts", 1)
+        self.store.set(f"{_PREFIX}/leaving", f"{rank} {attempt}")
+        return attempt
+
+    def end_leaving(self) -> None:
+        """Ends the attempt, whether the rank has left or stays."""
+        # A deleted key would block a rank that has just checked for it and reads it.
+        self.store.set(f"{_PREFIX}/leaving", "")
+
+    def leaving(self) -> tuple[int, int] | None:
+        """The rank that the others are to prepare for, and the attempt."""
         found = self._find(f"{_PREFIX}/leaving")
-        return None if found is None else int(found)
+        if not found:
+            return None
+        rank, attempt = map(int, found.split())
+        return rank, attempt
 
-    def say_ready(self, leaving: int, rank: int, problem: str = "") -> None:
-        """Reports that a rank can go on without another one, or why it cannot."""
-        self.store.set(f"{_PREFIX}/ready/{leaving}/{rank}", problem)
+    def say_ready(self, attempt: int, rank: int, problem: str = "") -> None:
+        """Reports that a rank can go on without the leaving one, or why it cannot."""
+        self.store.set(f"{_PREFIX}/ready/{attempt}/{rank}", problem)
 
-    def ready_without(self, leaving: int) -> list[str] | None:
+    def ready_without(self, attempt: int) -> list[str] | None:
         """The ranks' problems, empty for none; None until all have reported."""
-        found = self._find_all(f"{_PREFIX}/ready/{leaving}", self.latest().ranks)
+        found = self._find_all(f"{_PREFIX}/ready/{attempt}", self.latest().ranks)
         return None if found is None else [problem.decode() for problem in found]
 
     def last_seen(self, rank: int) -> float | None:
@@ -312,7 +326,8 @@ class Membership:
         self._is_moving = self._has_moved = False
         self._on_move: list[Callable[[], None]] = []
         self._preparing: list[Callable[[int], None]] = []
-        self._wants_to_leave, self._prepared = False, set[int]()
+        # The last attempt of a rank to leave that this member has prepared for.
+        self._wants_to_leave, self._attempt = False, 0
         # Why this side cannot go on, once most other ranks are silent.
         self._cut_off: GangError | None = None
         self._aborted: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -542,7 +557,7 @@ class Membership:
         self._store = store
         self._watching.move(connect_again(store))
         self.log.move(connect_again(store))
-        self._prepared.clear()
+        self._attempt = 0
         for callback in self._on_move:
             callback()
         with self._lock:
@@ -578,11 +593,11 @@ class Membership:
             self._wants_to_leave = False
             self._watching.ask_to_leave(self.rank)
         leaving = self._watching.leaving()
-        if leaving is not None and leaving not in self._prepared:
-            self._prepared.add(leaving)
-            threading.Thread(target=self._prepare, args=(leaving,), name="moe_ep-prepare", daemon=True).start()
+        if leaving is not None and leaving[1] != self._attempt:
+            self._attempt = leaving[1]
+            threading.Thread(target=self._prepare, args=leaving, name="moe_ep-prepare", daemon=True).start()
 
-    def _prepare(self, leaving: int) -> None:
+    def _prepare(self, leaving: int, attempt: int) -> None:
         problem = ""
         try:
             self.use_device()
@@ -591,7 +606,7 @@ class Membership:
         except Exception as error:
             logger.debug("rank %d cannot go on without rank %d", self.rank, leaving, exc_info=True)
             problem = str(error) or type(error).__name__
-        self.log.say_ready(leaving, self.rank, problem)
+        self.log.say_ready(attempt, self.rank, problem)
 
     def _remove_silent(self) -> None:
         """Removes ranks without a sign of life for nearly the deadline, such as stopped ones.

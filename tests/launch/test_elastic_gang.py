@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 import subprocess
+import threading
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,12 +17,17 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch.distributed as dist
 
 import moe_ep
 from moe_ep.checkpoint.demo import make_demo_checkpoint
+from moe_ep.distributed.membership import Membership, MembershipLog
 from moe_ep.errors import ConfigError, GangError
 from moe_ep.launch.gangs import control
 from moe_ep.launch.gangs.control import ControlServer
+from moe_ep.launch.gangs.elastic import ElasticOutcomes
+from moe_ep.launch.gangs.gang import Outcome
+from moe_ep.layer.elastic import ElasticConfig
 from tests.launch.elastic_jobs import Job, generating, texts_alone
 from tests.launch.jobs import LIMIT_S, SOON_S, all_end, all_vanish, session_pids, shared_files, start_moe_ep
 from tests.ports import free_ports
@@ -140,6 +147,67 @@ def test_a_run_goes_on_balances_and_is_verified(demo: Path, tmp_path: Path) -> N
     assert all(len(hit["by_rank"]) == 2 and any(hit["by_rank"]) for hit in summary["tokens_hit"])
     (loss,) = summary["recoveries"]
     assert loss["rank"] == 1
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 20) -> None:
+    until = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_rank_that_was_refused_leaves_when_it_asks_again() -> None:
+    """The others have no memory for its experts at first. Ranks that come later prepare for nothing."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    over, has_room = threading.Event(), threading.Event()
+    prepared: list[tuple[int, int]] = []
+    members: list[Membership] = []
+
+    def start_member(rank: int) -> Membership:
+        def prepare(leaving: int) -> None:
+            prepared.append((rank, leaving))
+            if not has_room.is_set():
+                raise MemoryError("no memory for its experts")
+
+        membership = Membership(store, rank)
+        membership.before_leaving(prepare)
+        members.append(membership)
+        return membership
+
+    def come_and_go(rank: int) -> None:
+        """A member that stays until it has looked for leaving ranks."""
+        membership = start_member(rank)
+        wait_until(lambda: log.last_seen(rank) is not None)
+        first = log.last_seen(rank)
+        wait_until(lambda: log.last_seen(rank) != first)
+        membership.close()
+
+    def poll(limit_s: float) -> list[tuple[int, Outcome]]:
+        return [(rank, Outcome(rank)) for rank in log.latest().ranks] if over.wait(limit_s) else []
+
+    outcomes = ElasticOutcomes(
+        store, range(3), ElasticConfig(), lambda rank: None, lambda rank: None, lambda item: None, replaces=False
+    )
+    log = MembershipLog(store)
+    with ThreadPoolExecutor(1) as threads:
+        gang = threads.submit(outcomes.run, poll)
+        try:
+            for rank in range(3):
+                start_member(rank)
+            members[1].ask_to_leave()
+            wait_until(lambda: len(prepared) == 2 and not log.asked_to_leave())
+            assert log.latest().ranks == (0, 1, 2)
+            come_and_go(3)
+            has_room.set()
+            members[1].ask_to_leave()
+            wait_until(lambda: log.latest().ranks == (0, 2))
+            come_and_go(4)
+            assert sorted(prepared) == [(0, 1), (0, 1), (2, 1), (2, 1)]
+        finally:
+            over.set()
+            for member in members:
+                member.close()
+        assert gang.result(LIMIT_S)[0] == [0, 2]
 
 
 def ask(job: Job, *request: str) -> subprocess.Popen[str]:
