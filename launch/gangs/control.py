@@ -47,6 +47,10 @@ class Request:
         self._answer = {"error": error} if error else {"done": text}
         self._answered.set()
 
+    def close(self) -> None:
+        """Ends the wait of a request that has no answer: the gang has ended."""
+        self._answered.set()
+
     def wait(self) -> dict[str, str]:
         self._answered.wait(ANSWER_S)
         return self._answer
@@ -65,6 +69,9 @@ class ControlServer:
         with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(self._token)
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        # Requests without an answer yet, and whether the gang has ended.
+        self._open: set[Request] = set()
+        self._is_closed, self._lock = False, threading.Lock()
         threading.Thread(target=self._listen, name="moe_ep-control", daemon=True).start()
 
     def requests(self) -> Iterator[Request]:
@@ -81,6 +88,10 @@ class ControlServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()
+        with self._lock:
+            self._is_closed = True
+            for request in self._open:
+                request.close()
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):  # it is closed
@@ -102,10 +113,19 @@ class ControlServer:
             except (ValueError, KeyError, TypeError) as error:
                 answer = {"error": f"the gang did not take the request: {error}"}
             else:
-                self._requests.put(request)
+                self._take(request)
                 connection.sendall(f"{json.dumps(_TAKEN)}\n".encode())
                 answer = request.wait()
+                with self._lock:
+                    self._open.discard(request)
             connection.sendall(f"{json.dumps(answer)}\n".encode())
+
+    def _take(self, request: Request) -> None:
+        with self._lock:
+            if self._is_closed:
+                request.close()
+            self._open.add(request)
+        self._requests.put(request)
 
 
 def ask(address: str, token: str | None, kind: str, rank: int = -1) -> str:

@@ -232,6 +232,15 @@ def test_a_request_needs_the_token() -> None:
         control.ask(server.address, "any", "join")
 
 
+def test_a_request_that_the_gang_never_answers_ends_with_it() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        with ControlServer() as server:
+            asked = threads.submit(control.ask, server.address, None, "join")
+            wait_until(lambda: bool(list(server.requests())))
+        with pytest.raises(GangError):
+            asked.result(timeout=SOON_S)
+
+
 @pytest.mark.parametrize("said", [b"HTTP/1.0 400 Bad\r\n\r\n", b"{}\n", b"3\n", b""])
 def test_what_listens_and_is_no_gang_is_not_waited_for(said: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
