@@ -133,6 +133,7 @@ class ElasticOutcomes:
             return
         if outcome.failure is None:
             self._values[rank] = outcome.value
+            self._log.finish()
             return
         self._failures.append(outcome.failure)
         if outcome.failure.refusal or outcome.failure.is_final:

@@ -269,8 +269,15 @@ class MembershipLog:
         found = self._find_all(f"{_PREFIX}/serves/{epoch.number}", epoch.ranks)
         return None if found is None else list(map(json.loads, found))
 
+    def finish_work(self, number: int) -> None:
+        """Marks one work as done, so that its members that settle do not wait for others."""
+        self.store.set(f"{_PREFIX}/work/{number}/finished", "")
+
+    def is_work_finished(self, number: int) -> bool:
+        return bool(self.store.check([f"{_PREFIX}/work/{number}/finished"]))
+
     def finish(self) -> None:
-        """Marks the gang's work as done, so that members that settle do not wait for others."""
+        """Marks all work as done, so that ranks that join do not wait for others; called by the launcher."""
         self.store.set(f"{_PREFIX}/finished", "")
 
     @property
@@ -302,6 +309,8 @@ class Membership:
         rank: as given.
         epoch: the epoch that this member has settled in, or is settling in.
         ranks: its ranks.
+        work_number: how many calls of `serve` are over, which numbers the present one; the same on all ranks that have
+            settled. A rank that joins takes it over from the others.
     """
 
     def __init__(self, store: dist.Store, rank: int, *, device: torch.device | str = "cpu") -> None:
@@ -311,6 +320,10 @@ class Membership:
         self._store = store
         self.log = MembershipLog(connect_again(store))
         self.epoch = self._seen = self.log.latest()
+        self.work_number = 0
+        # A rank that joins does not know the number before it meets the others.
+        self._knows_work = rank in self.first_ranks
+        self._last_finished: int | None = None
         self._callbacks: list[Callback] = []
         self._before_change: list[Callable[[], None]] = []
         # Whether the present epoch has its groups, and how many callbacks have run in it.
@@ -399,6 +412,15 @@ class Membership:
         ready, or raises if it cannot be."""
         self._preparing.append(callback)
 
+    def remove_callback(self, callback: Callable[..., None]) -> None:
+        """Removes a callback of `follow`, `before_change`, `on_move` or `before_leaving`, if it is still there."""
+        if callback in self._callbacks[: self._num_called]:
+            self._num_called -= 1
+        lists: tuple[list[Any], ...] = (self._callbacks, self._before_change, self._on_move, self._preparing)
+        for callbacks in lists:
+            if callback in callbacks:
+                callbacks.remove(callback)
+
     def remove(self, ranks: Mapping[int, str]) -> None:
         """Removes ranks that are known to be gone, with their causes; returns when that is decided."""
         self.log.propose(remove=ranks)
@@ -422,7 +444,7 @@ class Membership:
 
         Raises:
             RemovedError: this rank is not in the newest epoch.
-            FinishedError: another rank has marked all work as done.
+            FinishedError: another rank has marked the work as done.
         """
         while True:
             try:
@@ -468,11 +490,13 @@ class Membership:
                 return
 
     def serve(self, work: Callable[[], None]) -> None:
-        """Settles and calls `work`, and again for each change of the ranks, until all work is done.
+        """Settles and calls `work`, and again for each change of the ranks, until the work is done.
+
+        Calls may follow one another, the same on all ranks; a rank that joins begins with the present one, or the next.
 
         Args:
             work: makes collective steps, calls `check` before each, and continues where it was interrupted. When it
-                returns on one rank, all work is done.
+                returns on one rank, it is done on all.
 
         Raises:
             RemovedError: this rank was removed.
@@ -487,10 +511,13 @@ class Membership:
                 except Exception as caught:
                     error = caught
                 else:
-                    self.log.finish()
+                    self._last_finished = self.work_number
+                    self.log.finish_work(self.work_number)
                     return
         except FinishedError:
             return
+        finally:
+            self.work_number += 1
 
     def close(self) -> None:
         """Ends the thread. A second call does nothing."""
@@ -558,7 +585,9 @@ class Membership:
         self._watching.move(connect_again(store))
         self.log.move(connect_again(store))
         self._attempt = 0
-        for callback in self._on_move:
+        if self._last_finished is not None:
+            self.log.finish_work(self._last_finished)
+        for callback in tuple(self._on_move):
             callback()
         with self._lock:
             self._seen, self._has_moved, self._is_moving = self._watching.latest(), True, False
@@ -659,8 +688,7 @@ class Membership:
             if waited > _NEWS_S or not isinstance(error, Exception):
                 raise error
             asked = time.monotonic()
-            if self.log.is_finished:
-                raise FinishedError("the work is done")
+            self._check_finished()
             if self._cut_off is not None:
                 raise self._cut_off from error
             # A launcher that sees the death knows the cause.
@@ -669,6 +697,12 @@ class Membership:
             # A store that does not answer, as while its launcher is stopped, has no news.
             began += time.monotonic() - asked
             time.sleep(_STEP_S)
+
+    def _check_finished(self) -> None:
+        """Raises FinishedError if the work of this member is done."""
+        is_done = self.log.is_work_finished(self.work_number) if self._knows_work else self.log.is_finished
+        if is_done:
+            raise FinishedError("the work is done")
 
     def _is_outdated(self) -> bool:
         with self._lock:
@@ -743,14 +777,13 @@ class Membership:
         threading.Thread(target=_free, args=(groups,), name="moe_ep-free-groups", daemon=True).start()
 
     def _meet(self, epoch: Epoch) -> None:
-        """Returns when all members of the epoch are settling in it."""
+        """Returns when all members of the epoch are settling in it; a rank that joins takes over `work_number`."""
         prefix = f"{_PREFIX}/here/{epoch.number}"
-        self.log.store.set(f"{prefix}/{self.rank}", "")
+        self.log.store.set(f"{prefix}/{self.rank}", str(self.work_number))
         keys = [f"{prefix}/{rank}" for rank in epoch.ranks]
         until = time.monotonic() + self.timeout_s
         while not self.log.store.check(keys):
-            if self.log.is_finished:
-                raise FinishedError("the work is done")
+            self._check_finished()
             if self._is_outdated():
                 raise DispatchTimeoutError("the ranks changed while they met")
             if time.monotonic() > until:
@@ -761,6 +794,12 @@ class Membership:
                     absent,
                 )
             time.sleep(_STEP_S)
+        number = max(int(self.log.store.get(key)) for key in keys)
+        if self._knows_work and number > self.work_number:
+            # The others have gone on to a later work.
+            self._check_finished()
+            raise GangError(f"rank {self.rank} is at work {self.work_number} and other ranks are at work {number}")
+        self.work_number, self._knows_work = number, True
 
 
 def _free(groups: list[Any]) -> None:

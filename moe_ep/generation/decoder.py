@@ -311,6 +311,8 @@ class SlotDecoder:
     def close(self) -> None:
         """Frees the CUDA graphs. NCCL cannot leave a process group while graphs with its collectives exist."""
         self._recording.close()
+        if self.steps.elastic is not None:
+            self.steps.elastic.remove_on_cover(self.capture_anew)
         self.capture_anew()
 
     def how_passes_run(self) -> dict[str, str]:

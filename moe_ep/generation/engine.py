@@ -186,16 +186,23 @@ class TokenLog:
     """The tokens of all ranks' sequences in the store of their gang, so that they outlive whoever computes them.
 
     Each rank appends what it adds; a rank that takes a sequence over gets the same tokens where it draws some again.
+
+    Attributes:
+        work_number: of `Membership`, known when the ranks have settled; every work has entries of its own.
     """
 
     def __init__(self, membership: Membership) -> None:
-        self._members, self._may_move = membership.log, membership.may_move
-        self._key = self._key_of(membership.rank)
+        self._membership, self._may_move = membership, membership.may_move
+        self.work_number = membership.work_number
         self._new: list[str] = []
         # The entries written so far, for a store that may replace this one.
         self._written: list[str] = []
         self._writing = threading.Lock()
         membership.on_move(self._write_again)
+
+    def close(self) -> None:
+        """Writes the entries to no other store from here on."""
+        self._membership.remove_callback(self._write_again)
 
     def add(self, index: int, position: int, token: int) -> None:
         """A sequence's token at a position of its continuation."""
@@ -224,8 +231,8 @@ class TokenLog:
                     raise  # otherwise the next store gets it
 
     def _append(self, text: str) -> None:
-        store: Any = self._members.store
-        store.append(self._key, text)
+        store: Any = self._membership.log.store
+        store.append(self._key_of(self._membership.rank), text)
 
     def _write_again(self) -> None:
         with self._writing:
@@ -236,8 +243,9 @@ class TokenLog:
         tokens: dict[int, dict[int, int]] = {}
         skipped: dict[int, set[int]] = {}
         ended: set[int] = set()
-        store = self._members.store
-        for key in map(self._key_of, sorted(self._members.all_ranks())):
+        log = self._membership.log
+        store = log.store
+        for key in map(self._key_of, sorted(log.all_ranks())):
             told = store.get(key).decode() if store.check([key]) else ""
             for line in told.splitlines():
                 index, *more = map(int, line.split())
@@ -253,9 +261,8 @@ class TokenLog:
             found[index] = [at[position] for position in range(known)]
         return found, {index: sorted(positions) for index, positions in skipped.items()}, ended
 
-    @staticmethod
-    def _key_of(rank: int) -> str:
-        return f"moe_ep/tokens/{rank}"
+    def _key_of(self, rank: int) -> str:
+        return f"moe_ep/tokens/{self.work_number}/{rank}"
 
 
 class Generation:
@@ -356,10 +363,7 @@ class Generation:
         self.times: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
         self._membership, self._on_ranks = membership, on_ranks or (lambda: None)
         self._are_new_ranks = False
-        self._log = None if membership is None else TokenLog(membership)
-        if membership is not None:
-            membership.before_change(self._decoder.capture_anew)
-            membership.follow(self._regroup)
+        self._log: TokenLog | None = None
 
     def _make_randoms(self, requests: Sequence[Request]) -> dict[int, random.Random]:
         """The random numbers of each request: by its number, or where the batch must not matter by its tokens, and how
@@ -385,10 +389,22 @@ class Generation:
                 _check_alike(self._decoder.steps.scheduler.exchange(*self._checksum()))
                 self._run()
             else:
-                self._membership.serve(self._run)
+                self._serve(self._membership)
         finally:
             self._decoder.close()
         return sorted(self.completions, key=lambda completion: completion.index)
+
+    def _serve(self, membership: Membership) -> None:
+        # Callbacks of a generation that is over would take part in the next one's changes of the ranks.
+        self._log = TokenLog(membership)
+        membership.before_change(self._decoder.capture_anew)
+        membership.follow(self._regroup)
+        try:
+            membership.serve(self._run)
+        finally:
+            membership.remove_callback(self._regroup)
+            membership.remove_callback(self._decoder.capture_anew)
+            self._log.close()
 
     def _run(self) -> None:
         while (step := self._plan()) is not None:
@@ -405,6 +421,7 @@ class Generation:
         log, decoder = self._log, self._decoder
         if log is None:
             return
+        log.work_number = membership.work_number
         log.flush()
         for slot, sequence in enumerate(self._running):
             if sequence is not None and decoder.can_repeat:
@@ -416,15 +433,17 @@ class Generation:
         mine: dict[str, Any] = {
             "check": self._checksum(),
             "running": [sequence.index for sequence in self._running if sequence is not None],
+            "ended": [sequence.index for sequence in self.completions],
         }
         if membership.ep_rank == 0:
             mine["tokens"], mine["skipped"], ended = log.read()
-            mine["ended"] = sorted(ended)
+            mine["ended"] += sorted(ended)
         group = membership.group
         told = [mine] if group is None else gather_values("sequences", mine, group)
         _check_alike([of_rank["check"] for of_rank in told])
         running = {index for of_rank in told for index in of_rank["running"]}
-        tokens, ended = told[0]["tokens"], set(told[0]["ended"])
+        ended = {index for of_rank in told for index in of_rank["ended"]}
+        tokens = told[0]["tokens"]
         # Log-probabilities of the tokens so far were on the lost rank alone, so such sequences begin again.
         known, skipped = ({}, {}) if self._num_logprobs is not None else (tokens, told[0]["skipped"])
         waiting = [

@@ -372,6 +372,11 @@ class ElasticExperts:
         """Adds a callback that `end_skipping` runs on every rank; it may make collective calls."""
         self._on_cover.append(callback)
 
+    def remove_on_cover(self, callback: Callable[[], None]) -> None:
+        """Removes a callback of `on_cover`, if it is still there."""
+        if callback in self._on_cover:
+            self._on_cover.remove(callback)
+
     def held(self) -> list[list[int]]:
         """The logical expert in each of this rank's slots, by layer."""
         rows = [layer.slots.local_experts for layer in self._layers]

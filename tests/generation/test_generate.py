@@ -306,6 +306,19 @@ def test_sequences_of_a_rank_that_stays_go_on_with_their_log_probabilities() -> 
     assert [len(times) for times in generation.times.values()] == [len(times) for times in plain.times.values()]
 
 
+def test_generations_of_one_gang_are_each_complete() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    MembershipLog(store, [0])
+    membership = Membership(store, 0)
+    try:
+        model = moe_ep.parallelize(make_model("Qwen3Moe"), membership=membership)
+        first, second = (Generation(model, requests_of(2), **WITH_LOGPROBS, membership=membership).run() for _ in "ab")
+    finally:
+        membership.close()
+        destroy_process_group()
+    assert len(first) == 2 and second == first
+
+
 def test_logits_that_choose_no_token() -> None:
     """Masked tokens are -inf, and a model may have some; NaN, inf and nothing but -inf are of no use."""
     model = make_model("Qwen3Moe")

@@ -18,6 +18,7 @@ import torch
 import moe_ep
 from moe_ep.distributed.membership import Membership
 from moe_ep.eplb.config import EplbConfig
+from moe_ep.generation.engine import Completion, Generation, Request
 from moe_ep.hf.parallelized import steps_of
 from moe_ep.launch.gangs.local_gang import LocalGang, preload
 from moe_ep.launch.gangs.rank_env import RankEnv
@@ -97,3 +98,46 @@ def test_ranks_die_at_chosen_moments(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(loss["serving_s"] >= loss["detected_s"] for loss in recoveries)
     assert all_vanish(shared_files() - shared)
     assert workers_of(os.getpid()) == others
+
+
+def generated(model: Any, **options: Any) -> list[Completion]:
+    requests = [Request(index, tokens_of(0, index)[0]) for index in range(4)]
+    return Generation(model, requests, max_new_tokens=12, num_slots=2, stop_ids=[], **options).run()
+
+
+def generate_twice(rank_env: RankEnv, folder: str, membership: Membership) -> dict[str, Any]:
+    """Rank 0 ends between the generations, and rank 2, which joins in its place, in the second one."""
+    rank, num_steps = membership.rank, 0
+
+    def step(_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if rank == 2 and num_steps == 3:
+            die()
+
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "membership": membership}
+    model = moe_ep.parallelize(folder, **options, elastic=ElasticConfig())
+    if rank in membership.first_ranks:
+        generated(model, membership=membership)
+        if rank == 0:
+            die()
+        while membership.log.latest().ranks != (1, 2):
+            time.sleep(0.02)
+    done = generated(model, membership=membership, on_progress=step)
+    return {"tokens": {each.index: each.token_ids for each in done}, "ranks": membership.ranks}
+
+
+def test_a_second_generation_loses_a_rank_that_joined_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_EP_DISPATCH_TIMEOUT_S", "60")
+    model = make_model("Qwen3Moe", num_experts=6)
+    model.save_pretrained(tmp_path / "model")
+    expected = {each.index: each.token_ids for each in generated(moe_ep.parallelize(model))}
+    gang = LocalGang(2, source="torchrun")  # which replaces lost ranks
+    results, recoveries = gang.run_elastic(generate_twice, str(tmp_path / "model"), config=ElasticConfig())
+    found: dict[int, list[int]] = {}
+    for result in results:
+        found |= result["tokens"]
+    assert found == expected
+    assert [loss["rank"] for loss in recoveries] == [0, 2]
