@@ -403,7 +403,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
 class RankExchange:
     """`BatchExchange` by collectives of the backend's group; counts are on the host."""
 
-    on_device = False
+    on_device = opens_together = False
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size

@@ -65,7 +65,7 @@ class DeviceExchange:
         record: says on the host which.
     """
 
-    on_device = True
+    on_device = opens_together = True
 
     def __init__(
         self, symmetric: arena.SymmetricArena, ranks: RankGroup, status: torch.Tensor, record: FailureRecord

@@ -244,8 +244,11 @@ def open_exchange(group: dist.ProcessGroup, width: int) -> Exchange:
     return connections
 
 
-def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
+def largest_over_ranks(value: int, group: dist.ProcessGroup | None, what: str = "their numbers of tokens") -> int:
     """The largest `value` of the group's ranks, at least 0; `value` itself without a group. All ranks must call it.
+
+    Args:
+        what: as in `Exchange.gather`.
 
     Raises:
         DispatchTimeoutError: a rank failed, or did not answer before the deadline.
@@ -254,7 +257,7 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
         return value
     if group not in _exchanges:
         _exchanges[group] = open_exchange(group, 1)
-    return max(number for (number,) in _exchanges[group].gather("their numbers of tokens", [value]))
+    return max(number for (number,) in _exchanges[group].gather(what, [value]))
 
 
 class SharedMemoryExchange(Exchange):

@@ -12,6 +12,9 @@ has more experts. So dispatch and combine are an ordinary backend for that layer
 own kind, one for the resident weights and one for the scratch slots. All layers of a process whose experts have the
 same tensors share their scratch slots.
 
+A rank whose weights are replaced makes its experts anew: alone, unless peers keep the addresses of its experts. The
+backend and what decides whether a batch is balanced are common to all ranks, and stay until the layer has other ranks.
+
 What one row gives does not depend on where it is computed. A token's sum is made in another order, because the results
 of one rank are added first; in a batch-invariant layer it has the same bits too.
 """
@@ -21,7 +24,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,6 +33,7 @@ from torch import nn
 from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_tensors
 from moe_ep.config import FusedMoEConfig
+from moe_ep.distributed.exchange import largest_over_ranks
 from moe_ep.eplb.batch_plan import RankPlan, plan_batch
 from moe_ep.eplb.batch_rounds import place_rows, rank_plan
 from moe_ep.eplb.packing import ExpertRows
@@ -46,6 +50,7 @@ from moe_ep.modular_kernel.contracts import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
     FusedMoEPermuteExpertsUnpermute,
+    FusedMoEPrepareAndFinalize,
     Pending,
 )
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
@@ -133,6 +138,7 @@ class BatchBalancer:
     def __init__(self, method: FusedMoEMethodBase, options: BatchBalance) -> None:
         self._method, self.options = method, options
         self.had_copies, self._num_probed = False, 0
+        self._transport: _Transport | None = None
         self._parts: _Parts | None = None
         self._slots: torch.Tensor | None = None
 
@@ -149,12 +155,16 @@ class BatchBalancer:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the layer makes its own parts."""
-        return {**self.__dict__, "_parts": None}
+        return {**self.__dict__, "_transport": None, "_parts": None}
 
     def forget(self) -> None:
-        """Drops what was made for the layer's kernels."""
+        """Drops what was made for the layer's kernels; maybe on this rank alone."""
         self._parts = None
+
+    def regroup(self) -> None:
+        """Drops everything; all ranks call it when the layer goes on over other ranks."""
         self.had_copies, self._num_probed = False, 0
+        self._transport = self._parts = None
 
     def min_rows(self, device: torch.device, on_device: bool) -> tuple[int, int] | None:
         """Rows of the rank that has most, from which on a batch may be balanced, and is; None for never.
@@ -202,10 +212,7 @@ class BatchBalancer:
         Args:
             topk_ids: logical `[T, top_k]`, -1 for none.
         """
-        resident = layer.modular_kernel
-        if self._parts is None or self._parts.made_for is not resident:
-            self._parts = _Parts(layer, self._method, resident, self.options.spare_slots)
-        parts, config = self._parts, self._method.moe_config
+        parts, config = self._parts_for(layer), self._method.moe_config
         exchange, spare_slots = parts.exchange, self.options.spare_slots
         with stage("eplb_batch_plan"):
             cost = self.options.copy_cost_rows
@@ -242,6 +249,24 @@ class BatchBalancer:
         copied.release()
         return cast("torch.Tensor | tuple[torch.Tensor, torch.Tensor]", result)
 
+    def _parts_for(self, layer: MoELayer) -> _Parts:
+        """The parts for the layer's present weights."""
+        resident, spare_slots = layer.modular_kernel, self.options.spare_slots
+        if self._transport is None:
+            self._transport = _Transport.make(layer, self._method, spare_slots)
+        parts = self._parts
+        if parts is not None and parts.made_for is not resident:
+            parts = None
+        if self._transport.exchange.opens_together:
+            # Peers hold the addresses of this rank's experts. If any rank lacks its parts, all make theirs anew.
+            group = layer.groups.ep
+            if largest_over_ranks(int(parts is None), group, "whether weights were replaced"):
+                parts = None
+        if parts is None:
+            self._parts = None  # peers' memory is closed before it is opened again
+            parts = self._parts = _Parts(layer, self._method, resident, self._transport, spare_slots)
+        return parts
+
     def _physical_to_logical(self, layer: MoELayer, device: torch.device) -> torch.Tensor:
         """The expert in each slot, int32 `[P]`, at the moment, slots in rank order; no wait for a GPU that it is on."""
         state = layer.eplb_state
@@ -261,6 +286,31 @@ class BatchBalancer:
         return slots[:-1]
 
 
+class _Transport(NamedTuple):
+    """What moves rows and experts between the ranks; it does not depend on where a rank's weights are."""
+
+    backend: FusedMoEPrepareAndFinalize
+    exchange: BatchExchange
+
+    @classmethod
+    def make(cls, layer: MoELayer, method: FusedMoEMethodBase, spare_slots: int) -> _Transport:
+        """A collective step of the layer's ranks; the backend is one for resident and scratch slots."""
+        config = method.moe_config
+        parallel = config.moe_parallel_config
+        extended = replace(
+            config,
+            num_experts=config.num_experts + parallel.ep_size * spare_slots,
+            num_local_experts=config.num_local_experts + spare_slots,
+            moe_parallel_config=replace(parallel, expert_placement_strategy="linear"),
+        )
+        with torch.device("cpu"):
+            backend = _method_for(method, extended).maybe_make_prepare_finalize(layer.groups.ep, layer.dispatch_dtype)
+        exchange = backend.batch_exchange()
+        if exchange is None:
+            raise RuntimeError(f"{type(backend).__name__} of {layer.layer_name} has no exchange for balancing a batch")
+        return cls(backend, exchange)
+
+
 class _Parts:
     """The parts that a balanced pass runs with.
 
@@ -270,27 +320,19 @@ class _Parts:
     """
 
     def __init__(
-        self, layer: MoELayer, method: FusedMoEMethodBase, made_for: FusedMoEModularKernel, spare_slots: int
+        self,
+        layer: MoELayer,
+        method: FusedMoEMethodBase,
+        made_for: FusedMoEModularKernel,
+        transport: _Transport,
+        spare_slots: int,
     ) -> None:
-        config = method.moe_config
-        parallel = config.moe_parallel_config
-        self.made_for, self._spare_slots = made_for, spare_slots
+        config, backend, exchange = method.moe_config, transport.backend, transport.exchange
+        self.made_for, self.exchange, self._spare_slots = made_for, exchange, spare_slots
         self._num_resident = config.num_local_experts
-        extended = replace(
-            config,
-            num_experts=config.num_experts + parallel.ep_size * spare_slots,
-            num_local_experts=self._num_resident + spare_slots,
-            moe_parallel_config=replace(parallel, expert_placement_strategy="linear"),
-        )
-        with torch.device("cpu"):
-            backend = _method_for(method, extended).maybe_make_prepare_finalize(layer.groups.ep, layer.dispatch_dtype)
-        exchange = backend.batch_exchange()
-        if exchange is None:
-            raise RuntimeError(f"{type(backend).__name__} of {layer.layer_name} has no exchange for balancing a batch")
-        self.exchange: BatchExchange = exchange
-        self._num_ids = extended.num_experts
+        self._num_ids = config.num_experts + exchange.size * spare_slots
         # Where this rank's ids begin: resident slots, then scratch slots.
-        before = (expert_owner_table(parallel.ep_size, config.num_experts) < exchange.rank).sum()
+        before = (expert_owner_table(exchange.size, config.num_experts) < exchange.rank).sum()
         self._first = int(before) + exchange.rank * spare_slots
         self.resident_rows = ExpertRows([tensor[: self._num_resident] for tensor in method.expert_tensors(layer)])
         self._scratch = _ScratchSlots.of(layer, method, spare_slots)

@@ -1120,6 +1120,8 @@ class FusedMoE(MoELayer):
         self.quant_method.moe_config = self.moe_config
         self.dispatcher.regroup(process_group)
         self.forget_kernels()
+        if self.balancer is not None:
+            self.balancer.regroup()
 
     # ---- Tensors that are moved, replaced or copied
 

@@ -186,16 +186,19 @@ class ExpertCopies(Protocol):
 
 
 class BatchExchange(Protocol):
-    """A backend's exchanges for balancing a batch, beside dispatch and combine; every call is a collective step.
+    """A backend's exchanges for balancing a batch, beside dispatch and combine; `gather` is a collective step.
 
     Attributes:
         rank, size: of this process among the EP ranks.
         on_device: counts and plan stay on the GPU, and the host waits for nothing.
+        opens_together: `open` is a collective step too, because peers keep the addresses of a rank's experts. Before
+            each batch the ranks then agree on the host whether any of them must open it again.
     """
 
     rank: int
     size: int
     on_device: bool
+    opens_together: bool
 
     def open(self, resident: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor], num_slots: int) -> ExpertCopies:
         """Prepares copies of a layer's experts.

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from moe_ep.dispatch.all_to_all import AllToAllPrepareFinalize
+from moe_ep.dispatch.rank_group import RankGroup
+from moe_ep.dispatch.torch_distributed import RankExchange
+from moe_ep.distributed.exchange import gather_texts
 from moe_ep.eplb import EplbConfig, EPLBManager
 from moe_ep.layer import BatchBalance, FusedMoE
 from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance
@@ -190,12 +197,74 @@ def what_the_last_batch_had(rank: int, world_size: int) -> None:
         layer(rows, topk_weights=weights, topk_ids=ids)
         found.append(layer.balancer.had_copies)
     assert found == [True, False, True]
-    layer.forget_kernels()
-    assert not layer.balancer.had_copies
 
 
 def test_all_ranks_know_whether_the_last_batch_had_copies() -> None:
     ranks(2).run(what_the_last_batch_had)
+
+
+class OpensTogether(RankExchange):
+    """An exchange whose `open` is a collective step, as where peers keep addresses."""
+
+    opens_together = True
+
+    def __init__(self, ranks: RankGroup) -> None:
+        super().__init__(ranks)
+        self.group = ranks.group
+
+    def open(self, resident: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor], num_slots: int) -> Any:
+        gather_texts("addresses of experts", "", self.group)
+        return super().open(resident, scratch, num_slots)
+
+
+def replace_on_rank_0(rank: int, world_size: int, backend: str, opens_together: bool) -> list[bool]:
+    """Rank 0 alone gets other weights at other addresses; returns whether the batches that follow are balanced."""
+    made = mock.patch.object(AllToAllPrepareFinalize, "batch_exchange", lambda self: OpensTogether(self.ranks))
+    with made if opens_together else nullcontext():
+        plain, balanced = (
+            make_layer("plain", all2all_backend=backend, batch_invariant=True, batch_balance=choice)
+            for choice in ("off", ALWAYS)
+        )
+        rows, weights, ids = batch_of(rank, "very skewed", torch.float32)
+        for number in range(3):
+            expected = plain(rows, topk_weights=weights, topk_ids=ids)
+            assert torch.equal(balanced(rows, topk_weights=weights, topk_ids=ids), expected)
+            assert balanced.balancer.had_copies
+            if rank == 0 and number == 0:
+                for layer in (plain, balanced):
+                    layer.w2_weight.data = layer.w2_weight.data * 2
+            elif rank == 0:
+                balanced.forget_kernels()
+    # Batches between the two limits are balanced after copies, and to probe.
+    balancer = balanced.balancer
+    after_copies = [balancer.takes(1, (1, 2)) for _ in range(3)]
+    balancer.had_copies = False
+    return [*after_copies, *(balancer.takes(1, (1, 2)) for _ in range(20))]
+
+
+@pytest.mark.parametrize("backend, opens_together", [
+    ("all_to_all", False), ("batched_all_to_all", False), ("all_to_all", True),
+])  # fmt: skip
+def test_one_rank_may_replace_its_weights(backend: str, opens_together: bool) -> None:
+    first, second = ranks(2).run(replace_on_rank_0, backend, opens_together)
+    assert first == second and first[:3] == [True] * 3 and sum(first[3:]) == 1
+
+
+def go_on_over_other_ranks(rank: int, world_size: int) -> None:
+    common = {"all2all_backend": "all_to_all", "batch_invariant": True}
+    plain, balanced = (make_layer("EPLB", **common, batch_balance=choice) for choice in ("off", ALWAYS))
+    rows, weights, ids = batch_of(rank, "one expert", torch.float32)
+    expected = plain(rows, topk_weights=weights, topk_ids=ids)
+    for group in (dist.group.WORLD, dist.new_group()):
+        slots = balanced.eplb_state.physical_to_logical_map.tolist()
+        balanced.regroup(balanced.parallel_config, group, slots)
+        assert not balanced.balancer.had_copies
+        assert torch.equal(balanced(rows, topk_weights=weights, topk_ids=ids), expected)
+        assert balanced.balancer.had_copies
+
+
+def test_a_layer_goes_on_over_other_ranks() -> None:
+    ranks(2).run(go_on_over_other_ranks)
 
 
 def test_small_batches_and_expensive_copies_are_left_alone() -> None:
