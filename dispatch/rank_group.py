@@ -116,7 +116,9 @@ class RankGroup:
         self.have_agreed = True
 
     def steps(self, name: str, device: torch.device) -> Steps:
-        """The collective steps of one dispatch or combine."""
+        """The collective steps of one dispatch or combine, whose arguments were checked."""
+        # Withdrawn before the first wait for peers, which end theirs soon while this rank refuses a batch.
+        self.detector.take_part()
         if device.type == "cuda":
             self.detector.logs_refusals = True
             if is_elastic(self.group) and self.group not in _connected:

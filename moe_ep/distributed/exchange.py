@@ -90,16 +90,16 @@ def gather_texts(
         missing = absent()
         if not missing:
             raise detector.error(f"the ranks did not all come to {name}", error) from None
-        failed = sorted(set(detector.dead()).intersection(missing))
-        reasons = dict.fromkeys(failed, "died (its process ended)")
-        if not failed:
+        named = sorted(set(detector.dead()).intersection(missing))
+        story = "; ".join(f"rank {rank} died (its process ended)" for rank in named)
+        if not named:
             with suppress(RuntimeError):
-                reasons = {rank: why for rank, why in detector.refusals().items() if rank in missing}
-        story = "; ".join(f"rank {rank} {why}" for rank, why in reasons.items())
+                refusals = {rank: why for rank, why in detector.refusals().items() if rank in missing}
+                story, named = detector.give_up(refusals) if refusals else ("", [])
         raise DispatchTimeoutError(
             f"{name}: {story or f'{rank_list(missing)} did not come within {timeout_s:g} s'}; every rank of the group "
             f"must make the same layers and backends in the same order",
-            list(reasons) or missing,
+            named or missing,
         ) from None
     found = [get_text(store, key) for key in keys.values()]
     # A rank in this exchange has read all texts of the previous one.

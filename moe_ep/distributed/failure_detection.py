@@ -4,7 +4,8 @@ Every wait of the host for another rank goes through a `FailureDetector`, which 
 
 - A process that has ended is noticed within a second or two (`moe_ep.distributed.liveness`).
 - Error broadcast: a rank that cannot take part in a step leaves the reason in the rendezvous store. Its peers read it
-  and end their waits, unless that rank takes part again within `_REFUSAL_GRACE_S` of a wait.
+  and end their waits, unless that rank takes part again within `_REFUSAL_GRACE_S` of a wait. A peer that has ended its
+  wait leaves word of that in turn, for ranks that come to the step later.
 - At a deadline, and where connections broke off, a rank asks all others through the store whether they wait in a step
   too, or live, which a thread of theirs answers. Ranks that do not answer have failed; if it was a deadline, so have
   those that live and are in no step. The others are told and end their steps. The first rank that knows says so for
@@ -17,7 +18,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple, Protocol, TypeVar
@@ -47,6 +48,8 @@ _DEATH_GRACE_S = 1.0
 # A rank that refused its batch may return with another one within this time of every wait: ranks that failed in one
 # step and go on do not all reach the next one at the same moment.
 _REFUSAL_GRACE_S = 3.0
+# Begins the reason of a rank that left a step because of another's reason, which follows.
+_GAVE_UP = "gave up its step: "
 # Transports may time out slightly early; from 90 % of the deadline on a wait counts as timed out.
 _SURELY_IN_TIME = 0.9
 # A wait yields the processor for this long, then sleeps for a fiftieth of the time it has waited, within these bounds.
@@ -300,6 +303,20 @@ class FailureDetector:
         if not isinstance(error, DispatchTimeoutError) and self._key("refused", self.rank) not in _standing:
             self._refuse(f"failed: {type(error).__name__}: {error}")
 
+    def give_up(self, refusals: Mapping[int, str]) -> tuple[str, list[int]]:
+        """Tells the peers that this rank has left its step because of these refusals.
+
+        Returns:
+            The reasons as text, and the ranks to name: not those that gave up because of others that are among them.
+        """
+        least = min(reason.count(_GAVE_UP) for reason in refusals.values())
+        first = {rank: reason for rank, reason in refusals.items() if reason.count(_GAVE_UP) == least}
+        reasons = "; ".join(f"rank {rank} {reason}" for rank, reason in first.items())
+        # A death is noticed by all, and may be of the process that serves the store.
+        if not self.dead() and self._key("refused", self.rank) not in _standing:
+            self._refuse(f"{_GAVE_UP}{reasons}")
+        return reasons, list(first)
+
     def _refuse(self, reason: str) -> None:
         if self.size == 1:
             return
@@ -381,8 +398,8 @@ class FailureDetector:
             self.check()
             refusals = self.refusals()
             if refusals:
-                reasons = "; ".join(f"rank {rank} {reason}" for rank, reason in refusals.items())
-                return DispatchTimeoutError(f"{story}: {reasons}", list(refusals))
+                reasons, named = self.give_up(refusals)
+                return DispatchTimeoutError(f"{story}: {reasons}", named)
             verdict = self.verdict()
         except RuntimeError as error:
             if self._ended_by:

@@ -156,6 +156,70 @@ def test_a_rank_may_come_back_with_a_smaller_batch() -> None:
     assert ranks(3).run(refuse_and_return) == [True] * 3
 
 
+# By then, peers have ended their waits for a rank that has refused a batch and stays away.
+LATE_S = 5.0
+
+
+def refuse_and_return_to_late_peers(rank: int, world_size: int) -> list[tuple[str, float, tuple[int, ...]]]:
+    """Rank 1 is refused, in the dispatch and in the combine, and repeats them at once; rank 2 comes late."""
+    layer = FusedMoE(6, 2, 32, 32, params_dtype=torch.float32, all2all_backend="all_to_all", batch_balance="off")
+    x, logits = torch.randn(3, 32), torch.randn(3, 6)
+    layer(x, logits)
+    setting = make_setting(Case(), rank, world_size)
+    backend, args = make_backend(setting, "all_to_all"), prepare_args(setting, "cpu")
+    result, output = backend.prepare(*args), torch.empty_like(args[0])
+
+    def finalize(output: torch.Tensor) -> None:
+        backend.finalize(output, result[0], result[4], result[3], False, TopKWeightAndReduceNoOP())
+
+    outcomes = []
+    for call, good, bad in ((layer, (x, logits), (x[:, :8], logits)), (finalize, (output,), (output[:, :8],))):
+        dist.barrier()
+        if rank == 1:
+            with pytest.raises(ValueError):
+                call(*bad)
+        if rank == 2:
+            time.sleep(LATE_S)
+        outcomes.append(outcome(call, *good))
+    return outcomes
+
+
+def test_a_rank_may_come_back_while_others_are_late() -> None:
+    pool = RankPool(3, timeout_s=3 * TIMEOUT_S)
+    try:
+        results = pool.run(refuse_and_return_to_late_peers)
+    finally:
+        pool.close()
+    assert [[text for text, *_ in outcomes] for outcomes in results] == [["", ""]] * 3
+
+
+def return_too_late(rank: int, world_size: int) -> tuple[str, float, tuple[int, ...]]:
+    """Rank 1 is refused and comes back, with rank 2, when rank 0 has given up."""
+    layer = FusedMoE(6, 2, 32, 32, params_dtype=torch.float32, all2all_backend="all_to_all", batch_balance="off")
+    x, logits = torch.randn(3, 32), torch.randn(3, 6)
+    layer(x, logits)
+    if rank == 1:
+        with pytest.raises(ValueError):
+            layer(x[:, :8], logits)
+    if rank:
+        rendezvous_store().wait(["rank 0 has given up"], timedelta(seconds=LONG_S))
+        return outcome(layer, x, logits)
+    result = outcome(layer, x, logits)
+    rendezvous_store().set("rank 0 has given up", "")
+    return result
+
+
+def test_a_rank_that_gave_up_is_named() -> None:
+    pool = RankPool(3, timeout_s=3 * TIMEOUT_S)
+    try:
+        results = pool.run(return_too_late)
+    finally:
+        pool.close()
+    assert [blamed for *_, blamed in results] == [(1,), (0,), (0,)]
+    for text, *_ in results:
+        assert text.startswith("DispatchTimeoutError") and "hidden_states is (3, 8)" in text
+
+
 def die(rank: int, world_size: int, name: str, step: str) -> tuple[str, float, tuple[int, ...]]:
     """Rank 1 is killed before it comes to a step."""
     levels = {"levels": ("all_to_all", "all_to_all")} if name == "two_level" else {}

@@ -58,6 +58,21 @@ def test_a_rank_that_failed_before_may_come_to_the_next_step_a_little_later(stor
     detectors[0].wait_until(60, lambda: time.monotonic() > comes)
 
 
+def test_a_rank_that_gave_up_is_named_once_the_one_that_refused_is_back(store: dist.Store) -> None:
+    detectors = [FailureDetector("refused", rank, 4) for rank in range(4)]
+    detectors[1].report(ValueError("too long"))
+    for rank in (0, 2):  # rank 2 knows of rank 0, too
+        error = detectors[rank].error("the step did not finish", "")
+        assert error.ranks == (1,) and "too long" in str(error)
+    detectors[1].take_part()
+    for rank in (1, 3):  # rank 3 knows of rank 1, too
+        error = detectors[rank].error("the step did not finish", "")
+        assert error.ranks == (0, 2) and "too long" in str(error)
+    for detector in detectors:
+        detector.take_part()
+    assert detectors[3].refusals() == {}
+
+
 @pytest.mark.parametrize(
     ("verdict", "failed", "words"),
     [
