@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
+import stat
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +43,7 @@ from moe_ep.distributed.store import (
 from moe_ep.errors import DispatchTimeoutError, rank_list
 
 _VALUE_BITS = 32
+_NONCE_BYTES = 16
 
 _counts: Counter[str] = Counter()
 # Characters of this rank's part of the last exchange of each name.
@@ -268,29 +270,36 @@ class SharedMemoryExchange(Exchange):
     every rank gave its own only after it had read those to q.
 
     Args:
-        path: a `shared_file` of these sizes.
+        address: of a `shared_file` of these sizes.
         width: number of values in an answer.
         num_questions: questions are numbered anew from 0 after so many; even.
+
+    Raises:
+        OSError: the file is not at its path, as in another PID namespace; whatever is there remains unchanged.
     """
 
     def __init__(
-        self, path: Path, detector: FailureDetector, width: int, timeout_s: float, num_questions: int = 1 << 31
+        self, address: str, detector: FailureDetector, width: int, timeout_s: float, num_questions: int = 1 << 31
     ) -> None:
         super().__init__(detector, timeout_s)
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
-        self._answers = np.frombuffer(self._memory, dtype=np.int64).reshape(2, self.size, width)
+        path, _, nonce = address.rpartition(" ")
+        num_answers = 2 * self.size * width
+        self._memory = _map_shared(path, num_answers * np.dtype(np.int64).itemsize, bytes.fromhex(nonce))
+        self._answers = np.frombuffer(self._memory, np.int64, num_answers).reshape(2, self.size, width)
         self._question, self._num_questions = 0, num_questions
 
     @staticmethod
     @contextmanager
-    def shared_file(size: int, width: int) -> Iterator[Path]:
-        """Yields a file of zeros in this process's memory, which ranks share; OSError if there is no space."""
-        handle = os.memfd_create("moe_ep")
+    def shared_file(size: int, width: int) -> Iterator[str]:
+        """Makes a file in this process's memory, which ranks share; OSError if there is no space.
+
+        It holds zeros and a nonce. Yields its address: the path and the nonce, by which ranks recognize the file.
+        """
+        nonce, handle = secrets.token_bytes(_NONCE_BYTES), os.memfd_create("moe_ep")
         with os.fdopen(handle, "wb") as file:
-            file.write(bytes(2 * size * width * np.dtype(np.int64).itemsize))
+            file.write(bytes(2 * size * width * np.dtype(np.int64).itemsize) + nonce)
             file.flush()
-            yield Path(f"/proc/{os.getpid()}/fd/{handle}")
+            yield f"/proc/{os.getpid()}/fd/{handle} {nonce.hex()}"
 
     def table(self, values: Sequence[int]) -> list[list[int]]:
         self._detector.take_part()
@@ -352,14 +361,33 @@ def _share_memory(
     """None if the ranks cannot share memory, though their hosts have one name."""
     with ExitStack() as stack:
         made, exchange = "", None
-        with suppress(OSError):  # the others learn of a failure by the empty name
+        with suppress(OSError):  # the others learn of a failure by the empty address
             if detector.rank == 0:
-                made = str(stack.enter_context(SharedMemoryExchange.shared_file(detector.size, width)))
-        name = gather_texts("shared memory", made, group)[0]
-        with suppress(OSError):
-            exchange = SharedMemoryExchange(Path(name), detector, width, timeout_s) if name else None
+                made = stack.enter_context(SharedMemoryExchange.shared_file(detector.size, width))
+        address = gather_texts("shared memory", made, group)[0]
+        with suppress(OSError, ValueError):
+            exchange = SharedMemoryExchange(address, detector, width, timeout_s) if address else None
         is_shared = "" not in gather_texts("shared memory is open", "" if exchange is None else "open", group)
     return exchange if is_shared else None
+
+
+def _map_shared(path: str, num_bytes: int, nonce: bytes) -> mmap.mmap:
+    """Maps a file of so many bytes and this nonce; OSError, without a change to it, if another file is at the path."""
+    # O_PATH does not open the file itself: of a pipe or a device, that could have effects.
+    handle = os.open(path, os.O_PATH)
+    try:
+        # By this path it is the same file each time, even if the other process closes its own.
+        own, found = f"/proc/self/fd/{handle}", os.fstat(handle)
+        is_shared = stat.S_ISREG(found.st_mode) and found.st_size == num_bytes + len(nonce)
+        if is_shared:
+            with open(own, "rb") as file:
+                is_shared = os.pread(file.fileno(), len(nonce), num_bytes) == nonce
+        if not is_shared:
+            raise FileNotFoundError(f"{path} is another file here than on the rank that made it")
+        with open(own, "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
+    finally:
+        os.close(handle)
 
 
 def _not_exchanged(detector: FailureDetector, what: str, timeout_s: float, cause: RuntimeError) -> DispatchTimeoutError:

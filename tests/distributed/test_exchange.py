@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from tests.ranks import RankPool, ranks
 
 # Deaths are noticed within this many seconds on a busy machine, otherwise within 3, and long before the deadline.
 DEATH_S = 50.0
+# A file's number that no process here reaches by itself.
+HANDLE = 500
 
 
 def numbers(rank: int, question: int) -> int:
@@ -49,6 +53,51 @@ def largest(rank: int, world_size: int, hosts: int) -> list[bool]:
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_the_largest_of_all_ranks(hosts: int) -> None:
     assert all(all(right) for right in ranks(4).run(largest, hosts))
+
+
+def share_in_namespaces(rank: int, world_size: int, path: Path, added: int) -> tuple[bool, list[int], bool]:
+    """Each rank has a file of its own at the path that rank 0 announces, as in PID namespaces of their own."""
+    group, make = dist.distributed_c10d._get_default_group(), SharedMemoryExchange.shared_file
+
+    @contextmanager
+    def announced(size: int, width: int) -> Iterator[Any]:
+        with make(size, width) as address:
+            own = str(address).split()[0]
+            with open(own, "r+b") as file:
+                os.dup2(file.fileno(), HANDLE)
+            yield type(address)(str(address).replace(own, f"/proc/self/fd/{HANDLE}"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(SharedMemoryExchange, "shared_file", announced)
+        else:
+            with make(world_size, 1) as address:
+                path.write_bytes(bytes(max(Path(str(address).split()[0]).stat().st_size + added, 0)))
+            with path.open("r+b") as file:
+                os.dup2(file.fileno(), HANDLE)
+        before = path.read_bytes() if rank else b""
+        exchange = open_exchange(group, 1)
+        largest = [max(exchange.gather("numbers", [numbers(rank, question)]))[0] for question in range(3)]
+    os.close(HANDLE)
+    return isinstance(exchange, SharedMemoryExchange), largest, not rank or path.read_bytes() == before
+
+
+@pytest.mark.parametrize("added", [0, 8, -1000], ids=["as large", "larger", "empty"])
+def test_a_file_of_another_process_is_left_alone(added: int, tmp_path: Path) -> None:
+    largest = [max(numbers(rank, question) for rank in range(2)) for question in range(3)]
+    assert ranks(2).run(share_in_namespaces, tmp_path / "file", added) == [(False, largest, True)] * 2
+
+
+def test_a_pipe_at_the_path_of_shared_memory_keeps_what_is_in_it() -> None:
+    reads, writes = os.pipe()
+    os.write(writes, b"text")
+    with SharedMemoryExchange.shared_file(1, 1) as address:
+        other = f"/proc/self/fd/{reads} {address.split()[1]}"
+        with pytest.raises(OSError, match=f"/proc/self/fd/{reads}"):
+            SharedMemoryExchange(other, FailureDetector("", 0, 1), 1, 60)
+    assert os.read(reads, 10) == b"text"
+    os.close(reads)
+    os.close(writes)
 
 
 def test_one_process_asks_no_other() -> None:
@@ -158,23 +207,24 @@ def test_a_rank_that_has_answered_may_end() -> None:
     assert failure.value.results == {rank: [[0], [1], [2]] for rank in (0, 2)}  # type: ignore[attr-defined]
 
 
-def boards(file: Path, size: int, width: int, **options: Any) -> list[SharedMemoryExchange]:
-    file.write_bytes(bytes(2 * size * width * 8))
-    return [SharedMemoryExchange(file, FailureDetector("", rank, size), width, 60, **options) for rank in range(size)]
+def boards(size: int, width: int, **options: Any) -> list[SharedMemoryExchange]:
+    detectors = [FailureDetector("", rank, size) for rank in range(size)]
+    with SharedMemoryExchange.shared_file(size, width) as address:
+        return [SharedMemoryExchange(address, detector, width, 60, **options) for detector in detectors]
 
 
-def test_questions_are_numbered_anew_when_numbers_run_out(tmp_path: Path) -> None:
-    exchanges = boards(tmp_path / "file", 2, 1, num_questions=4)
+def test_questions_are_numbered_anew_when_numbers_run_out() -> None:
+    exchanges = boards(2, 1, num_questions=4)
     with ThreadPoolExecutor(2) as threads:
         for question in range(11):
             said = [[question], [19 - question]]
             assert list(threads.map(SharedMemoryExchange.gather, exchanges, "ab", said)) == [said] * 2
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    exchanges = boards(tmp_path / "file", 3, 2)
+    exchanges = boards(3, 2)
     said = [[1, 0], [5, 2**32 - 1], [0, 2]]
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(SharedMemoryExchange.gather, exchanges, "abc", said)) == [said] * 3
