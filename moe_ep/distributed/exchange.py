@@ -136,12 +136,6 @@ def gather_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return gathered
 
 
-def count_exchanges_anew() -> None:
-    """Resets the numbers of the exchanges; called when the default group is made again over a fresh store."""
-    _counts.clear()
-    _lengths.clear()
-
-
 def check_agreement(name: str, settings: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
     """Checks that all ranks have the same settings.
 

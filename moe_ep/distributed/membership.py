@@ -50,10 +50,9 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from moe_ep import env
-from moe_ep.distributed.exchange import count_exchanges_anew
 from moe_ep.distributed.failure_detection import FailureDetector, end_all_waits
 from moe_ep.distributed.plain_data import decode, encode
-from moe_ep.distributed.store import call_in_thread, close_at_exit, connect_again, end_calls, name_groups_anew
+from moe_ep.distributed.store import call_in_thread, close_at_exit, connect_again, end_calls
 from moe_ep.errors import DispatchTimeoutError, GangError, MinorityError, RanksChangedError, rank_list
 
 logger = logging.getLogger(__name__)
@@ -752,8 +751,6 @@ class Membership:
         self.use_device()
         # Ranks that joined later have made fewer groups.
         dist.distributed_c10d._world.group_count = 0
-        name_groups_anew()
-        count_exchanges_anew()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             store=store,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -31,7 +32,9 @@ _CLOSE_S, _ASK_POLL_S = 1.0, 0.02
 PART_CHARACTERS = 1 << 20
 
 _names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+# The groups so far of each name and store.
 _namesakes: Counter[str] = Counter()
+_store_ids: WeakKeyDictionary[dist.Store, str] = WeakKeyDictionary()
 
 
 class Closable(Protocol):
@@ -57,21 +60,27 @@ def rendezvous_store() -> dist.Store:
 
 
 def name_in_store(group: dist.ProcessGroup) -> str:
-    """A group's name for keys in the store, the same on all of its ranks.
+    """A group's name for keys in the store, the same on all of its ranks and different from that of any earlier group.
 
-    A group that is made again after all were destroyed has the name of the first, and may have its store, as under
-    torchrun. The number that follows the name keeps it from reading what the first one's ranks left there.
+    A group that is made again after all were destroyed has the torch name of the first, and may have its store, as
+    under torchrun. A number keeps it from reading what the first one's ranks left there. Every store has an id, by
+    which ranks count from 0 in a new one: some of them may be new processes.
+
+    Raises:
+        RuntimeError: the store cannot be reached, or there is no default group.
     """
     if group not in _names:
-        name = group.group_name
+        name = f"{group.group_name}/{_store_id(rendezvous_store())}"
         _names[group] = f"{name}/{_namesakes[name]}"
         _namesakes[name] += 1
     return _names[group]
 
 
-def name_groups_anew() -> None:
-    """Forgets the names of the groups so far: the default group is made again, over a store that knows none of them."""
-    _namesakes.clear()
+def _store_id(store: dist.Store) -> str:
+    """A random id, which the first rank that asks leaves in the store: another store may have the same address."""
+    if store not in _store_ids:
+        _store_ids[store] = store.compare_set("moe_ep/store", "", secrets.token_hex(8)).decode()
+    return _store_ids[store]
 
 
 def set_text(store: dist.Store, key: str, text: str) -> None:
