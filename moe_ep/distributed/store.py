@@ -215,6 +215,7 @@ class _ListeningThread:
         self._closed = threading.Event()
         self._default: Callable[[], dist.Store | None] = lambda: None
         self._connection: dist.Store | None = None
+        self._connecting: Future[dist.Store | None] | None = None
         close_at_exit(self)
 
     def add(self, listener: Listener) -> None:
@@ -234,7 +235,7 @@ class _ListeningThread:
             try:
                 self._look()
             except RuntimeError as error:
-                # The store is gone, and with it the job.
+                # Where the store is gone, so is the job; otherwise the next look connects again.
                 logger.debug("the ranks' store cannot be reached: %s", error)
                 self._connection = None
 
@@ -244,12 +245,34 @@ class _ListeningThread:
         default = rendezvous_store()
         if self._default() is not default:
             # A weak reference: the store ends with its group, and on one rank others reach it only as long.
-            self._connection, self._default = None, ref(default)
-            limit_s = default.timeout.total_seconds()  # type: ignore[attr-defined]
-            self._connection = _connect_until(default, time.monotonic() + limit_s)
+            self._connection, self._connecting, self._default = None, None, ref(default)
+        if self._connection is None:
+            self._connection = self._connect(default)
         if self._connection is not None:
             for listener in listeners:
                 listener.listen(self._connection)
+
+    def _connect(self, store: dist.Store) -> dist.Store | None:
+        """Another connection to the store; None while it cannot be reached.
+
+        A thread of its own makes it: a connection to a stopped process hangs, and the default store may change
+        meanwhile.
+        """
+
+        def attempt() -> dist.Store | None:
+            try:
+                return _connect_until(store, time.monotonic())
+            except RuntimeError as error:  # not left in the future, where it would keep the store
+                logger.debug("the ranks' store cannot be reached: %s", error)
+                return None
+
+        if self._connecting is None:
+            self._connecting = call_in_thread("moe_ep-connect", attempt)
+        wait([self._connecting], LOOK_S)
+        if not self._connecting.done():
+            return None
+        connecting, self._connecting = self._connecting, None
+        return connecting.result()
 
 
 _thread = _ListeningThread()
