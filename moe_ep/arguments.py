@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
+from moe_ep.errors import ConfigError
+
 INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 # As messages name them: torch has wider unsigned ones, too, of which ids are not made.
 INTEGER_NAMES = "uint8, int8, int16, int32 or int64"
@@ -36,6 +38,31 @@ def check_id_range(num_experts: int, dtype: torch.dtype) -> None:
         raise ValueError(
             f"{num_experts} experts have ids up to {num_experts - 1}, which {dtype} cannot hold; use torch.int32"
         )
+
+
+def usable_device(device: object) -> torch.device:
+    """The device of this name, on which a model can run.
+
+    Raises:
+        ValueError: no device or name of one.
+        ConfigError: the meta device, or one that this machine does not have.
+    """
+    try:
+        known = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device is {device!r}; it must be a torch.device or the name of one, as cpu or cuda:0"
+        ) from None
+    if known.type == "meta":
+        raise ConfigError("device is meta, which keeps no values; pass the device that the model is to run on")
+    if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {known} and this machine has {torch.cuda.device_count()} GPUs; pass one of those")
+    if known.type not in ("cpu", "cuda"):
+        try:
+            torch.empty(0, device=known)
+        except (AssertionError, ImportError, RuntimeError):
+            raise ConfigError(f"device is {known}, which torch cannot use here; pass cpu or a GPU as cuda:0") from None
+    return known
 
 
 def check_same_device(other: str, device: torch.device, **tensors: torch.Tensor | None) -> None:

@@ -114,6 +114,13 @@ def check_flags(**values: object) -> None:
             raise TypeError(f"{name} is {value!r}; it must be True or False")
 
 
+def check_functions(**values: object) -> None:
+    """Raises TypeError for a value that is neither a function nor None."""
+    for name, value in values.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{name} is {value!r}; it must be a function or None")
+
+
 def check_number(**values: object) -> None:
     """Raises TypeError for a value that is not a real number."""
     for name, value in values.items():

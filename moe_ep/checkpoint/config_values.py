@@ -80,12 +80,12 @@ def not_negative(config: Config, key: str) -> float:
     return value
 
 
-def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+def flag(config: Mapping[str, Any], key: str, default: bool, where: str = "config.json: ") -> bool:
     """True or false, or the default where the key is missing; null is false, as transformers reads it. CheckpointError
-    for any other value."""
+    for any other value, which begins with `where`."""
     value = config.get(key, default)
     if value is not None and not isinstance(value, bool):
-        raise unexpected(key, "true or false", value)
+        raise CheckpointError(f"{where}{key}: expected true or false, found {value!r:.200}")
     return bool(value)
 
 

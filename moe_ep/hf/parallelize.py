@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
+from moe_ep.arguments import usable_device
 from moe_ep.checkpoint import CheckpointReader, check_experts, load_moe_layer, model_spec
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.config import FusedMoEParallelConfig
@@ -128,7 +129,7 @@ def parallelize(
     if on_layer is not None and not callable(on_layer):
         raise TypeError(f"on_layer is {on_layer!r}; it must be a function of (layers loaded, layers)")
     on_layer = on_layer or (lambda done, total: None)
-    device = None if device is None else _known_device(device)
+    device = None if device is None else usable_device(device)
     if max_num_tokens is None:
         named = backend != "auto" or env.ALL2ALL_BACKEND.get() != "auto"
         max_num_tokens = DECODE_MAX_NUM_TOKENS if named else PREFILL_MAX_NUM_TOKENS
@@ -244,20 +245,6 @@ def serving(model: Any) -> Iterator[None]:
                 error.add_note(f"after that this rank could not serve the other ranks: {another}")
         raise
     steps.serve_behind_requests()
-
-
-def _known_device(device: torch.device | str) -> torch.device:
-    try:
-        known = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(
-            f"device is {device!r}; it must be a torch.device or the name of one, as cpu or cuda:0"
-        ) from None
-    if known.type == "meta":
-        raise ConfigError("device is meta, which keeps no values; pass the device that the model is to run on")
-    if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device is {known} and this machine has {torch.cuda.device_count()} GPUs; pass one of those")
-    return known
 
 
 def _ranks(

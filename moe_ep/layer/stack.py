@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import layer_norm, linear, pad, rms_norm
 
 from moe_ep.activation import MoEActivation, apply_activation, gate_limit
-from moe_ep.arguments import check_tensors
+from moe_ep.arguments import check_same_device, check_tensors, usable_device
 from moe_ep.checkpoint import (
     CheckpointReader,
     LatentWeights,
@@ -39,7 +39,7 @@ from moe_ep.checkpoint import (
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed.passes import one_pass
-from moe_ep.errors import ConfigError, one_of
+from moe_ep.errors import ConfigError, check_functions, one_of
 from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.elastic import ElasticSlots
@@ -287,8 +287,10 @@ class MoEStack(nn.Module):
 
     Raises:
         CheckpointError: tensors missing or not as the config says.
-        ConfigError: quantization on load is asked for and the checkpoint is quantized already.
+        ConfigError: quantization on load is asked for and the checkpoint is quantized already; a device that this
+            machine does not have.
         ValueError: settings that do not fit together.
+        TypeError: a reader, spec or on_layer of another kind.
     """
 
     def __init__(
@@ -306,6 +308,14 @@ class MoEStack(nn.Module):
         **layer: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(reader, CheckpointReader):
+            raise TypeError(f"reader is a {type(reader).__name__}; it must be a CheckpointReader(folder)")
+        if not isinstance(spec, MoEModelSpec):
+            raise TypeError(
+                f"spec is a {type(spec).__name__}; it must be what model_spec(reader.config, reader) returns"
+            )
+        device = usable_device(device)
+        check_functions(on_layer=on_layer)
         self.spec, self.config = spec, reader.config
         quant_config = expert_quantization(reader.config, quantize)
         check_experts(reader, spec)
@@ -320,7 +330,7 @@ class MoEStack(nn.Module):
                     spec,
                     layer_index,
                     dtype=dtype,
-                    device=torch.device(device),
+                    device=device,
                     quant_config=quant_config,
                     num_redundant_experts=num_redundant_experts,
                     slots=slots,
@@ -347,21 +357,40 @@ class MoEStack(nn.Module):
             router_logits: f32 `[T, E]` for each layer, used instead of its router's.
 
         Raises:
-            ValueError: another shape or dtype, or router logits of another number of layers.
+            ValueError: another shape, dtype or device, or router logits that are no tensors or of another number of
+                layers.
+            TypeError: an observer that is no function.
         """
         layers = self.layers()
         check_tensors(x=x)
         if layers:
             layers[0].moe.check_rows("x", x, layers[0].norm_weight.numel())
-        if router_logits is not None and len(router_logits) != len(layers):
-            raise ValueError(
-                f"router_logits has those of {len(router_logits)} layers; it must have those of each of the "
-                f"{len(layers)}"
-            )
+            check_same_device("the stack", layers[0].norm_weight.device, x=x)
+        check_functions(observer=observer)
+        if router_logits is not None:
+            _check_logits(router_logits, len(layers))
         with one_pass((block.moe for block in layers), x.size(0)):
             for position, block in enumerate(layers):
                 x = block(x, observer, None if router_logits is None else router_logits[position])
         return x
+
+
+def _check_logits(router_logits: Sequence[torch.Tensor | None], num_layers: int) -> None:
+    """Raises ValueError unless each layer has a tensor `[T, E]`, or None for its router's."""
+    is_whole = isinstance(router_logits, torch.Tensor) and router_logits.dim() > 0
+    if not is_whole and not isinstance(router_logits, Sequence):
+        kind = type(router_logits).__name__
+        raise ValueError(f"router_logits is a {kind}; it must be a list of tensors [T, E], one for each layer")
+    if len(router_logits) != num_layers:
+        raise ValueError(
+            f"router_logits has those of {len(router_logits)} layers; it must have those of each of the {num_layers}"
+        )
+    for position, logits in enumerate(router_logits):
+        if logits is None:
+            continue
+        check_tensors(**{f"router_logits[{position}]": logits})
+        if logits.dim() != 2:
+            raise ValueError(f"router_logits[{position}] is {tuple(logits.shape)}; it must be [T, E]")
 
 
 def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:

@@ -33,6 +33,7 @@ def of_weights(form: str, **weights: Any) -> Any:
         ("pack-quantized", {"num_bits": 8, "type": "float"}, "weights of 8 bits .float.; pack-quantized ones must be"),
         ("int-quantized", {"num_bits": 6}, "num_bits of the weights is 6; this format is read where it is 8"),
         ("int-quantized", {"num_bits": 8, "symmetric": False}, "symmetric of the weights is False; .* it is True"),
+        ("pack-quantized", {"num_bits": 4, "symmetric": "false"}, "symmetric: expected true or false, found 'false'"),
         ("float-quantized", {"num_bits": 8}, None),
         ("float-quantized", {"num_bits": 8, "type": "int"}, "type of the weights is 'int'; .* it is 'float'"),
         ("naive-quantized", {"num_bits": 8, "type": "float"}, None),

@@ -294,12 +294,22 @@ def test_config_reads_what_writers_write(key: str) -> None:
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; it must be one of gptq, gptq_v2"),
         ({"group_size": 0}, "group_size is 0; it must be -1"),
         ({"group_size": "x"}, "group_size is 'x'; it must be -1"),
+        ({"desc_act": "false"}, "quantization_config: desc_act: expected true or false, found 'false'"),
+        ({"sym": "true"}, "quantization_config: sym: expected true or false, found 'true'"),
+        ({"sym": 0}, "quantization_config: sym: expected true or false, found 0"),
     ],
 )
 def test_config_refuses(changes: dict, message: str) -> None:
     values = {"quant_method": "gptq", "bits": 4, "group_size": 128} | changes
     with pytest.raises(CheckpointError, match=message):
         quantization_config({"quantization_config": values})
+
+
+def test_flags_that_are_null_are_false() -> None:
+    values = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    expected = GPTQConfig(bits=4, group_size=128, desc_act=False, sym=False)
+    assert quantization_config({"quantization_config": values | {"desc_act": None, "sym": None}}) == expected
+    assert quantization_config({"quantization_config": values}) == GPTQConfig(bits=4, group_size=128)
 
 
 def test_config_names_a_missing_key() -> None:

@@ -105,11 +105,50 @@ def test_rows_and_logits_that_do_not_fit_are_named(tmp_path: Path) -> None:
         (torch.zeros(2, K + 1), rf"x is \(2, {K + 1}\) of torch.float32; the layer .* takes \(T, {K}\)"),
         (torch.zeros(2, K).half(), "x is .* of torch.float16; the layer .* takes .* of torch.float32"),
         ([1.0], "x is a list; it must be a tensor"),
+        (torch.zeros(2, K, device="meta"), "x is on meta and the stack on cpu; move one"),
     ):
         with pytest.raises(ValueError, match=message):
             stack(x)
-    with pytest.raises(ValueError, match="router_logits has those of 0 layers"):
-        stack(torch.zeros(2, K), router_logits=[])
+    x, logits = torch.zeros(2, K), torch.zeros(2, 4)
+    wrong: list[tuple[Any, str]] = [
+        ([], "router_logits has those of 0 layers; it must have those of each of the 2"),
+        (5, r"router_logits is a int; it must be a list of tensors \[T, E\], one for each layer"),
+        ({0: logits, 1: logits}, "router_logits is a dict; it must be a list of tensors"),
+        (torch.tensor(5.0), "router_logits is a Tensor; it must be a list of tensors"),
+        ("xx", r"router_logits\[0\] is a str; it must be a tensor"),
+        ([None, 5], r"router_logits\[1\] is a int; it must be a tensor"),
+        ([logits, torch.tensor(1.0)], r"router_logits\[1\] is \(\); it must be \[T, E\]"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            stack(x, router_logits=given)
+    with pytest.raises(TypeError, match="observer is 5; it must be a function or None"):
+        stack(x, 5)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        assert torch.equal(stack(x, router_logits=torch.stack([logits] * 2)), stack(x, router_logits=[logits] * 2))
+
+
+def test_arguments_of_other_kinds_are_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    good = {"reader": reader, "spec": model_spec(reader.config), "parallel_config": FusedMoEParallelConfig()}
+    wrong: list[tuple[str, Any, type[Exception], str]] = [
+        ("device", "cuda:99", ConfigError, r"device is cuda:99 and this machine has \d+ GPUs; pass one of those"),
+        ("device", "meta", ConfigError, "device is meta, which keeps no values"),
+        ("device", "ipu", ConfigError, "device is ipu, which torch cannot use here; pass cpu or a GPU as cuda:0"),
+        ("device", "x", ValueError, "device is 'x'; it must be a torch.device or the name of one, as cpu or cuda:0"),
+        ("device", None, ValueError, "device is None; it must be a torch.device"),
+        ("reader", None, TypeError, r"reader is a NoneType; it must be a CheckpointReader\(folder\)"),
+        ("reader", "x", TypeError, "reader is a str; it must be a CheckpointReader"),
+        ("spec", None, TypeError, r"spec is a NoneType; it must be what model_spec\(reader.config, reader\) returns"),
+        ("on_layer", 3, TypeError, "on_layer is 3; it must be a function or None"),
+    ]
+    for name, value, error, message in wrong:
+        with pytest.raises(error, match=message):
+            MoEStack(**{**good, name: value}, dtype=torch.float32)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device is cuda and this machine has 0 GPUs"):
+            MoEStack(**good, dtype=torch.float32, device="cuda")
 
 
 def test_rows_of_zeros_are_normalized_to_zeros(tmp_path: Path) -> None:

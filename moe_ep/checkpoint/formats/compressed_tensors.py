@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_ep.checkpoint.config_values import QUANT_CONFIG, unexpected
+from moe_ep.checkpoint.config_values import QUANT_CONFIG, flag, unexpected
 from moe_ep.checkpoint.formats.fp4 import PACKED_MXFP4, PACKED_NVFP4
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.layout import (
@@ -284,7 +284,7 @@ def _scheme(group: Mapping[str, Any], form: str) -> QuantizationConfig:
         scheme, num_bits = _FIXED[form]
         _require(weights, group_size=scheme.column_block, num_bits=num_bits)
         return scheme
-    symmetric = bool(weights.get("symmetric", True))
+    symmetric = flag(weights, "symmetric", True, "weights: ")
     scale = _scale_shape(weights)
     if form == "pack-quantized":
         if bits not in (4, 8) or kind != "int":

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from moe_ep.checkpoint.config_values import QUANT_CONFIG
+from moe_ep.checkpoint.config_values import QUANT_CONFIG, flag
 from moe_ep.checkpoint.formats.layout import (
     ASYMMETRIC,
     FLOATS,
@@ -87,8 +87,8 @@ class GPTQConfig(QuantizationConfig):
             return cls(
                 bits=values["bits"],
                 group_size=values["group_size"],
-                desc_act=bool(values.get("desc_act", False)),
-                sym=bool(values.get("sym", True)),
+                desc_act=flag(values, "desc_act", False, QUANT_CONFIG),
+                sym=flag(values, "sym", True, QUANT_CONFIG),
                 checkpoint_format=values.get("checkpoint_format") or values.get("format") or "gptq",
             )
         except ValueError as error:
