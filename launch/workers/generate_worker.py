@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from moe_ep.eplb.trace import model_name
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.generation.decoder import Records
-from moe_ep.generation.engine import Completion, Generation, Request
+from moe_ep.generation.engine import Completion, Generation, Request, vocabulary_of
 from moe_ep.generation.sampling import Sampling
 from moe_ep.generation.tokenizer import ModelTokenizer
 from moe_ep.hf.parallelized import steps_of
@@ -89,6 +90,8 @@ def run_generate(
     model = _load(config, folder, device, dtype, membership)
     load_s = time.perf_counter() - started
     steps = steps_of(model)
+    vocabulary = vocabulary_of(model)
+    requests = [replace(request, stop_ids=_producible(request.stop_ids, vocabulary)) for request in requests]
     for layer in steps.layers:
         layer.counts_load = True
     relay = CompletionRelay(rank_env.rank, len(prompts), refused, is_elastic=membership is not None)
@@ -106,7 +109,7 @@ def run_generate(
         requests,
         max_new_tokens=config.max_new_tokens,
         num_slots=config.batch_size,
-        stop_ids=_stop_ids(model.generation_config, tokenizer, config.stop),
+        stop_ids=_producible(_stop_ids(model.generation_config, tokenizer, config.stop), vocabulary),
         ends=None if config.stop is None else partial(tokenizer.ends_with, config.stop),
         sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed),
         max_length=tokenizer.context_length,
@@ -219,6 +222,12 @@ def _stop_ids(settings: Any, tokenizer: ModelTokenizer, stop: str | None) -> lis
     ids = settings.eos_token_id
     ends = [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
     return ends if stop is None else ends + tokenizer.special_token(stop)
+
+
+def _producible(ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
+    """Without the ids that the model never produces: -1 of a config that ends nothing, or tokens that only the
+    tokenizer has."""
+    return tuple(token for token in ids if not isinstance(token, int) or 0 <= token < vocabulary)
 
 
 def _not_applied(settings: Any) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any, get_args
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from moe_ep.arguments import INTEGER_NAMES, INTEGERS
 from moe_ep.distributed.exchange import gather_values
 from moe_ep.distributed.membership import Membership
-from moe_ep.errors import ConfigError, check_at_least, one_of
+from moe_ep.errors import ConfigError, check_at_least, check_below, check_functions, check_whole, one_of
 from moe_ep.generation.decoder import Doing, Records, SlotDecoder
 from moe_ep.generation.sampling import Sampling, next_tokens, sequence_random
 from moe_ep.hf.parallelized import steps_of
@@ -302,7 +303,9 @@ class Generation:
         ConfigError: more logprobs than the model has tokens, or what `SlotDecoder` refuses.
         ValueError: a number below 1, another word for records or prefill_graphs, a prompt without tokens, of others
             than the model has or of no tensor, or one that leaves no room below max_length; two of one number; a model
-            that `parallelize` did not make; from `run`, ranks with different requests.
+            that `parallelize` did not make; stop_ids, or tokens of a continued prompt, that the model does not have;
+            from `run`, ranks with different requests.
+        TypeError: requests, token ids, a number, sampling or a callback of another kind.
     """
 
     def __init__(
@@ -329,7 +332,13 @@ class Generation:
         check_at_least(1, max_new_tokens=max_new_tokens, num_slots=num_slots, prefill_tokens=prefill_tokens)
         steps_of(model)
         vocabulary = vocabulary_of(model)
+        if max_length is not None:
+            check_at_least(1, max_length=max_length)
         _check_requests(requests, max_length, vocabulary)
+        _check_ids("stop_ids", stop_ids, vocabulary)
+        if not isinstance(sampling, (Sampling, NoneType)):
+            raise TypeError(f"sampling is {sampling!r}; it must be a Sampling, or None for the likeliest tokens")
+        check_functions(ends=ends, on_progress=on_progress, on_completion=on_completion, on_ranks=on_ranks)
         if logprobs is not None:
             check_at_least(0, logprobs=logprobs)
             if logprobs > vocabulary:
@@ -622,7 +631,21 @@ def _check_alike(told: Sequence[Sequence[int]]) -> None:
         )
 
 
+def _check_ids(name: str, ids: Collection[int], vocabulary: int, of: str = "") -> None:
+    """Raises TypeError unless they are whole numbers, and ValueError unless the embedding has them all."""
+    if not isinstance(ids, Collection):
+        raise TypeError(f"{name}{of} is {ids!r}; it must be a list of token ids, which may be empty")
+    for position, token in enumerate(ids):
+        check_below("the rows of the model's embedding", vocabulary, **{f"{name}[{position}]{of}": token})
+
+
 def _check_requests(requests: Sequence[Request], max_length: int | None, vocabulary: int) -> None:
+    if not isinstance(requests, Sequence):
+        raise TypeError(f"requests is a {type(requests).__name__}; it must be a list of Request")
+    for position, request in enumerate(requests):
+        if not isinstance(request, Request):
+            raise TypeError(f"requests[{position}] is a {type(request).__name__}; it must be a Request")
+        check_whole(**{f"index of requests[{position}]": request.index})
     number, count = max(
         Counter(request.index for request in requests).items(), key=lambda item: item[1], default=(0, 0)
     )
@@ -630,6 +653,8 @@ def _check_requests(requests: Sequence[Request], max_length: int | None, vocabul
         raise ValueError(f"requests has {count} of number {number}; give each a number of its own")
     for request in requests:
         check_token_ids(f"token_ids of request {request.index}", request.token_ids, vocabulary)
+        for name in ("stop_ids", "continued"):
+            _check_ids(name, getattr(request, name), vocabulary, f" of request {request.index}")
         if request.length == 0 or (max_length is not None and request.length >= max_length):
             most = "" if max_length is None else f" and below max_length ({max_length})"
             raise ValueError(f"request {request.index} has {request.length} tokens; it must have at least 1{most}")

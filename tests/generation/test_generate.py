@@ -190,6 +190,41 @@ def test_numbers_below_one_are_refused(name: str) -> None:
         Generation(None, requests_of(1), **numbers, stop_ids=[])
 
 
+def test_arguments_of_other_kinds_are_refused_before_any_step() -> None:
+    model, ids, most = moe_ep.parallelize(make_model("Qwen3Moe")), torch.tensor([1, 2]), SIZES["vocab_size"]
+    one = [Request(0, ids)]
+    known = f"it must be at least 0 and below the rows of the model's embedding .{most}."
+    wrong: list[tuple[str, Any, type[Exception], str]] = [
+        ("requests", None, TypeError, "requests is a NoneType; it must be a list of Request"),
+        ("requests", [*one, None], TypeError, r"requests\[1\] is a NoneType; it must be a Request"),
+        ("requests", [Request("a", ids)], TypeError, r"index of requests\[0\] is 'a'; it must be a whole number"),
+        (
+            "requests",
+            [Request(7, ids, continued=(most,))],
+            ValueError,
+            rf"continued\[0\] of request 7 is {most}; {known}",
+        ),
+        ("requests", [Request(7, ids, continued=(3, -1))], ValueError, rf"continued\[1\] of request 7 is -1; {known}"),
+        ("requests", [Request(7, ids, continued=None)], TypeError, "continued of request 7 is None; it must be a list"),
+        ("requests", [Request(7, ids, stop_ids=("x",))], TypeError, r"stop_ids\[0\] of request 7 is 'x'; it must be a"),
+        ("stop_ids", None, TypeError, "stop_ids is None; it must be a list of token ids, which may be empty"),
+        ("stop_ids", 5, TypeError, "stop_ids is 5; it must be a list of token ids"),
+        ("stop_ids", iter([5]), TypeError, "stop_ids is <list_iterator .*; it must be a list of token ids"),
+        ("stop_ids", ["x"], TypeError, r"stop_ids\[0\] is 'x'; it must be a whole number"),
+        ("stop_ids", [1, 1.5], TypeError, r"stop_ids\[1\] is 1.5; it must be a whole number"),
+        ("stop_ids", [-1], ValueError, rf"stop_ids\[0\] is -1; {known}"),
+        ("stop_ids", [most], ValueError, rf"stop_ids\[0\] is {most}; {known}"),
+        ("sampling", "x", TypeError, "sampling is 'x'; it must be a Sampling, or None for the likeliest tokens"),
+        ("max_length", "x", TypeError, "max_length is 'x'; it must be a whole number"),
+    ]
+    for name in ("ends", "on_progress", "on_completion", "on_ranks"):
+        wrong.append((name, "x", TypeError, f"{name} is 'x'; it must be a function or None"))
+    for name, value, error, message in wrong:
+        arguments: dict[str, Any] = {"requests": one, "max_new_tokens": 2, "num_slots": 1, "stop_ids": [], name: value}
+        with pytest.raises(error, match=message):
+            Generation(model, **arguments)
+
+
 def test_what_a_model_cannot_read_is_refused_before_any_step() -> None:
     model = moe_ep.parallelize(make_model("Qwen3Moe"))
     most = SIZES["vocab_size"]

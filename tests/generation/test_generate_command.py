@@ -324,6 +324,16 @@ def test_settings_that_are_not_applied_are_told(demo: Path, tmp_path: Path) -> N
     assert result.about["not_applied"] == {"repetition_penalty": 1.05, "min_new_tokens": 2}
 
 
+def test_end_tokens_that_the_model_never_produces_end_nothing(demo: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(demo, tmp_path / "model")
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"eos_token_id": [-1, 1 << 30]}))
+    config = GenerateConfig(model=folder, prompt=("import",), max_new_tokens=3)
+    (result,) = ranks(1).run(answer, config, config.read_prompts()[0])
+    assert [line["num_tokens"] for line in result.completions] == [3]
+
+
 def test_a_special_token_stops_a_text_that_is_shown_without_it(demo: Path) -> None:
     tokenizer = ModelTokenizer(demo)
     tokenizer.tokenizer.add_tokens(["<end>"], special_tokens=True)
