@@ -21,6 +21,7 @@ from moe_ep.checkpoint.plan import (
     Slot,
     Source,
     StoredTensor,
+    check_source,
     check_tensor,
     expert_tensors,
     find_module,
@@ -76,7 +77,9 @@ def layer_options(
         CheckpointError: experts that are quantized in ways that one layer cannot combine, more or fewer of them in the
             files than in the config, or a correction bias that is missing.
         ValueError: a layer without experts.
+        TypeError: no reader, or no specification.
     """
+    check_source(reader, spec)
     # Before a layer of those sizes is allocated.
     tensors = expert_tensors(reader, spec, layer_index)
     for role in tensors.roles:
@@ -111,10 +114,16 @@ def load_moe_layer(
             has no parameter for; more or fewer experts on disk than in the config. The layer is not finished then.
         ValueError: a layer without experts, or with another activation or limit than those of the checkpoint, fused
             shared experts that cannot be loaded as experts, or experts that do not exist.
-        TypeError: experts that are no collection of whole numbers.
+        TypeError: experts that are no collection of whole numbers, no reader, no specification, or no layer.
         RuntimeError: quantized experts were loaded before, and `begin_reload` was not called; or only some experts are
             to be loaded, and none were before.
     """
+    check_source(reader, spec)
+    if not hasattr(layer, "make_expert_params_mapping"):
+        kind = "None" if layer is None else f"a {type(layer).__name__}"
+        raise TypeError(
+            f"layer is {kind}; it must be a FusedMoE, as FusedMoE(**layer_options(reader, spec, {layer_index}))"
+        )
     layer.check_open(spec.expert_prefix(layer_index))
     _check_gate(layer, spec, layer_index)
     plan = plan_layer(reader, spec, layer_index, layer, experts)

@@ -44,6 +44,14 @@ class StoredTensor:
         return raw[self.part].reshape(self.layout.shape)
 
 
+def check_source(reader: CheckpointReader, spec: MoEModelSpec) -> None:
+    """Raises TypeError unless they are a reader and a model's specification."""
+    if not isinstance(reader, CheckpointReader):
+        raise TypeError(f"reader is {reader!r}; it must be a CheckpointReader, as CheckpointReader(folder)")
+    if not isinstance(spec, MoEModelSpec):
+        raise TypeError(f"spec is {spec!r}; it must be a MoEModelSpec, as model_spec(reader.config, reader)")
+
+
 def layer_quantization(
     quantization: ModelQuantization | None, spec: MoEModelSpec, layer_index: int, reader: CheckpointReader | None = None
 ) -> LayerQuantization | None:
@@ -583,7 +591,9 @@ def check_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
     Raises:
         CheckpointError: a tensor that is missing, or of another shape or dtype than the config says; a quantization or
             a form of experts that is not read.
+        TypeError: no reader, or no specification.
     """
+    check_source(reader, spec)
     for layer in spec.moe_layers:
         tensors = expert_tensors(reader, spec, layer)
         experts = range(spec.num_experts)

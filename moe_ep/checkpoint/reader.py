@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from moe_ep.arguments import check_integers, check_tensors
 from moe_ep.checkpoint.finite import check_finite, read_checked
 from moe_ep.checkpoint.formats import ModelQuantization, quantization_config, with_settings_beside
-from moe_ep.errors import CheckpointError, check_flags
+from moe_ep.errors import CheckpointError, check_flags, check_whole
 from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded
 
 DTYPES = {
@@ -369,7 +370,7 @@ class CheckpointReader:
     Raises:
         CheckpointError: no such directory, no safetensors in it, JSON or header that does not parse, a shard that is
             missing or truncated, a tensor that is in another shard than the index says.
-        TypeError: allow_nonfinite is neither True nor False.
+        TypeError: directory is no path, or allow_nonfinite neither True nor False.
     """
 
     # Whether tensors are read without threads that compete with those that copy them.
@@ -377,6 +378,8 @@ class CheckpointReader:
 
     def __init__(self, directory: str | os.PathLike[str], allow_nonfinite: bool = False) -> None:
         check_flags(allow_nonfinite=allow_nonfinite)
+        if not isinstance(directory, (str, os.PathLike)):
+            raise TypeError(f"directory is {directory!r}; it must be the path of a checkpoint's folder")
         self.directory = Path(directory)
         self.allow_nonfinite = allow_nonfinite
         if not self.directory.is_dir():
@@ -427,14 +430,18 @@ class CheckpointReader:
         return single if single.is_file() else self.directory / INDEX_NAME
 
     def names(self, prefix: str = "") -> Sequence[str]:
-        """The names of all tensors that start with `prefix`, sorted."""
+        """The names of all tensors that start with `prefix`, sorted; TypeError for a prefix that is no text."""
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix is {prefix!r}; it must be the beginning of a tensor's name, or empty for all")
         if not prefix:
             return self._names
         start = bisect_left(self._names, prefix)
         return self._names[start : bisect_left(self._names, prefix + chr(0x10FFFF), start)]
 
     def info(self, name: str) -> TensorInfo:
-        """Where a tensor lies; CheckpointError if there is none of that name."""
+        """Where a tensor lies; CheckpointError if there is none of that name, TypeError for a name that is no text."""
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r}; it must be a tensor's name, one of names()")
         info = self._tensors.get(name)
         if info is None:
             raise self.missing(name)
@@ -452,10 +459,15 @@ class CheckpointReader:
 
         Raises:
             ValueError: a step other than 1, or rows of a tensor without dimensions.
+            TypeError: a name that is no text, or rows that are no slice of whole numbers.
             CheckpointError: no such tensor, or the file became shorter.
         """
         info = self.info(name)
         if rows is not None:
+            if not isinstance(rows, slice):
+                raise TypeError(f"rows is {rows!r}; it must be a slice, as slice(0, 4), or None for the whole tensor")
+            ends = {"start": rows.start, "stop": rows.stop, "step": rows.step}
+            check_whole(**{f"rows.{end}": value for end, value in ends.items() if value is not None})
             if not info.shape or rows.step not in (None, 1):
                 raise ValueError(
                     f"rows is {rows} for {name} of shape {info.shape}; it must be a slice of step 1 of dimension 0"
@@ -468,9 +480,14 @@ class CheckpointReader:
         """Rows of a tensor by index: `[R]` indices give `[R, ...]`; each distinct row is read once.
 
         Raises:
-            ValueError: an index outside the leading dimension.
+            ValueError: indices that are no integer tensor, or outside the leading dimension, or a tensor without one.
+            TypeError: a name that is no text.
         """
         info = self.info(name)
+        check_tensors(row_ids=row_ids)
+        check_integers(row_ids=row_ids)
+        if not info.shape:
+            raise ValueError(f"{name} has no dimensions and thus no rows; use read({name!r})")
         distinct, positions = torch.unique(row_ids.cpu(), return_inverse=True)
         if distinct.numel() and (distinct[0] < 0 or distinct[-1] >= info.shape[0]):
             raise ValueError(
@@ -497,7 +514,14 @@ class CheckpointReader:
 
         Raises:
             CheckpointError: no such tensor, or a file became shorter.
+            TypeError: names is no collection of those.
         """
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise TypeError(f"names is {names!r}; it must be a list of tensors' names, or of what info(name) returns")
+        names = list(names)
+        for name in names:
+            if not isinstance(name, (str, TensorInfo)):
+                raise TypeError(f"names has {name!r}; each must be a tensor's name, or what info(name) returns")
         infos = [self.info(name) if isinstance(name, str) else name for name in dict.fromkeys(names)]
         batches = _make_batches(infos, unchecked)
         if not batches:

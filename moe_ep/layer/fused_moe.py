@@ -925,7 +925,7 @@ class FusedMoE(MoELayer):
 
         Raises:
             ValueError: the layer was made without expert_mapping, or has no parameter for a name.
-            TypeError: a dict in place of its items().
+            TypeError: a dict in place of its items(), or what is no pair of a name and a tensor.
             RuntimeError: as `weight_loader`.
         """
         self._check_at_rest()

@@ -343,7 +343,16 @@ def matching_rows(
     """Yields (checkpoint name, tensor, the parameter's name in the layer, shard_id, expert_id) for each match."""
     if isinstance(weights, Mapping):
         raise TypeError(f"weights is a {type(weights).__name__}; pass its items(), pairs of a name and a tensor")
-    for name, tensor in weights:
+    if isinstance(weights, str) or not isinstance(weights, Iterable):
+        raise TypeError(f"weights is {weights!r}; it must be pairs of a name and a tensor")
+    for pair in weights:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"weights has a {type(pair).__name__}; it must be pairs of a name and a tensor")
+        name, tensor = pair
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"weights has the pair ({name!r}, {type(tensor).__name__}); it must be pairs of a name and a tensor"
+            )
         for param_name, weight_name, expert_id, shard_id in mapping:
             if weight_name in name:
                 yield name, tensor, name.replace(weight_name, param_name).rpartition(".")[2], shard_id, expert_id

@@ -12,7 +12,9 @@ import torch
 from moe_ep.checkpoint import (
     CheckpointReader,
     check_beside_experts,
+    check_experts,
     embed_rows,
+    layer_options,
     load_moe_layer,
     load_norm,
     load_router,
@@ -378,3 +380,25 @@ def test_one_call_makes_and_loads_a_layer(tmp_path: Path, dtype: torch.dtype | N
     x = torch.randn(5, spec.hidden_size).to(by_path.moe_config.in_dtype)
     logits = x.float() @ logits_of.T
     assert torch.equal(by_path(x, logits), by_reader(x, logits))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("reader", r"reader is None; it must be a CheckpointReader, as CheckpointReader\(folder\)"),
+        ("spec", r"spec is None; it must be a MoEModelSpec, as model_spec\(reader.config, reader\)"),
+        ("layer", r"layer is None; it must be a FusedMoE, as FusedMoE\(\*\*layer_options\(reader, spec, 1\)\)"),
+    ],
+)
+def test_reader_spec_and_layer_are_of_their_types(tmp_path: Path, wrong: str, message: str) -> None:
+    make_checkpoint(tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        given: dict[str, Any] = {"reader": reader, "spec": model_spec(reader.config, reader), "layer_index": 1}
+        given |= {"layer": LoadingLayer(plain_shapes(), [0]), wrong: None}
+        with pytest.raises(TypeError, match=f"^{message}$"):
+            load_moe_layer(**given)
+        if wrong != "layer":
+            with pytest.raises(TypeError, match=f"^{message}$"):
+                layer_options(given["reader"], given["spec"], 1)
+            with pytest.raises(TypeError, match=f"^{message}$"):
+                check_experts(given["reader"], given["spec"])

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -405,3 +406,38 @@ def test_names_by_prefix(tmp_path: Path) -> None:
     prefix = "model.layers.1.mlp.experts.3."
     assert reader.names(prefix) == sorted(name for name in tensors if name.startswith(prefix))
     assert reader.names("zzz") == []
+
+
+@pytest.mark.parametrize("directory", [None, 5, b"x"])
+def test_a_directory_is_a_path(directory: Any) -> None:
+    with pytest.raises(TypeError, match=f"^directory is {directory!r}; it must be the path of a checkpoint's folder$"):
+        CheckpointReader(directory)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("read", ("w", 5), r"rows is 5; it must be a slice, as slice\(0, 4\), or None"),
+        ("read", ("w", slice("a", 2)), r"rows.start is 'a'; it must be a whole number"),
+        ("read", ([],), r"name is \[\]; it must be a tensor's name"),
+        ("info", (None,), "name is None; it must be a tensor's name"),
+        ("names", (5,), "prefix is 5; it must be the beginning of a tensor's name, or empty"),
+        ("read_rows", ("w", None), "row_ids is None; it must be a tensor"),
+        ("read_rows", ("w", [0, 1]), "row_ids is a list; it must be a tensor"),
+        ("read_rows", ("w", torch.zeros(2)), "row_ids is torch.float32; it must be uint8, int8,"),
+        (
+            "read_rows",
+            ("scalar", torch.tensor([0])),
+            r"scalar has no dimensions and thus no rows; use read\('scalar'\)",
+        ),
+        ("read_many", ([None],), "names has None; each must be a tensor's name, or what"),
+        ("read_many", ([["w"]],), r"names has \['w'\]; each must be"),
+        ("read_many", (None,), "names is None; it must be a list of tensors' names"),
+        ("read_many", ("w",), "names is 'w'; it must be a list of tensors' names"),
+    ],
+)
+def test_arguments_of_other_types_are_named(tmp_path: Path, method: str, arguments: tuple, message: str) -> None:
+    tensors = {"w": torch.ones(4, 2), "scalar": torch.tensor(3.5)}
+    reader = CheckpointReader(directory_with(tmp_path, tensors))
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        list(getattr(reader, method)(*arguments))

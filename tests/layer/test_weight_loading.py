@@ -230,6 +230,14 @@ def test_load_weights_by_names_of_the_checkpoint() -> None:
         make_layer().load_weights([])
     with pytest.raises(TypeError, match=r"weights is a dict"):
         layer.load_weights(dict(weights))
+    for wrong, words in (
+        ([(3, numbered(K))], "weights has the pair \\(3, Tensor\\); it must be pairs of a name and a tensor"),
+        ([(names[0], 3)], f"weights has the pair \\('{names[0]}', int\\); it must be pairs"),
+        ([names[0]], "weights has a str; it must be pairs"),
+        (None, "weights is None; it must be pairs"),
+    ):
+        with pytest.raises(TypeError, match=f"^{words}"):
+            layer.load_weights(wrong)
 
 
 def test_half_loaded_layers_do_not_run() -> None:
