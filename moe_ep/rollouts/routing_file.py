@@ -15,6 +15,7 @@ metadata says:
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,13 +79,18 @@ class RoutingFile:
         """Reads a file of `save`.
 
         Raises:
-            ValueError: it is none, or damaged.
+            ValueError: it is none, or damaged, or the trace in an .npz file that `moe_ep.eplb.trace` reads.
             FileNotFoundError: there is none.
         """
         from safetensors import SafetensorError, safe_open
 
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{path} is no file; give one of recorded routing")
+        if _is_trace(path):
+            raise ValueError(
+                f"{path} is a routing trace for moe-ep eplb, which moe-ep run records under a name that ends in .npz; "
+                f"record one under another name, such as routing.safetensors, to read it here"
+            )
         try:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
@@ -198,6 +204,15 @@ def read_routed_experts(path: str | os.PathLike[str], with_weights: bool = False
             f"--record-routed-weights of run)"
         )
     return {index: (torch.from_numpy(ids), torch.from_numpy(file.weights[index])) for index, ids in file.ids.items()}
+
+
+def _is_trace(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is an .npz of the arrays of a trace (`moe_ep.eplb.trace`)."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return {"ids.npy", "layer.npy"} <= set(file.namelist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return False
 
 
 def is_routing_file(path: str | os.PathLike[str]) -> bool:

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 import moe_ep
+from moe_ep.eplb.trace import RoutingTrace
 from moe_ep.errors import ConfigError
 from moe_ep.generation.engine import Completion, Generation, Request
 from moe_ep.rollouts.recording import layers_of
@@ -211,3 +212,17 @@ def test_a_file_of_damaged_content_is_refused(
 def test_weights_of_a_file_are_asked_for_by_true_or_false(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="with_weights is 'false'; it must be True or False"):
         moe_ep.read_routed_experts(tmp_path / "none", with_weights="false")  # type: ignore[call-overload]
+
+
+def test_a_trace_is_not_read_as_recorded_routing(tmp_path: Path) -> None:
+    row = np.zeros(1, np.int32)
+    trace = RoutingTrace(ids=np.int32([[0, 1]]), layer=row, step=row, rank=row, num_experts=4, model="tiny")
+    trace.save(tmp_path / "t.npz")
+    with pytest.raises(
+        ValueError,
+        match=r"t.npz is a routing trace for moe-ep eplb, .* under another name, such as routing.safetensors",
+    ):
+        moe_ep.read_routed_experts(tmp_path / "t.npz")
+    np.savez(tmp_path / "other.npz", other=row)
+    with pytest.raises(ValueError, match=r"other.npz is no file of recorded routing"):
+        moe_ep.read_routed_experts(tmp_path / "other.npz")
