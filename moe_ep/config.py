@@ -428,7 +428,7 @@ class FusedMoEConfig:
 def check_row_dtypes(**dtypes: torch.dtype | None) -> None:
     """Raises ValueError for a dtype that rows are not rounded to."""
     for name, dtype in dtypes.items():
-        if dtype is not None and dtype not in INPUT_DTYPES:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in INPUT_DTYPES):
             raise ValueError(
                 f"{name} is {dtype}; it must be None (the activations' dtype), torch.float8_e4m3fn or torch.int8"
             )

@@ -141,8 +141,18 @@ def maybe_roundup_hidden_size(
 
     Raises:
         ValueError: a hidden size that is not positive, or an unknown backend.
+        TypeError: quant_config or parallel_config is no configuration.
     """
     check_at_least(1, hidden_size=hidden_size)
+    if quant_config is not None and not isinstance(quant_config, FusedMoEQuantConfig):
+        raise TypeError(
+            f"quant_config is {quant_config!r}; it must be a FusedMoEQuantConfig, or None for plain weights"
+        )
+    if not isinstance(parallel_config, FusedMoEParallelConfig):
+        raise TypeError(
+            f"parallel_config is {parallel_config!r}; it must be a FusedMoEParallelConfig, as "
+            f"FusedMoEParallelConfig.make() for one rank"
+        )
     multiple = _PACKED_COLUMNS if quant_config is not None and quant_config.is_quantized else 1
     if parallel_config.use_all2all and parallel_config.all2all_backend != "auto":
         multiple = math.lcm(multiple, ALL2ALL_BACKENDS.load(parallel_config.all2all_backend).hidden_size_multiple)

@@ -81,7 +81,7 @@ def check_input_dtype(
     """
     if input_dtype in (None, act_dtype):
         return
-    if input_dtype is None or input_dtype not in INPUT_DTYPES:
+    if not isinstance(input_dtype, torch.dtype) or input_dtype not in INPUT_DTYPES:
         raise ValueError(
             f"input_dtype is {input_dtype}; it must be None, torch.int8, torch.float8_e4m3fn, or the activations' own "
             f"dtype ({act_dtype})"
@@ -98,7 +98,10 @@ def check_input_dtype(
 
 def weight_type(quant_type_id: int) -> WeightType:
     """The weight type of an id; ValueError for one that these kernels do not support."""
-    found = WEIGHT_TYPES.get(quant_type_id)
+    try:
+        found = WEIGHT_TYPES.get(quant_type_id)
+    except TypeError:  # a list, which has no hash
+        found = None
     if found is None:
         raise ValueError(
             one_of("quant_type_id", quant_type_id, [f"{t.scalar_type} ({key})" for key, t in WEIGHT_TYPES.items()])

@@ -124,8 +124,19 @@ def parallelize(
     check_flags(allow_nonfinite=allow_nonfinite)
     if not isinstance(eplb, (EplbConfig, bool, NoneType)):
         raise TypeError(f"eplb is {eplb!r}; it must be an EplbConfig, True, False or None")
-    if isinstance(dtype, torch.dtype) and dtype not in FLOATS:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; it must be a torch.dtype, as torch.bfloat16, or None for the config's")
+    if dtype is not None and dtype not in FLOATS:
         raise ValueError(one_of("dtype", dtype, list(map(str, FLOATS))))
+    if not isinstance(attn_implementation, (str, dict, NoneType)):  # a dict has names by parts of the model
+        raise TypeError(
+            f"attn_implementation is {attn_implementation!r}; it must be a name that transformers knows, as 'sdpa', or "
+            f"None for its choice"
+        )
+    if not isinstance(membership, (Membership, NoneType)):
+        raise TypeError(f"membership is {membership!r}; it must be a moe_ep.distributed.membership.Membership, or None")
+    if not isinstance(elastic, (ElasticConfig, NoneType)):
+        raise TypeError(f"elastic is {elastic!r}; it must be an ElasticConfig, or None for its defaults")
     if on_layer is not None and not callable(on_layer):
         raise TypeError(f"on_layer is {on_layer!r}; it must be a function of (layers loaded, layers)")
     on_layer = on_layer or (lambda done, total: None)

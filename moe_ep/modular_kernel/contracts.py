@@ -24,7 +24,7 @@ import torch
 
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.errors import check_at_least, check_router_weight_on_input
+from moe_ep.errors import check_below, check_router_weight_on_input
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 if TYPE_CHECKING:
@@ -64,9 +64,22 @@ class ExpertTokensMetadata:
 
     @classmethod
     def make_from_list(cls, counts: list[int], device: torch.device | str) -> ExpertTokensMetadata:
-        """Creates the metadata from counts that are known on the host; raises for those that are no counts."""
+        """Creates the metadata from counts that are known on the host.
+
+        Raises:
+            TypeError: counts is no list of whole numbers.
+            ValueError: a count below 0 or too large for int32, or no device.
+        """
+        if isinstance(counts, str) or not isinstance(counts, Sequence):
+            raise TypeError(f"counts is {counts!r}; it must be a list of whole numbers, one for each local expert")
         for count in counts:
-            check_at_least(0, counts=count)
+            check_below("2^31", 1 << 31, counts=count)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(
+                f"device is {device!r}; it must be a torch.device or the name of one, as cpu or cuda:0"
+            ) from None
         on_host = torch.tensor(counts, dtype=torch.int32, device="cpu")
         return cls(on_host.to(device, non_blocking=True), on_host)
 
@@ -588,6 +601,10 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
     """
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None = None) -> None:
+        if quant_config is not None and not isinstance(quant_config, FusedMoEQuantConfig):
+            raise TypeError(
+                f"quant_config is {quant_config!r}; it must be a FusedMoEQuantConfig, or None for plain weights"
+            )
         self.moe_config = moe_config
         self.quant_config = quant_config or FusedMoEQuantConfig.unquantized()
 

@@ -18,7 +18,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_local_experts, check_no_gradients, check_tensors
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.distributed.process_groups import check_member
-from moe_ep.errors import ConfigError, check_flags, check_router_weight_on_input
+from moe_ep.errors import ConfigError, check_flags, check_router_weight_on_input, check_whole
 from moe_ep.modular_kernel.adapters import as_dispatcher, as_experts, check_backend
 from moe_ep.modular_kernel.choice import choose_backend
 from moe_ep.modular_kernel.contracts import (
@@ -48,7 +48,8 @@ class FusedMoEModularKernel(nn.Module):
 
     Raises:
         ValueError: their formats differ.
-        TypeError: one of them is no instance of its contract, or its answers are of other types.
+        TypeError: one of them is no instance of its contract, or its answers are of other types; shared_experts is no
+            module.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class FusedMoEModularKernel(nn.Module):
         f32_partial_sums: bool = False,
     ) -> None:
         super().__init__()
+        if shared_experts is not None and not callable(shared_experts):
+            raise TypeError(f"shared_experts is {shared_experts!r}; it must be a module from [T, K] to [T, K], or None")
         self._dispatcher, self._experts = as_dispatcher(prepare_finalize), as_experts(fused_experts)
         rows_as, experts_as = prepare_finalize.activation_format(), fused_experts.activation_format()
         if rows_as is not experts_as:
@@ -157,6 +160,10 @@ class FusedMoEModularKernel(nn.Module):
         try:
             check_flags(inplace=inplace, apply_router_weight_on_input=apply_router_weight_on_input)
             check_tensors(hidden_states=hidden_states, w1=w1, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids)
+            if w1.dim() < 2:
+                raise ValueError(f"w1 is of shape {tuple(w1.shape)}; it must have dimensions of experts and of rows")
+            if not isinstance(global_num_experts, int):
+                check_whole(global_num_experts=global_num_experts)
             check_no_gradients("the experts of the modular kernel", hidden_states, topk_weights)
             if apply_router_weight_on_input:
                 check_router_weight_on_input(topk_ids.size(-1))
@@ -345,7 +352,7 @@ def make_experts(
 
     Raises:
         ValueError: an unknown name; the known ones are listed.
-        TypeError: moe_config is no configuration.
+        TypeError: moe_config or quant_config is no configuration.
     """
     _check_moe_config(moe_config)
     return EXPERTS.load(name)(moe_config, quant_config, **kwargs)

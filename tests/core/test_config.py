@@ -117,3 +117,6 @@ def test_quant_config_knows_the_wire_dtypes():
     assert wire.dispatch_dtype is torch.float8_e4m3fn
     with pytest.raises(ValueError, match="dispatch_dtype is torch.uint8"):
         FusedMoEQuantConfig(dispatch_dtype=torch.uint8)
+    for name in ("dispatch_dtype", "input_dtype"):
+        with pytest.raises(ValueError, match=rf"^{name} is \[\]; it must be None"):
+            FusedMoEQuantConfig(**{name: []})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -152,3 +154,10 @@ def test_hidden_size_is_rounded_only_as_weights_and_backend_need(hidden_size: in
 def test_hidden_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match="hidden_size is 0; it must be at least 1"):
         maybe_roundup_hidden_size(0, torch.bfloat16, None, FusedMoEParallelConfig())
+
+
+@pytest.mark.parametrize(("name", "value"), [("quant_config", "x"), ("parallel_config", None)])
+def test_hidden_size_is_rounded_by_configs(name: str, value: Any) -> None:
+    configs: dict[str, Any] = {"quant_config": None, "parallel_config": FusedMoEParallelConfig(), name: value}
+    with pytest.raises(TypeError, match=f"^{name} is {value!r}; it must be a FusedMoE"):
+        maybe_roundup_hidden_size(64, torch.bfloat16, **configs)

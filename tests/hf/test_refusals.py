@@ -116,6 +116,14 @@ def test_arguments_of_other_kinds_are_refused() -> None:
         ("decode_max_num_tokens", "8", "decode_max_num_tokens is '8'; it must be a whole number"),
         ("ep_size", "1", "ep_size is '1'; it must be a whole number"),
         ("on_layer", 3, r"on_layer is 3; it must be a function of \(layers loaded, layers\)"),
+        ("dtype", "bf16", "dtype is 'bf16'; it must be a torch.dtype, as torch.bfloat16, or None"),
+        (
+            "attn_implementation",
+            5,
+            "attn_implementation is 5; it must be a name that transformers knows, as 'sdpa', or",
+        ),
+        ("membership", "x", r"membership is 'x'; it must be a moe_ep.distributed.membership.Membership, or None"),
+        ("elastic", "x", "elastic is 'x'; it must be an ElasticConfig, or None for its defaults"),
         ("process_group", 3, "process_group is 3; it must be a torch.distributed.ProcessGroup, or None"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -165,6 +165,8 @@ def test_gpus_that_do_not_multiply_e4m3_are_named() -> None:
         check_input_dtype(kind, bf16, bf16, torch.float8_e4m3fn, (8, 0))
     check_input_dtype(kind, bf16, bf16, torch.float8_e4m3fn, (9, 0))
     check_input_dtype(kind, bf16, bf16, torch.int8, (8, 0))
+    with pytest.raises(ValueError, match=r"^input_dtype is \[\]; it must be None, torch.int8, torch.float8_e4m3fn, or"):
+        check_input_dtype(kind, bf16, bf16, [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float8_e5m2, "int8"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from moe_ep.kernels.marlin.compute import run_experts
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.params import Rows
-from moe_ep.kernels.marlin.types import WEIGHT_TYPES
+from moe_ep.kernels.marlin.types import WEIGHT_TYPES, weight_type
 from moe_ep.kernels.marlin.weights import WeightPair, Weights
 from moe_ep.modular_kernel.contracts import ExpertTokensMetadata
 from moe_ep.scalar_type import scalar_types
@@ -172,6 +173,14 @@ def test_flags_are_true_or_false(name: str, value: Any) -> None:
     for function, given in ((batched_fused_marlin_moe, BATCHED), (fused_marlin_moe, TOKENS)):
         with pytest.raises(TypeError, match=f"^{name} is {value!r}; it must be True or False"):
             function(**WEIGHTS | given | {"output": None, name: value})
+
+
+@pytest.mark.parametrize("value", [[], {}, None])
+def test_a_type_is_known_by_its_id(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^quant_type_id is {re.escape(repr(value))}; it must be one of uint4 "):
+        batched_fused_marlin_moe(**WEIGHTS | BATCHED | {"quant_type_id": value})
+    with pytest.raises(ValueError, match=f"^quant_type_id is {re.escape(repr(value))}; it must be one of uint4 "):
+        weight_type(value)
 
 
 def test_nvfp4_asks_for_its_global_scale() -> None:

@@ -77,6 +77,8 @@ def test_equals_plain_loops(num_tokens):
     [
         ("hidden_states", lambda x: [1.0], "hidden_states is a list; it must be a tensor"),
         ("w2", lambda w2: None, "w2 is None; it must be a tensor"),
+        ("w1", lambda w1: w1[0, 0, 0], "w1 is of shape \\(\\); it must have dimensions of experts and of rows"),
+        ("w1", lambda w1: w1[:, 0, 0], "w1 is of shape \\(6,\\); it must have dimensions of experts"),
         ("w1", lambda w1: w1[0], "must be \\(experts, 2N, K\\)"),
         ("w1", lambda w1: w1[:, :, :8], "must be \\(experts, 2N, K\\)"),
         ("w1", lambda w1: w1[:, :-1], "must be \\(experts, 2N, K\\)"),
@@ -249,6 +251,25 @@ def test_flags_are_true_or_false(name):
     assert torch.equal(given[0], before)
 
 
+@pytest.mark.parametrize("value", [None, "x", 1.5])
+def test_the_number_of_experts_is_whole(value):
+    with pytest.raises(TypeError, match=f"^global_num_experts is {value!r}; it must be a whole number"):
+        kernel()(*problem(2), global_num_experts=value)
+
+
+def test_shared_experts_are_a_module():
+    with pytest.raises(
+        TypeError, match=r"^shared_experts is 5; it must be a module from \[T, K\] to \[T, K\], or None"
+    ):
+        kernel(shared_experts=5)
+
+
+@pytest.mark.parametrize("name", ["reference", "batched_reference", "grouped", "marlin"])
+def test_experts_take_a_quant_config(name):
+    with pytest.raises(TypeError, match="^quant_config is 'x'; it must be a FusedMoEQuantConfig, or None for plain"):
+        make_experts(name, moe_config(), "x")
+
+
 def test_ids_without_weights_need_a_map():
     x, w1, w2, weights, ids = problem(4)
     with pytest.raises(ValueError, match="global_num_experts is 6, w1 has 3 experts and expert_map is None, that is,"):
@@ -401,6 +422,11 @@ def test_metadata_from_a_list():
     for counts, message in (
         ([2, -1], "counts is -1; it must be at least 0"),
         ([1.5], "counts is 1.5; it must be a whole"),
+        ([1 << 40], "counts is 1099511627776; it must be at least 0 and below"),
+        (None, "counts is None; it must be a list of whole numbers"),
+        ("12", "counts is '12'; it must be a list of whole numbers"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             ExpertTokensMetadata.make_from_list(counts, "cpu")
+    with pytest.raises(ValueError, match=r"^device is 'x'; it must be a torch.device or the name of one"):
+        ExpertTokensMetadata.make_from_list([1], "x")
