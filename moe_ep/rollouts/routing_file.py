@@ -211,7 +211,7 @@ def _is_trace(path: str | os.PathLike[str]) -> bool:
     try:
         with zipfile.ZipFile(path) as file:
             return {"ids.npy", "layer.npy"} <= set(file.namelist())
-    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+    except (zipfile.BadZipFile, RuntimeError, ValueError):
         return False
 
 
