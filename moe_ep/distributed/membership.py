@@ -270,10 +270,10 @@ class MembershipLog:
 
     def finish_work(self, number: int) -> None:
         """Marks one work as done, so that its members that settle do not wait for others."""
-        self.store.set(f"{_PREFIX}/finished/{number}", "")
+        self.store.set(f"{_PREFIX}/{number}/finished", "")
 
     def is_work_finished(self, number: int) -> bool:
-        return bool(self.store.check([f"{_PREFIX}/finished/{number}"]))
+        return bool(self.store.check([f"{_PREFIX}/{number}/finished"]))
 
     def finish(self) -> None:
         """Marks all work as done, so that ranks that join do not wait for others; called by the launcher."""
