@@ -247,6 +247,18 @@ def test_an_interrupted_run_is_resumed(demo: Path, tmp_path: Path, capsys: pytes
     assert out.read_bytes().splitlines(keepends=True) == lines
 
 
+def test_texts_are_written_where_there_is_no_room_for_the_routing(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.jsonl"
+    command = ["generate", "--model", str(demo), "--prompt", "import", "--max-new-tokens", "2"]
+    command += ["--launcher", "local", "--ep-size", "1", "--device", "cpu"]
+    assert main([*command, "--output", str(output), "--return-routed-experts", "/dev/full"]) == 1
+    assert [json.loads(line)["kind"] for line in output.read_text().splitlines()] == ["completion", "summary"]
+    said = capsys.readouterr().err
+    assert " tokens/s (" in said and "'/dev/full'" in said
+
+
 def test_prompts_from_stdin_and_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(data: bytes) -> list[str | Conversation | None]:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import sys
@@ -73,13 +74,14 @@ def main(args: argparse.Namespace) -> int:
     if not gang.is_driver:
         return 0
     report = GenerationReport(config, args.shown, results, recoveries, list(completions.values()))
-    if config.return_routed_experts is not None:
-        report.routing(recorded).save(config.return_routed_experts)
-    for rank in report.ranks:
-        for line in (*rank.refused, *rank.completions):
-            lines.take(line)
-    lines.end(report.summary())
-    print("\n".join(report.lines()), file=sys.stderr, flush=True)
+    with contextlib.ExitStack() as files:  # each is written even if another fails
+        if config.return_routed_experts is not None:
+            files.callback(report.routing(recorded).save, config.return_routed_experts)
+        for rank in report.ranks:
+            for line in (*rank.refused, *rank.completions):
+                lines.take(line)
+        lines.end(report.summary())
+        print("\n".join(report.lines()), file=sys.stderr, flush=True)
     return 1 if report.refused or report.failed or finished.failures else 0
 
 
