@@ -140,6 +140,23 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+@contextlib.contextmanager
+def adding_lines(path: Path) -> Iterator[io.FileIO]:
+    """Opens a file for lines to be added by `write_whole`; an OSError names the file. A last line that was cut off, or
+    written by hand without its end, is ended first."""
+    with naming(path), path.open("ab", buffering=0) as file:
+        if path.is_file() and _is_cut_off(path):
+            write_whole(file, "\n")
+        yield file
+
+
+def _is_cut_off(path: Path) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:  # empty, or not to be read
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+    return False
+
+
 def write_whole(file: io.FileIO, text: str) -> None:
     """Writes the text at the end of a file that is open without a buffer: in UTF-8, and whole or nothing of it, also
     where the disk has room for a part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from moe_ep.files import naming, write_whole
+from moe_ep.files import adding_lines, naming, write_whole
 
 # Part of the help of every --json.
 ADDS_LINES = "; they are appended to the file"
@@ -23,7 +23,7 @@ def tell(text: str, path: Path | None, json_lines: Callable[[], Iterable[str]]) 
         show(text)
     finally:
         if path is not None:
-            with naming(path), path.open("ab", buffering=0) as file:
+            with adding_lines(path) as file:
                 for line in json_lines():
                     write_whole(file, line)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import moe_ep
-from moe_ep.files import naming, parse_json, write_whole
+from moe_ep.files import adding_lines, parse_json, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ def as_line(row: dict[str, Any]) -> str:
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
     """Adds one JSON line to a file, whole or nothing of it; an OSError names the file."""
-    with naming(path), path.open("ab", buffering=0) as file:
+    with adding_lines(path) as file:
         write_whole(file, as_line(row))
 
 

@@ -66,6 +66,17 @@ def test_a_row_that_a_disk_has_no_room_for_is_left_out_whole(tmp_path: Path) -> 
     assert [row["index"] for row in read_lines(file)] == [0]
 
 
+def test_a_last_line_without_its_end_is_not_joined_with_what_is_added(tmp_path: Path) -> None:
+    cut, whole = tmp_path / "cut.jsonl", tmp_path / "whole.jsonl"
+    cut.write_text('{"GPUs": 8, "T')
+    whole.write_text('{"GPUs": 8}')
+    append_line(cut, {"GPUs": 16})
+    assert main([*PLAN, "--json", str(cut)]) == main([*PLAN, "--json", str(whole)]) == 0
+    _, *added = cut.read_text().splitlines()
+    assert [json.loads(line)["GPUs"] for line in added] == [16, 8]
+    assert [row["GPUs"] for row in read_lines(whole)] == [8, 8]
+
+
 def test_a_full_stdout_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("moe_ep.launch.cli.commands.doctor.main", lambda args: print("a line") or 0)
     for command in (["doctor"], PLAN):
