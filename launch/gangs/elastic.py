@@ -95,7 +95,7 @@ class ElasticOutcomes:
         # Requests by the rank that joins (None if it replaces a lost one) or leaves, and the leaving rank that the
         # others prepare for, with the number of the attempt and a time limit.
         self._joining: dict[int, Request | None] = {}
-        self._leave_requests: dict[int, Request] = {}
+        self._leave_requests: dict[int, list[Request]] = {}
         self._leaving: tuple[int, int, float] | None = None
 
     def run(self, poll: Callable[[float], Iterable[tuple[int, Outcome]]]) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -178,7 +178,7 @@ class ElasticOutcomes:
             if request.rank not in self._epoch.ranks:
                 request.answer(error=f"the gang has no rank {request.rank}; it has {rank_list(self._epoch.ranks)}")
                 return
-            self._leave_requests[request.rank] = request
+            self._leave_requests.setdefault(request.rank, []).append(request)
             self._log.ask_to_leave(request.rank)
         elif not self._join(request):
             request.answer(
@@ -233,7 +233,7 @@ class ElasticOutcomes:
         """Refuses a rank's request to leave."""
         self._log.withdraw(rank)
         progress.say(f"rank {rank} does not leave: {why}")
-        if (request := self._leave_requests.pop(rank, None)) is not None:
+        for request in self._leave_requests.pop(rank, ()):
             request.answer(error=f"rank {rank} does not leave: {why}")
 
     def _note(self, epoch: Epoch) -> None:
@@ -243,8 +243,8 @@ class ElasticOutcomes:
                 request.answer(f"rank {rank} joined: {size}")
         for rank, cause in epoch.removed.items():
             self._end_process(rank)
-            if (request := self._leave_requests.pop(rank, None)) is not None:
-                request.answer(f"rank {rank} left: {size}")
+            for leaving in self._leave_requests.pop(rank, ()):
+                leaving.answer(f"rank {rank} left: {size}")
             seen = epoch.last_seen.get(rank, epoch.decided_at)
             loss = {"rank": rank, "cause": cause, "detected_s": max(epoch.decided_at - seen, 0.0)}
             self.recoveries.append(loss)

@@ -210,6 +210,46 @@ def test_a_rank_that_was_refused_leaves_when_it_asks_again() -> None:
         assert gang.result(LIMIT_S)[0] == [0, 2]
 
 
+def test_each_request_that_a_rank_leaves_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    is_asked, over = threading.Event(), threading.Event()
+    members: list[Membership] = []
+    said = ""
+
+    def until_said(what: str, count: int = 1) -> None:
+        def is_said() -> bool:
+            nonlocal said
+            said += capsys.readouterr().err
+            return said.count(what) >= count
+
+        wait_until(is_said)
+
+    def poll(limit_s: float) -> list[tuple[int, Outcome]]:
+        return [(rank, Outcome(rank)) for rank in log.latest().ranks] if over.wait(limit_s) else []
+
+    outcomes = ElasticOutcomes(
+        store, range(2), ElasticConfig(), lambda rank: None, lambda rank: None, lambda item: None, replaces=False
+    )
+    log = MembershipLog(store)
+    with ThreadPoolExecutor(3) as threads:
+        gang = threads.submit(outcomes.run, poll)
+        try:
+            for rank in range(2):
+                members.append(Membership(store, rank))
+                members[rank].before_leaving(lambda leaving: wait_until(is_asked.is_set))
+            until_said("control: 127.0.0.1:")
+            address = said.split("control: ")[1].split()[0]
+            asked = [threads.submit(control.ask, address, None, "leave", 1) for _ in range(2)]
+            until_said(f"waiting for the gang at {address}", 2)
+            is_asked.set()
+            assert [answer.result(SOON_S) for answer in asked] == ["rank 1 left: 1 worker"] * 2
+        finally:
+            over.set()
+            for member in members:
+                member.close()
+        assert gang.result(LIMIT_S)[0] == [0]
+
+
 def ask(job: Job, *request: str) -> subprocess.Popen[str]:
     """A request to the gang, at the address that it has said."""
     address = next(line.split()[1] for line in job.said if line.startswith("control: "))
