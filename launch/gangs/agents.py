@@ -94,6 +94,14 @@ class Peer:
             raise ValueError("a line without end")
         return lines + [_message(line) for line in complete]
 
+    def has_left(self) -> bool:
+        """Whether the connection has ended; lines that came are kept for `answer`."""
+        try:
+            self._lines = self.receive()
+        except (EOFError, ValueError):
+            return True
+        return False
+
     def answer(self, wait_for: Wait, why: str = "") -> dict[str, Any]:
         """Waits for the next line."""
         while not self._lines:
@@ -220,11 +228,11 @@ class Node:
     def _gather(cls, description: dict[str, Any], listener: socket.socket, endpoint: str, limit_s: float) -> Node:
         """Node 0: accepts the other nodes in the order in which they arrive."""
         num_nodes = description["--nnodes"]
-        joined: dict[int, Peer] = {}
+        joined: list[Peer] = []
         arriving: list[Any] = []
 
         def missing() -> str:
-            here = ", ".join([socket.gethostname(), *(peer.name for peer in joined.values())])
+            here = ", ".join([socket.gethostname(), *(peer.name for peer in joined)])
             return f"{num_nodes - 1 - len(joined)} of {num_nodes} nodes to come to {endpoint} (here: {here})"
 
         wait_for = Wait(missing, limit_s)
@@ -237,7 +245,7 @@ class Node:
                     peer.name = str(message.get("node"))[:256]
                     wrong = next((name for name, value in description.items() if message.get(name) != value), None)
                     if wrong is None:
-                        joined[len(joined) + 1] = peer
+                        joined.append(peer)
                         continue
                     refusal = (
                         f"{wrong} is {message.get(wrong)!r} on {peer.name} and {description[wrong]!r} on "
@@ -248,18 +256,21 @@ class Node:
                     peer.close()
                     if wrong != "job":
                         raise ConfigError(refusal)
+                for peer in [peer for peer in joined if peer.has_left()]:  # its command may be started again
+                    peer.close()
+                    joined.remove(peer)
             address = listener.getsockname()[0]
-            for node_rank, peer in joined.items():
+            for node_rank, peer in enumerate(joined, 1):
                 peer.send(node_rank=node_rank, address=address)
         except BaseException as error:
-            for peer in (*joined.values(), *arriving):
+            for peer in (*joined, *arriving):
                 with contextlib.suppress(OSError):
                     peer.send(ended=str(error) or "it was interrupted")
                 peer.close()
             raise
         for peer in arriving:
             peer.close()
-        return cls(0, address, joined, description["--ep-size"] // num_nodes)
+        return cls(0, address, dict(enumerate(joined, 1)), description["--ep-size"] // num_nodes)
 
     @classmethod
     def _join(cls, description: dict[str, Any], host: str, port: int, limit_s: float) -> Node:

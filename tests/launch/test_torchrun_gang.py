@@ -105,8 +105,8 @@ from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
 from tests.checkpoint.checkpoints import make_checkpoint
 from tests.launch import jobs
 if __name__ == "__main__":
-    endpoint, num_local, function, *arguments = sys.argv[1:]
-    gang = TorchrunGang(int(num_local), num_nodes=2, rdzv_endpoint=endpoint, started=RankEnv())
+    endpoint, num_nodes, num_local, function, *arguments = sys.argv[1:]
+    gang = TorchrunGang(int(num_local), num_nodes=int(num_nodes), rdzv_endpoint=endpoint, started=RankEnv())
     try:
         results = gang.run(getattr(jobs, function), *[int(a) if a.isdecimal() else a for a in arguments])
     except MoeEpError as error:
@@ -118,7 +118,7 @@ if __name__ == "__main__":
 
 
 def start_agents(endpoint: str, *arguments: str, sizes: tuple[int, int] = (2, 2)) -> list[subprocess.Popen[str]]:
-    return [jobs.start_python(AGENT, endpoint, str(size), *arguments) for size in sizes]
+    return [jobs.start_python(AGENT, endpoint, "2", str(size), *arguments) for size in sizes]
 
 
 def endpoint() -> str:
@@ -155,6 +155,23 @@ def test_of_two_agents_each_says_once_who_failed(victim: str, tmp_path: Path) ->
             assert f"on node {os.uname().nodename} failed: " in line and expected in line
             assert ("rank 3" in line) == (victim == "worker") or "rank 2" in line
             assert agent.returncode == 1
+
+
+def test_an_agent_that_ends_before_all_are_there_may_start_again() -> None:
+    command = endpoint(), "3", "1", "describe", "10"
+
+    def start_waiting() -> subprocess.Popen[str]:
+        agent = jobs.start_python(AGENT, *command)
+        assert agent.stderr is not None and "nodes to come" in agent.stderr.readline()
+        return agent
+
+    first, killed = start_waiting(), start_waiting()
+    killed.kill()
+    killed.communicate(timeout=jobs.LIMIT_S)
+    agents = [first, *(jobs.start_python(AGENT, *command) for _ in range(2))]
+    outputs = [agent.communicate(timeout=jobs.LIMIT_S) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0, 0], outputs
+    assert outputs[0][0] == f"{[(rank, 3, 0, 33, 'torchrun', 0) for rank in range(3)]}\n"
 
 
 def test_agents_of_unlike_nodes_are_refused() -> None:
