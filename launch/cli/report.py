@@ -82,6 +82,7 @@ class StepReport:
         step_ms: of each rank, milliseconds from the barrier before the step to the end of its last layer.
         stage_ms: `[rank][layer]`, milliseconds of each stage.
         loads: `[layer][rank]`, expert assignments to the rank.
+        num_tokens: of all ranks.
         ended_at: seconds since 1970, by the clock of the rank that reports it.
         tokens_hit: of each rank, those of its tokens that went without an expert that was being read again.
     """
@@ -92,6 +93,7 @@ class StepReport:
     stage_ms: list[list[dict[str, float]]]
     loads: list[list[int]]
     balancedness: list[float]
+    num_tokens: int
     ended_at: float = 0.0
     tokens_hit: list[list[int]] = field(default_factory=list)
 
@@ -146,11 +148,16 @@ class _Load:
 
     def __init__(self) -> None:
         self.steps, self.step_ms = 0, Times()
+        # The number of tokens changes where ranks come and go.
+        self._num_tokens, self._ms_per_token = 0, Times()
         self._mean, self._most = 0.0, 0.0
 
     def add(self, step: StepReport) -> None:
         self.steps += 1
         self.step_ms.add(max(step.step_ms))
+        self._num_tokens += step.num_tokens
+        if step.num_tokens:
+            self._ms_per_token.add(max(step.step_ms) / step.num_tokens)
         for layer in step.loads:
             self._mean += sum(layer) / len(layer)
             self._most += max(layer)
@@ -160,12 +167,12 @@ class _Load:
         """Mean over maximum load of a rank, both summed over steps and layers."""
         return self._mean / self._most if self._most else 1.0
 
-    def tokens_per_s(self, num_tokens: int) -> dict[str, float]:
+    def tokens_per_s(self) -> dict[str, float]:
         """Tokens/s of the median step, and of all steps together."""
-        median, total = self.step_ms.percentile(0.5), self.step_ms.total
+        median, total = self._ms_per_token.percentile(0.5), self.step_ms.total
         return {
-            "tokens_per_s": 1e3 * num_tokens / median if median else 0.0,
-            "mean_tokens_per_s": 1e3 * num_tokens * self.steps / total if total else 0.0,
+            "tokens_per_s": 1e3 / median if median else 0.0,
+            "mean_tokens_per_s": 1e3 * self._num_tokens / total if total else 0.0,
         }
 
 
@@ -266,7 +273,6 @@ class RunReport:
     def summary(self) -> dict[str, Any]:
         """The last JSON line."""
         first = self.ranks[0]
-        num_tokens = sum(rank.num_tokens for rank in self.ranks)
         worst, quantizing = max(self.errors.values(), default=None), self.error_of_quantizing
         return {
             "kind": "summary",
@@ -294,14 +300,14 @@ class RunReport:
             "why_eager": first.why_eager,
             "ms": {stage: times.summary() for stage, times in self._stage_ms.items()},
             "step_ms": self._load.step_ms.summary(),
-            **self._load.tokens_per_s(num_tokens),
+            **self._load.tokens_per_s(),
             "balancedness": self._load.balancedness,
             "eplb": None
             if first.eplb is None
             else first.eplb
             | {
                 "phases": {
-                    phase: {"steps": load.steps, **load.tokens_per_s(num_tokens), "balancedness": load.balancedness}
+                    phase: {"steps": load.steps, **load.tokens_per_s(), "balancedness": load.balancedness}
                     for phase, load in self._phases.items()
                 }
             },

@@ -210,6 +210,11 @@ class Run:
         self.report.rows = list(dict.fromkeys(str(layer.input_rows) for layer in self.layers))
         return gather_values("reports", asdict(self.report))
 
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """The present ranks."""
+        return range(self.rank_env.world_size) if self._membership is None else self._membership.ranks
+
     def drive(self) -> None:
         """Warms up and runs all measured steps. The monitor sees only the measured ones."""
         num_steps = self.config.steps
@@ -320,6 +325,7 @@ class Run:
                 stage_ms=[stages for _, stages in times],
                 loads=loads.tolist(),
                 balancedness=[balancedness(layer[None]) for layer in loads],
+                num_tokens=sum(map(self.config.num_tokens, self._ranks)),
                 ended_at=ended_at,
                 tokens_hit=hit,
             )
@@ -366,7 +372,6 @@ class Run:
         x, logits = self._inputs(0)
         passes: list[tuple[torch.Tensor, torch.Tensor]] = []
         own, size = dist.get_rank(), dist.get_world_size()
-        ranks = range(size) if self._membership is None else self._membership.ranks
         self.stack(x, lambda layer, hidden_states, output: passes.append((hidden_states, output.clone())), logits)
         mine: list[tuple[int, MoEBlock, list[Any]]] = []
         for position, (block, observed) in enumerate(zip(self.blocks, passes, strict=True)):
@@ -387,7 +392,7 @@ class Run:
                         self.reader, self.spec, block.layer_index, hidden_states.to(x.device), as_quantized,
                         None if logits is None else self._routing.layer_logits(position, 0, rank).to(x.device),
                     )
-                    for rank, (hidden_states, _) in zip(ranks, gathered, strict=True)
+                    for rank, (hidden_states, _) in zip(self._ranks, gathered, strict=True)
                 ]  # fmt: skip
                 computed = torch.cat([output for _, output in gathered])
                 errors[block.layer_index] = verify.max_relative_error(computed, torch.cat(outputs).cpu())

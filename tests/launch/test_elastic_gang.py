@@ -133,8 +133,7 @@ def test_a_run_goes_on_balances_and_is_verified(demo: Path, tmp_path: Path) -> N
     job.until("serving: 3 ranks")
     os.kill(job.pids[1], signal.SIGKILL)
     job.until("serving: 2 ranks")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as answer:
-        told = answer.read().decode()
+    told = scraped(port)
     code, lines, summary = job.end()
     assert code == 0, "".join(job.said)
     found = {line.split("{")[0]: float(line.split()[-1]) for line in told.splitlines() if line[0] != "#"}
@@ -147,6 +146,31 @@ def test_a_run_goes_on_balances_and_is_verified(demo: Path, tmp_path: Path) -> N
     assert all(len(hit["by_rank"]) == 2 and any(hit["by_rank"]) for hit in summary["tokens_hit"])
     (loss,) = summary["recoveries"]
     assert loss["rank"] == 1
+
+
+def test_a_run_s_rate_is_that_of_the_ranks_of_each_step(demo: Path, tmp_path: Path) -> None:
+    output, port = tmp_path / "run.jsonl", free_ports(3)[0]
+    job = start(
+        output, "run", "--model", str(demo), "--launcher", "local", "--ep-size", "3", "--tokens-per-rank", "8",
+        "--steps", "100", "--no-verify", "--json", str(output), "--metrics-port", str(port),
+    )  # fmt: skip
+    job.until("serving: 3 ranks")
+    wait_until(lambda: "moe_ep_balancedness{" in scraped(port + 1))  # a step has ended
+    os.kill(job.pids[0], signal.SIGKILL)
+    job.until("serving: 2 ranks")
+    code, lines, summary = job.end()
+    assert code == 0, "".join(job.said)
+    steps = {line["step"]: line for line in lines}.values()
+    assert {len(step["tokens_per_rank"]) for step in steps} == {2, 3}
+    num_tokens = sum(8 * len(step["tokens_per_rank"]) for step in steps)
+    seconds = sum(step["step_ms"] for step in steps) / 1e3
+    assert summary["mean_tokens_per_s"] == pytest.approx(num_tokens / seconds)
+
+
+def scraped(port: int) -> str:
+    """The metrics of a rank."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as answer:
+        return answer.read().decode()
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 20) -> None:

@@ -61,7 +61,7 @@ def steps(loads: list[list[int]]) -> list[StepReport]:
             stage = {name: float(i + 1 + 10 * rank) for i, name in enumerate(names)}
             stage_ms.append([stage, {name: (1 + step) * ms for name, ms in stage.items()}])
         step_ms = [[100.0, 100.0], [200.0, 201.0]][step]
-        found.append(StepReport(step, "", step_ms, stage_ms, loads, [1.0, 0.5]))
+        found.append(StepReport(step, "", step_ms, stage_ms, loads, [1.0, 0.5], 30))
     return found
 
 
@@ -147,7 +147,7 @@ def test_the_load_of_many_ranks_is_its_least_mean_and_most() -> None:
     made = RunReport(RunConfig(launcher="local"), "moe-ep run")
     made.complete([account(rank % 2, {1: 1e-6, 3: 1e-6}) for rank in range(40)])
     stages = [[{"route": 1.0}] * 2] * 40
-    made.take(StepReport(0, "", [1.0] * 40, stages, [list(range(40))] * 2, [0.5, 0.5]))
+    made.take(StepReport(0, "", [1.0] * 40, stages, [list(range(40))] * 2, [0.5, 0.5], 40))
     rows = [line.split() for line in terminal_lines(made)]
     assert ["layer", "least", "mean", "most", "mean/max"] in rows
     assert ["3", "0", "20", "39", "0.500"] in rows
