@@ -452,7 +452,7 @@ def _drive_elastic(run: Run, membership: Membership) -> None:
             progress.hand_over(reports)
         lost, before = before - set(membership.ranks), set(membership.ranks)
         if run.monitor is not None:
-            run.monitor.on_ranks(membership.ep_size, len(lost), time.time() - membership.epoch.decided_at)
+            run.monitor.on_ranks(membership.ranks, len(lost), time.time() - membership.epoch.decided_at)
         elastic.serves()
 
     def end_skipping() -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,11 +59,12 @@ class _Span(NamedTuple):
 
 
 class _Choices(NamedTuple):
-    """Physical ids of one pass `[T, top_k]`, on the host once the step's event has passed, and the rank of each id."""
+    """Physical ids of one pass `[T, top_k]`, on the host once the step's event has passed, the EP rank of each id, and
+    the names of the EP ranks."""
 
     ids: torch.Tensor
     owners: np.ndarray
-    ep_size: int
+    ranks: tuple[int, ...]
     ep_rank: int
     bytes_there: int
     bytes_back: int
@@ -103,6 +104,7 @@ class LayerMonitor(Listener):
         self._choices: list[_Choices] = []
         self._unread: deque[_Sample] = deque()
         self._owners: dict[tuple[int, int, str, int, int], np.ndarray] = {}
+        self._ranks: tuple[int, ...] = ()  # of an elastic gang
 
     def __enter__(self) -> LayerMonitor:
         self.start()
@@ -168,7 +170,8 @@ class LayerMonitor(Listener):
         ids = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device="cpu", pin_memory=on_gpu)
         ids.copy_(topk_ids, non_blocking=on_gpu)
         owners = self._owner_table(config)
-        self._choices.append(_Choices(ids, owners, config.ep_size, config.ep_rank, there, back))
+        ranks = self._ranks if len(self._ranks) == config.ep_size else tuple(range(config.ep_size))
+        self._choices.append(_Choices(ids, owners, ranks, config.ep_rank, there, back))
 
     def _owner_table(self, config: FusedMoEConfig) -> np.ndarray:
         strategy = config.moe_parallel_config.expert_placement_strategy
@@ -203,19 +206,20 @@ class LayerMonitor(Listener):
     def _tell(self, sample: _Sample) -> None:
         for span in sample.spans:
             self._sink.put(span.metric, span.start.elapsed_time(span.end) * 1e-3, rank=self._rank)
-        loads, sent, received = [], 0, 0
+        loads: dict[tuple[int, ...], list[np.ndarray]] = {}
+        sent = received = 0
         for choices in sample.choices:
             load, rows = _count(choices)
-            loads.append(load)
+            loads.setdefault(choices.ranks, []).append(load)
             sent += rows * choices.bytes_there * self._sample_every
             received += rows * choices.bytes_back * self._sample_every
         if loads:
             self._sink.put(metrics.A2A_BYTES, sent, rank=self._rank, direction="sent")
             self._sink.put(metrics.A2A_BYTES, received, rank=self._rank, direction="received")
         # Layers over another number of ranks have loads of their own; gauges keep those of the last kind.
-        for num_ranks in dict.fromkeys(len(load) for load in loads):
-            alike = np.stack([load for load in loads if len(load) == num_ranks])
-            for expert_rank, load in enumerate(alike.mean(axis=0).tolist()):
+        for ranks, of_passes in loads.items():
+            alike = np.stack(of_passes)
+            for expert_rank, load in zip(ranks, alike.mean(axis=0).tolist(), strict=True):
                 self._sink.put(metrics.RANK_TOKENS, load, rank=self._rank, expert_rank=str(expert_rank))
             self._sink.put(metrics.BALANCEDNESS, balancedness(torch.from_numpy(alike)), rank=self._rank)
 
@@ -223,14 +227,21 @@ class LayerMonitor(Listener):
         self._sink.put(metrics.BATCH_COPIES, num_copies * self._sample_every, rank=self._rank)
         self._sink.put(metrics.BATCH_COPY_BYTES, num_copies * expert_bytes * self._sample_every, rank=self._rank)
 
-    def on_ranks(self, num_ranks: int, num_lost: int, seconds: float) -> None:
-        """Reports a change of an elastic gang's ranks, when the present ranks begin their first step.
+    def on_ranks(self, ranks: Sequence[int], num_lost: int, seconds: float) -> None:
+        """Reports a change of an elastic gang's ranks, when the present ranks begin their first step. What was sampled
+        of steps before it, which may not have ended, is dropped.
 
         Args:
+            ranks: the names of the present ranks, in EP order.
             num_lost: ranks lost since the last call.
             seconds: since the change was decided.
         """
-        self._sink.put(metrics.RANKS, num_ranks, rank=self._rank)
+        self._spans, self._choices = [], []
+        self._unread.clear()
+        for gone in set(self._ranks) - set(ranks):
+            self._sink.put(metrics.RANK_TOKENS, 0, rank=self._rank, expert_rank=str(gone))
+        self._ranks = tuple(ranks)
+        self._sink.put(metrics.RANKS, len(ranks), rank=self._rank)
         self._sink.put(metrics.RECOVERIES, num_lost, rank=self._rank)
         if num_lost:
             self._sink.put(metrics.RECOVERY_SECONDS, seconds, rank=self._rank)
@@ -248,7 +259,7 @@ class LayerMonitor(Listener):
 
 def _count(choices: _Choices) -> tuple[np.ndarray, int]:
     """(assignments to the experts of each rank, int64 `[R]`; rows that are sent, a token once to each rank)."""
-    ids, num_ranks = choices.ids.numpy(), choices.ep_size
+    ids, num_ranks = choices.ids.numpy(), len(choices.ranks)
     ranks = np.where(ids >= 0, choices.owners[np.maximum(ids, 0)], num_ranks)
     goes_to = np.zeros((len(ids), num_ranks + 1), dtype=bool)
     goes_to[np.arange(len(ids))[:, None], ranks] = True

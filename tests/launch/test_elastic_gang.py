@@ -148,16 +148,23 @@ def test_a_run_goes_on_balances_and_is_verified(demo: Path, tmp_path: Path) -> N
     assert loss["rank"] == 1
 
 
-def test_a_run_s_rate_is_that_of_the_ranks_of_each_step(demo: Path, tmp_path: Path) -> None:
+def test_numbers_of_a_run_are_those_of_the_ranks_of_each_step(demo: Path, tmp_path: Path) -> None:
     output, port = tmp_path / "run.jsonl", free_ports(3)[0]
     job = start(
         output, "run", "--model", str(demo), "--launcher", "local", "--ep-size", "3", "--tokens-per-rank", "8",
-        "--steps", "100", "--no-verify", "--json", str(output), "--metrics-port", str(port),
+        "--steps", "150", "--no-verify", "--json", str(output), "--metrics-port", str(port),
     )  # fmt: skip
     job.until("serving: 3 ranks")
     wait_until(lambda: "moe_ep_balancedness{" in scraped(port + 1))  # a step has ended
     os.kill(job.pids[0], signal.SIGKILL)
     job.until("serving: 2 ranks")
+
+    def tokens_of_ranks() -> list[float]:
+        told = dict(line.rsplit(" ", 1) for line in scraped(port + 1).splitlines())
+        return [float(told[f'moe_ep_rank_tokens{{expert_rank="{rank}",rank="1"}}']) for rank in range(3)]
+
+    # Of 8 tokens with 4 experts each, once a step of the two ranks was sampled.
+    wait_until(lambda: (found := tokens_of_ranks())[0] == 0 and sum(found) == 32, SOON_S)
     code, lines, summary = job.end()
     assert code == 0, "".join(job.said)
     steps = {line["step"]: line for line in lines}.values()

@@ -188,8 +188,8 @@ def test_without_the_extra_a_run_says_so_before_it_starts(
 def test_ranks_that_come_and_go() -> None:
     sink = Kept()
     with LayerMonitor(sink, rank=2) as monitor:
-        monitor.on_ranks(4, 0, 3.5)
-        monitor.on_ranks(3, 1, 0.25)
+        monitor.on_ranks(range(4), 0, 3.5)
+        monitor.on_ranks([0, 1, 3], 1, 0.25)
     assert sink.of(metrics.RANKS, rank="2") == [4, 3]
     assert sum(sink.of(metrics.RECOVERIES)) == 1
     assert sink.of(metrics.RECOVERY_SECONDS) == [0.25]
