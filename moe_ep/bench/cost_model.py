@@ -125,7 +125,7 @@ def predict(
             f"{machine.gpus_per_host} GPUs"
         )
     per_rank = experts_per_rank(geometry, ep_size)
-    there = K * wire_bytes + (4 * -(-K // 128) if wire_bytes == 1 else 0)
+    there = _row_bytes(K, wire_bytes)
     rows_link, rows_network = rows_sent(geometry, ep_size, tokens_per_rank, machine.gpus_per_host, two_level)
     load = busiest_rank(geometry, ep_size, tokens_per_rank)
     _, weights_us, products_us = experts = _experts_us(geometry, load, machine, ep_size)
@@ -194,6 +194,11 @@ def uneven_step_us(
     return even.step_us - even.experts_us + experts_us + busiest / machine.wire_efficiency * 1e6
 
 
+def _row_bytes(hidden_size: int, wire_bytes: int) -> int:
+    """Bytes of a row in the dispatch; rows of 8-bit numbers have a scale for every 128."""
+    return hidden_size * wire_bytes + (4 * -(-hidden_size // 128) if wire_bytes == 1 else 0)
+
+
 def _wire(link_bytes: float, network_bytes: float, ep_size: int, machine: Machine) -> tuple[float, dict[str, float]]:
     """(microseconds of one direction, by what they are spent on)."""
     if ep_size == 1:
@@ -227,7 +232,7 @@ def calibrated(machine: Machine, geometry: Geometry, rows: Sequence[dict[str, An
         link_bytes_per_s=several[0]["link_gb_per_s"] * 1e9,
         route_us=sorted(_stage_us(row, "route") for row in rows)[len(rows) // 2],
     )
-    links = [_link_us(row, machine) for row in several]
+    links = [_dispatched_us(row, geometry, machine) for row in several]
     latency, per_link_us = _fit([(1.0, us) for us in links], [_stage_us(row, "dispatch") for row in several])
     machine = replace(
         machine,
@@ -238,10 +243,10 @@ def calibrated(machine: Machine, geometry: Geometry, rows: Sequence[dict[str, An
     terms, times = [], []
     for row in rows:
         load, is_alone = busiest_rank(geometry, row["ep_size"], row["tokens_per_rank"]), row["ep_size"] == 1
-        there_us = 0.0 if is_alone else latency + per_link_us * _link_us(row, machine)
+        wire_us = 0.0 if is_alone else 2 * latency + per_link_us * _link_us(row, machine)
         terms.append((1.0, float(is_alone), *experts_floors_us(geometry, load, machine)))
         # Where times are uneven, as on CPUs, nothing may be left.
-        times.append(max(row["us"] - machine.route_us - 2 * there_us, _stage_us(row, "experts") / 2))
+        times.append(max(row["us"] - machine.route_us - wire_us, _stage_us(row, "experts") / 2))
     fixed, alone, per_weights_us, per_products_us = _fit(terms, times)
     return replace(
         machine,
@@ -266,9 +271,20 @@ def uniform_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 _MEASUREMENT = ("phase", "ep_size", "tokens_per_rank", "backend", "wire", "us")
 
 
+def wire_bytes_of(row: dict[str, Any]) -> int:
+    """Bytes of a number in the dispatch of a measured row, as `predict` takes them."""
+    return 1 if row["wire"] in ("fp8", "int8") else 2
+
+
 def _link_us(row: dict[str, Any], machine: Machine) -> float:
-    """Microseconds of the rows that leave a rank in one direction, at the link's rate."""
-    return float(row["bytes_sent"]) / 2 / machine.link_bytes_per_s * 1e6
+    """Microseconds of the rows that leave a rank, there and back, at the link's rate."""
+    return float(row["bytes_sent"]) / machine.link_bytes_per_s * 1e6
+
+
+def _dispatched_us(row: dict[str, Any], geometry: Geometry, machine: Machine) -> float:
+    """The same of the dispatch alone; results return as bf16."""
+    there, back = (_row_bytes(geometry.hidden_size, size) for size in (wire_bytes_of(row), 2))
+    return _link_us(row, machine) * there / (there + back)
 
 
 def _stage_us(row: dict[str, Any], stage: str) -> float:

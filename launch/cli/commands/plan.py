@@ -158,13 +158,12 @@ def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machi
 
 def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any]]) -> str:
     """A table of prediction and measurement, for every measured row of uniform routing."""
-    from moe_ep.bench.cost_model import predict, uniform_rows
+    from moe_ep.bench.cost_model import predict, uniform_rows, wire_bytes_of
     from moe_ep.bench.results import table
 
     rows: list[dict[str, Any]] = []
     for row in sorted(uniform_rows(measured), key=lambda row: (row["ep_size"], row["tokens_per_rank"])):
-        wire_bytes = 1 if row["wire"] == "fp8" else 2
-        step = predict(geometry, row["ep_size"], row["tokens_per_rank"], machine, wire_bytes=wire_bytes)
+        step = predict(geometry, row["ep_size"], row["tokens_per_rank"], machine, wire_bytes=wire_bytes_of(row))
         about = {"EP": row["ep_size"], "T": row["tokens_per_rank"], "phase": row["phase"], "backend": row["backend"],
                  "wire": row["wire"]}  # fmt: skip
         parts = {"route": step.route_us, "dispatch": step.dispatch_us, "experts": step.experts_us,
