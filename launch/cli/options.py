@@ -27,6 +27,7 @@ from typing import Any, NoReturn, TypeVar
 
 from moe_ep.env import whole
 from moe_ep.files import MAX_CONFIG_BYTES, parse_json, read_bounded, user_path
+from moe_ep.launch.gangs.rank_env import can_be_host
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 C = TypeVar("C")
@@ -326,7 +327,7 @@ def new_folder(raw: str) -> Path:
 
 def host(raw: str) -> str:
     """An address of this machine. An empty one is refused, because it would mean all of them."""
-    if not raw or any(letter.isspace() for letter in raw):
+    if not raw or any(letter.isspace() for letter in raw) or not can_be_host(raw):
         raise ValueError("it must be an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all")
     return raw
 
@@ -346,7 +347,7 @@ def _is_port(raw: str) -> bool:
 def endpoint(raw: str) -> str:
     """HOST:PORT."""
     host, _, port = raw.rpartition(":")
-    if not host or "/" in host or not _is_port(port):
+    if not host or "/" in host or not can_be_host(host) or not _is_port(port):
         raise ValueError("it must read HOST:PORT")
     return raw
 

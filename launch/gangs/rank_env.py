@@ -60,6 +60,12 @@ class RankEnv:
                 f"local_world_size is {self.local_world_size} and world_size is {self.world_size} (from "
                 f"{self.source}); a node cannot have more ranks than there are; correct them or unset them"
             )
+        if not can_be_host(self.master_addr) or self.master_port >= 1 << 16:
+            raise ConfigError(
+                f"master_addr is {self.master_addr!r} and master_port is {self.master_port} (from {self.source}); they "
+                f"must be a host's name or address and a port below 65536; correct MASTER_ADDR and MASTER_PORT or "
+                f"unset them"
+            )
 
     def export(self) -> None:
         """Writes it to this process's environment, in torchrun's variables if that is the source, so that
@@ -71,6 +77,15 @@ class RankEnv:
             os.environ.update(values, GROUP_RANK=str(self.node_rank))
         else:
             os.environ[_GANG_RANK] = json.dumps(asdict(self))
+
+
+def can_be_host(name: str) -> bool:
+    """Whether it can be looked up as a host's name or address: Python raises UnicodeError for empty or long labels."""
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def resolve_rank_env(variables: Mapping[str, str] = os.environ) -> RankEnv:

@@ -797,7 +797,7 @@ def _why_silent(address: str) -> str:
     if place := _HOST_PORT.fullmatch(address):
         try:
             socket.create_connection((place[1], int(place[2])), timeout=5).close()
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             return str(error)
     return ""
 

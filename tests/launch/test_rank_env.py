@@ -168,6 +168,8 @@ def test_resolves(variables: dict[str, str], expected: RankEnv) -> None:
         (TORCHRUN | {"LOCAL_RANK": "4"}, "local_rank is 4 and local_world_size is 4"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "16"}, "local_world_size is 16 and world_size is 8"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it must be a whole number"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "master_port is 70000 (from torchrun)"),
+        (TORCHRUN | {"MASTER_ADDR": "node1..cluster"}, "master_addr is 'node1..cluster'"),
         (TORCHRUN | {"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1'; it must be a whole number"),
         ({"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "2"}, "SLURM_NTASKS set without SLURM_PROCID, SLURM_LOCALID"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3"),
