@@ -147,6 +147,14 @@ DEVICE void copy_async_4(u32 to, const void* from) {
 // Waits until all asynchronous copies that this thread issued have landed.
 DEVICE void copies_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Asynchronous copies of a thread in groups: ends the present one; waits until all but the last kPending have landed.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // Copies a box of a matrix in global memory, described by its tensor map, from the given column and row on.
 DEVICE void tensor_copy(u32 to, const void* map, int column, int row, u64* barrier) {
   asm volatile(

@@ -63,13 +63,6 @@ struct Stage {
   DEVICE u8* tokens() const { return base + kCodeBytes + kScaleStage; }
 };
 
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int kPending>
-DEVICE void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // All threads of a group arrive here and see what the others wrote.
 DEVICE void group_barrier() {
   if constexpr (kGroupWarps == 1) {

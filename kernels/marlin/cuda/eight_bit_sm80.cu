@@ -17,13 +17,6 @@ constexpr int kStages = kBits == 4 ? 3 : 2;  // 99 KB are what the smallest GPUs
 constexpr int kRingBytes = kStages * kStageBytes;
 constexpr int kChunkBytes = 16;
 
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int kPending>
-DEVICE void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // d += a * b: 16 weight rows x 8 tokens over 32 columns.
 DEVICE void mma_int8(int* d, const u32* a, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
