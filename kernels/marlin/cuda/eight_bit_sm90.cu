@@ -256,8 +256,9 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
 // products of all their columns, which are then promoted. While they multiply a block of columns, the next one is
 // widened; `packed` has the first one, and in the end that of the next step, if there is one.
 template <int kTokens, int kPhase, int kSteps>
-DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int groups, bool is_last, Packed<1>& packed,
-                           const LanePlace& own, u32 first_tokens, Ring& ring) {
+DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int groups, bool is_last,
+                           Packed<1> (&first_packed)[1], const LanePlace& own, u32 first_tokens, Ring& ring) {
+  Packed<1>& packed = first_packed[0];
   const Ring begin = ring;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -298,18 +299,58 @@ DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int g
   }
 }
 
+// The same with both halves at once, so that three products are in flight while the next blocks are widened; for as few
+// tokens as leave registers for two sums. `packed` has the first block of either half.
+template <int kTokens, int kPhase, int kSteps>
+DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int groups, bool is_last,
+                           Packed<1> (&packed)[2], const LanePlace& own, u32 first_tokens, Ring& ring) {
+  u32 token_scales = token_scales_in(ring.place()), weights[4][4];
+  Sum part[2][kTokens / 2];
+#pragma unroll
+  for (int i = 0; i < 4 * kSteps; i++) {
+    int block = i % 4;
+    bool has_next = i < 4 * kSteps - 1 || !is_last;
+    int stage = ring.stage;
+    u64 tokens = kDescriptorHigh << 32 | (first_tokens + stage * (kStageBytes / 16));
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32(&operand)[4] = weights[(2 * i + half) % 4];
+      packed[half].fold_scales(offsets[half], block < 2 || groups - i / 4 * kGroups > 2);
+      packed[half].widen(0, operand);
+      wgmma_fence();
+      wgmma_eight_bit<kTokens>(part[half], operand, tokens + 2 * block, i > 0);
+      wgmma_commit();
+      if (block == 3 && half == 0) {
+        ring.advance();
+        if (has_next) ring.wait_full();
+      }
+      if (block < 3 || has_next) packed[half].load_part(ring.place(), own, half, (block + 1) % 4);
+    }
+    wgmma_wait<2>();
+    if (block == 0 && i > 0) ring.release((stage + kStages - 1) % kStages);
+  }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    promote<kTokens, kPhase>(sums[half], part[half], 1.0f, 1.0f, token_scales);
+  }
+  ring.release((ring.stage + kStages - 1) % kStages);
+}
+
 // All steps of a tile whose weights have per-channel scales: one a weight row, as mxfp4 does once differences are folded.
 // In w2 tokens have a scale in every step; in w13 two steps are promoted together, and no more, since the tensor cores
 // round sums to fewer bits than f32 has (four were no faster).
 template <int kTokens, int kPhase>
 DEVICE void multiply_tile_per_channel(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int steps, int groups,
                                       Ring& ring) {
+  constexpr bool kBoth = kFoldsScales && kTokens <= 64;
   LanePlace own;
-  Packed<1> packed;
+  Packed<1> packed[kBoth ? 2 : 1];
   clear(sums);
   u32 tokens = __shfl_sync(~0u, wgmma_descriptor(ring.address + kTokensPlace), 0);
   ring.wait_full();
-  packed.load_part(ring.place(), own, 0, 0);
+#pragma unroll
+  for (int half = 0; half < 1 + kBoth; half++) packed[half].load_part(ring.place(), own, half, 0);
   for (; kPhase == 0 && steps > 1; steps -= 2, groups -= 2 * kGroups) {
     multiply_steps<kTokens, kPhase, 2>(sums, offsets, groups, steps == 2, packed, own, tokens, ring);
   }
