@@ -20,7 +20,7 @@ from torch.nn.functional import silu
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from moe_ep.activation import MoEActivation
@@ -233,10 +233,13 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) ->
     """Reads the weights that transformers did not find or misread: those quantized on disk."""
     on_disk = names_on_disk(model, reader)
     is_plain = reader.quantization is None
-    for name, param in model.named_parameters():
+    with torch.no_grad():
+        params: dict[str, torch.Tensor] = dict(model.named_parameters())
+        assembled = {name: params[name].copy_(weight) for name, weight in _assembled(model, reader)}
+    for name, param in params.items():
         stored = on_disk.get(name, name)
         quantized = stored in reader and reader.info(stored).dtype not in FLOATS
-        if name not in unread and not quantized:
+        if name in assembled or (name not in unread and not quantized):
             continue
         module = stored.removesuffix(".weight")
         found = stored in reader or (not is_plain and reader.names(module + "."))
@@ -251,20 +254,59 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) ->
             raise _nothing_fits(reader, name, buffer)
 
 
+def _assembled(model: Any, reader: CheckpointReader) -> Iterator[tuple[str, torch.Tensor]]:
+    """Dequantized weights that transformers makes of several tensors or of a part of one, such as gate and up of shared
+    experts in one matrix: it would do so with the codes, and leave out their scales."""
+    conversions, params = _conversions(model), dict(model.named_parameters())
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    found: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
+    for stored in reader.names():
+        if ".experts." in stored or reader.info(stored).dtype in FLOATS:
+            continue
+        name = _renamed(stored, conversions)
+        for converter in converters:
+            target, pattern = converter.rename_source_key(name)
+            if pattern is not None and target in params:
+                if not stored.endswith(".weight"):
+                    raise _nothing_fits(reader, target, params[target])
+                found.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(stored)
+                break
+    for target, (converter, sources) in found.items():
+        num_columns, device = params[target].size(1), params[target].device
+        parts: dict[str, Any] = {
+            pattern: [
+                read_linear(reader, name.removesuffix(".weight"), (reader.info(name).shape[0], num_columns), device)
+                for name in names
+            ]
+            for pattern, names in sources.items()
+        }
+        patterns = {"source_patterns": converter.source_patterns, "target_patterns": converter.target_patterns}
+        for operation in converter.operations:
+            parts = operation.convert(parts, **patterns, config=model.config)
+        first = converter.target_patterns[0]
+        yield from ((target.replace(first, pattern), weight) for pattern, weight in parts.items())
+
+
+def _conversions(model: Any) -> list[Any]:
+    """What transformers does to the names and tensors of a checkpoint when it loads them."""
+    return getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
+
+
+def _renamed(name: str, conversions: list[Any]) -> str:
+    for each in conversions:
+        if isinstance(each, WeightRenaming):
+            name, _ = each.rename_source_key(name)
+    return name
+
+
 def names_on_disk(model: Any, reader: CheckpointReader) -> dict[str, str]:
     """Names of weights in the files by their names in the model, for modules that transformers renames on load.
 
     Experts are left out. A quantized module has several tensors in the files, and none of that name.
     """
-    conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    names: dict[str, str] = {}
-    for module in {name.rpartition(".")[0] for name in reader.names() if ".experts." not in name}:
-        name = stored = f"{module}.weight"
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        names[name] = stored
-    return names
+    conversions = _conversions(model)
+    modules = {name.rpartition(".")[0] for name in reader.names() if ".experts." not in name}
+    return {_renamed(f"{module}.weight", conversions): f"{module}.weight" for module in modules}
 
 
 def _nothing_fits(reader: CheckpointReader, name: str, tensor: torch.Tensor) -> CheckpointError:

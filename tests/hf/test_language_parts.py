@@ -229,6 +229,27 @@ def test_quantized_layers_that_files_call_otherwise(family: str, tmp_path: Path)
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
 
 
+@pytest.mark.parametrize("family", ["MiniMaxM3VL", "Inkling"])
+def test_quantized_layers_that_files_divide_otherwise(family: str, tmp_path: Path) -> None:
+    """Gate and up in fp8, without loss here: one matrix in the model and two in the files, or the other way round."""
+    alone, scale = make_whole(family), 0.5
+    for name, param in alone.model.language_model.named_parameters():
+        if ".experts." not in name and param.dim() == 2 and re.search(r"\.(gate|up|gate_up)_proj\.weight", name):
+            param.copy_(torch.randn(param.shape).to(torch.float8_e4m3fn).float() * scale)
+    alone.save_pretrained(tmp_path / "saved")
+    quantized = re.compile(r".*\.mlp\.w13_dn\.weight|language_model.*\.(mlp|shared_experts)\.(gate|up)_proj\.weight")
+    with CheckpointReader(tmp_path / "saved") as reader:
+        tensors: dict[str, torch.Tensor] = {name: reader.read(name) for name in reader.names()}
+        chosen = [name for name in tensors if quantized.fullmatch(name)]
+        assert len(chosen) == (1 if family == "Inkling" else 4)
+        for name in chosen:
+            tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.full((1, 1), scale)
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["experts"]}
+        write_checkpoint(tmp_path, reader.config | {"quantization_config": fp8}, tensors.items())
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
 def test_mistral_small_as_it_came(tmp_path: Path) -> None:
     """fp8 with a number for each matrix, gate and up together, and numbers of activations, which are not read."""
     alone = make_whole("Mistral3")
