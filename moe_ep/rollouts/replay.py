@@ -215,12 +215,15 @@ class _ReplayedTopK(TorchFunctionMode):
         self._due: tuple[int, int] | None = None
         # How many of these it has chosen, where that is another number than recorded.
         self._other_top_k: int | None = None
+        # Scores before and after the layer has masked them. DeepSeek-V2 weighs by those after, which are 0 in groups
+        # that it does not keep, where recorded experts may be.
+        self._masked: tuple[Any, Any] = None, None
 
     def begin(self, layer: int, num_columns: int, *_: Any) -> None:
         self._due, self._other_top_k = (layer, num_columns), None
 
     def end(self, *_: Any) -> None:
-        self._due = None
+        self._due, self._masked = None, (None, None)
 
     def check_replayed(self, name: str, module: nn.Module, args: Any) -> None:
         """Raises where a layer's experts are called, and its router took none of the recording: ValueError if it
@@ -235,7 +238,11 @@ class _ReplayedTopK(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if self._due is None or func not in (torch.topk, torch.Tensor.topk):
+        if self._due is None:
+            return found
+        if func in (torch.masked_fill, torch.Tensor.masked_fill):
+            self._masked = args[0] if args else kwargs["input"], found
+        if func not in (torch.topk, torch.Tensor.topk):
             return found
         scores, (layer, num_columns) = args[0] if args else kwargs["input"], self._due
         # Groups of experts are chosen among `[T, groups, E / groups]`.
@@ -248,6 +255,9 @@ class _ReplayedTopK(TorchFunctionMode):
         ids, _ = self._recorded.next(layer, scores.numel() // num_columns, scores.device)
         ids = ids.view(found.indices.shape)
         ids = torch.where((ids < 0).any(dim=-1, keepdim=True), found.indices, ids)
+        before, masked = self._masked
+        if scores is masked:
+            scores = before
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
 

@@ -136,6 +136,21 @@ def test_a_model_of_transformers_takes_recorded_experts(family: str, parallelize
     torch.testing.assert_close(halved[1], expected[1])
 
 
+@pytest.mark.parametrize("parallelized", [False, True])
+def test_recorded_experts_of_groups_that_are_not_kept_have_their_scores(parallelized: bool) -> None:
+    """DeepSeek-V2 takes the scores of these groups as 0."""
+    model, ids = make_model("DeepseekV2"), torch.tensor([0, 7]).expand(12, 1, 2)
+    gate, seen = model.model.layers[1].mlp.gate, []
+    gate.register_forward_hook(lambda module, args, output: seen.extend(output))
+    if parallelized:
+        model = moe_ep.parallelize(model)
+    with torch.no_grad(), moe_ep.replaying(model, ids):
+        model(input_ids=tokens(1, 12))
+    logits, weights, chosen = seen
+    assert torch.equal(chosen, ids[:, 0])
+    torch.testing.assert_close(weights, logits.softmax(dim=-1).gather(1, chosen) * gate.routed_scaling_factor)
+
+
 def test_gradients_flow_through_the_scores_of_recorded_experts() -> None:
     model, text = make_model("Qwen3Moe"), tokens(1, 6)
     model.requires_grad_(True)
