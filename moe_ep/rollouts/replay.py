@@ -128,7 +128,8 @@ def replaying(model: Any, ids: Any, weights: Any = None) -> Iterator[None]:
 
     Raises:
         ValueError: a model without layers, choices that do not fit them, or, from a pass, more tokens than recorded.
-        ConfigError: from a pass: a router that does not choose by `torch.topk`; its weights must be passed.
+        ConfigError: gradient checkpointing, whose backward pass chooses again; from a pass: a router that does not
+            choose by `torch.topk`; its weights must be passed.
     """
     ids, weights = (torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in (ids, weights))
     layers = _layers_of_moe_ep(model)
@@ -139,6 +140,7 @@ def replaying(model: Any, ids: Any, weights: Any = None) -> Iterator[None]:
             yield
         return
     modules = _experts_of_transformers(model)
+    _check_not_checkpointed(model)
     chosen = [part.top_k if isinstance(part, RoutedExperts) else configured_top_k(model) for _, part, _ in modules]
     recorded = RecordedChoices(ids, weights, [size for _, _, size in modules], chosen)
     with contextlib.ExitStack() as stack:
@@ -153,6 +155,17 @@ def replaying(model: Any, ids: Any, weights: Any = None) -> Iterator[None]:
                 hook = partial(topk.check_replayed, name)
             stack.callback(module.register_forward_pre_hook(hook).remove)
         yield
+
+
+def _check_not_checkpointed(model: nn.Module) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, part in model.named_modules():
+        if part.training and getattr(part, "gradient_checkpointing", False):
+            raise ConfigError(
+                f"{name or type(model).__name__} has gradient checkpointing, which runs it again in the backward pass, "
+                f"where nothing is replayed; switch it off, or replay without gradients"
+            )
 
 
 def check_routing_of_texts(routing: Sequence[Any], lengths: Sequence[int]) -> None:

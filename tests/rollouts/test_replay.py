@@ -164,6 +164,19 @@ def test_gradients_flow_through_the_scores_of_recorded_experts() -> None:
         assert block.mlp.gate.weight.grad.abs().sum() > 0
 
 
+def test_gradient_checkpointing_is_refused_where_it_would_choose_again() -> None:
+    model, ids = make_model("Qwen3Moe"), other_ids(4, 2, 7, 2)
+    model.gradient_checkpointing_enable()
+    with moe_ep.replaying(model.eval(), ids):
+        model(input_ids=tokens(1, 4))
+    model.train()
+    with torch.no_grad(), moe_ep.replaying(model, ids):
+        model(input_ids=tokens(1, 4))
+    for weights in (None, torch.ones(ids.shape)):
+        with pytest.raises(ConfigError, match="gradient checkpointing"), moe_ep.replaying(model, ids, weights):
+            pass
+
+
 def test_a_router_that_chooses_in_another_way_is_refused() -> None:
     model = make_model("Qwen3Moe")
     gate = model.model.layers[1].mlp.gate
