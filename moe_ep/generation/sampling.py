@@ -75,5 +75,7 @@ def next_tokens(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]
     allowed = before < max(sampling.top_p, _LEAST)
     total = torch.where(allowed, sums, 0).amax(dim=-1, keepdim=True)
     targets = torch.tensor(draws, dtype=torch.float32).to(logits.device, non_blocking=True)[:, None] * total
-    place = (allowed & (sums <= targets)).sum(dim=-1, keepdim=True).clamp(max=allowed.sum(dim=-1, keepdim=True) - 1)
+    # A draw that rounds to 1 takes the last token that adds to the sum, not the least likely one of the vocabulary.
+    last = (allowed & (sums < total)).sum(dim=-1, keepdim=True)
+    place = (allowed & (sums <= targets)).sum(dim=-1, keepdim=True).clamp(max=last)
     return tokens.gather(-1, place).squeeze(-1)

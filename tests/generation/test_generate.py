@@ -395,6 +395,9 @@ def test_next_tokens() -> None:
     assert drawn_at(0.9999999, top_p=1e-9) == drawn_at(0.9999999, top_k=1) == drawn_at(0.99, temperature=1e-3) == [2]
     assert drawn_at(0.9, 0.9, top_p=1e-300) == drawn_at(0.0, 0.9, temperature=1e-300) == [2, 2]
     assert drawn_at(0.62, 0.63, top_k=2) == [2, 0]
+    # It rounds to 1, which the sum in f32 of these probabilities stays below; the other tokens have none.
+    masked = torch.where(torch.arange(100) < 41, 0.0, float("-inf"))[None]
+    assert next_tokens(masked, Sampling(temperature=1.0), [1 - 2**-53]).tolist() == [40]
     # As transformers has it: of k tokens those that come to p of the k.
     assert drawn_at(0.9999999, top_k=2, top_p=0.62) == [2]
     for setting, wrong in {"temperature": -1.0, "top_k": -1, "top_p": 0.0}.items():
