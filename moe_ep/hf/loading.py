@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
 from moe_ep.checkpoint.finite import check_finite, count_nonfinite
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.checkpoint.loading import read_linear
+from moe_ep.checkpoint.plan import find_module
 from moe_ep.checkpoint.reader import read_config
 from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
 from moe_ep.hf.experts import LIMITS, ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
@@ -233,13 +234,19 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) ->
     """Reads the weights that transformers did not find or misread: those quantized on disk."""
     on_disk = names_on_disk(model, reader)
     is_plain = reader.quantization is None
-    with torch.no_grad():
-        params: dict[str, torch.Tensor] = dict(model.named_parameters())
-        assembled = {name: params[name].copy_(weight) for name, weight in _assembled(model, reader)}
+    params: dict[str, torch.Tensor] = dict(model.named_parameters())
+    filled: set[str] = set()
+    for assembled in assembled_weights(model, reader):
+        # transformers has put codes together and left out their scales.
+        if assembled.is_quantized(reader):
+            for name, weight in assembled.read(reader, model).items():
+                with torch.no_grad():
+                    params[name].copy_(weight)
+                filled.add(name)
     for name, param in params.items():
         stored = on_disk.get(name, name)
         quantized = stored in reader and reader.info(stored).dtype not in FLOATS
-        if name in assembled or (name not in unread and not quantized):
+        if name in filled or (name not in unread and not quantized):
             continue
         module = stored.removesuffix(".weight")
         found = stored in reader or (not is_plain and reader.names(module + "."))
@@ -254,37 +261,99 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) ->
             raise _nothing_fits(reader, name, buffer)
 
 
-def _assembled(model: Any, reader: CheckpointReader) -> Iterator[tuple[str, torch.Tensor]]:
-    """Dequantized weights that transformers makes of several tensors or of a part of one, such as gate and up of shared
-    experts in one matrix: it would do so with the codes, and leave out their scales."""
+@dataclass(frozen=True)
+class AssembledWeights:
+    """Weights that transformers makes of several tensors of the files, such as gate and up of shared experts in one
+    matrix, or parts of one tensor.
+
+    Attributes:
+        names: in the model.
+        sources: the tensors in the files, by the converter's patterns.
+        num_columns: of a matrix; 0 for weights of another form.
+    """
+
+    names: tuple[str, ...]
+    sources: dict[str, list[str]]
+    num_columns: int
+    converter: WeightConverter
+
+    def is_quantized(self, reader: CheckpointReader) -> bool:
+        return any(self._is_quantized(reader, name) for names in self.sources.values() for name in names)
+
+    def tensors(self, reader: CheckpointReader, model: Any) -> list[str]:
+        """The names of all tensors in the files; no data is read.
+
+        Raises:
+            CheckpointError: a tensor of a quantized matrix that is missing, or weights of other shapes than the model.
+        """
+        found: list[str] = []
+        shapes: dict[str, list[torch.Tensor]] = {}
+        for pattern, names in self.sources.items():
+            shapes[pattern] = []
+            for name in names:
+                module, size = self._module(reader, name)
+                is_quantized = self._is_quantized(reader, name)
+                linear = find_module(reader, module, size)[1] if is_quantized else {}
+                found += [stored.info.name for stored in linear.values()] or [name]
+                shapes[pattern].append(torch.empty(size if is_quantized else reader.info(name).shape, device="meta"))
+        params = dict(model.named_parameters())
+        for name, made in self._converted(shapes, model).items():
+            if made.shape != params[name].shape:
+                raise _nothing_fits(reader, name, params[name])
+        return found
+
+    def read(self, reader: CheckpointReader, model: Any) -> dict[str, torch.Tensor]:
+        """The weights by their names in the model, dequantized, on its device."""
+        parts = {
+            pattern: [self._read(reader, name, model.device) for name in names]
+            for pattern, names in self.sources.items()
+        }
+        return self._converted(parts, model)
+
+    def _read(self, reader: CheckpointReader, name: str, device: torch.device) -> torch.Tensor:
+        if self._is_quantized(reader, name):
+            return read_linear(reader, *self._module(reader, name), device)
+        return reader.read(name).to(device)
+
+    def _converted(self, parts: dict[str, Any], model: Any) -> dict[str, torch.Tensor]:
+        sources, targets = self.converter.source_patterns, self.converter.target_patterns
+        for operation in self.converter.operations:
+            parts = operation.convert(parts, source_patterns=sources, target_patterns=targets, config=model.config)
+        return {name: parts[pattern] for name, pattern in zip(self.names, targets, strict=True)}
+
+    def _is_quantized(self, reader: CheckpointReader, name: str) -> bool:
+        return reader.info(name).dtype not in FLOATS
+
+    def _module(self, reader: CheckpointReader, name: str) -> tuple[str, tuple[int, int]]:
+        return name.removesuffix(".weight"), (reader.info(name).shape[0], self.num_columns)
+
+
+def assembled_weights(model: Any, reader: CheckpointReader) -> list[AssembledWeights]:
+    """Those beside the experts.
+
+    Raises:
+        CheckpointError: some that are quantized on disk and no matrices.
+    """
     conversions, params = _conversions(model), dict(model.named_parameters())
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    found: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
+    found: dict[str, AssembledWeights] = {}
     for stored in reader.names():
-        if ".experts." in stored or reader.info(stored).dtype in FLOATS:
+        if ".experts." in stored:
             continue
         name = _renamed(stored, conversions)
         for converter in converters:
             target, pattern = converter.rename_source_key(name)
-            if pattern is not None and target in params:
-                if not stored.endswith(".weight"):
-                    raise _nothing_fits(reader, target, params[target])
-                found.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(stored)
-                break
-    for target, (converter, sources) in found.items():
-        num_columns, device = params[target].size(1), params[target].device
-        parts: dict[str, Any] = {
-            pattern: [
-                read_linear(reader, name.removesuffix(".weight"), (reader.info(name).shape[0], num_columns), device)
-                for name in names
-            ]
-            for pattern, names in sources.items()
-        }
-        patterns = {"source_patterns": converter.source_patterns, "target_patterns": converter.target_patterns}
-        for operation in converter.operations:
-            parts = operation.convert(parts, **patterns, config=model.config)
-        first = converter.target_patterns[0]
-        yield from ((target.replace(first, pattern), weight) for pattern, weight in parts.items())
+            if pattern is None or target not in params:
+                continue
+            param, (first, *_) = params[target], converter.target_patterns
+            is_matrix = param.dim() == 2 and stored.endswith(".weight")
+            if not is_matrix and reader.info(stored).dtype not in FLOATS:
+                raise _nothing_fits(reader, target, param)
+            names = tuple(target.replace(first, each) for each in converter.target_patterns)
+            new = AssembledWeights(names, {}, param.size(1) if is_matrix else 0, converter)
+            found.setdefault(target, new).sources.setdefault(pattern, []).append(stored)
+            break
+    return list(found.values())
 
 
 def _conversions(model: Any) -> list[Any]:
@@ -300,13 +369,15 @@ def _renamed(name: str, conversions: list[Any]) -> str:
 
 
 def names_on_disk(model: Any, reader: CheckpointReader) -> dict[str, str]:
-    """Names of weights in the files by their names in the model, for modules that transformers renames on load.
+    """Names of weights in the files by their names in the model, for those that transformers renames on load.
 
     Experts are left out. A quantized module has several tensors in the files, and none of that name.
     """
     conversions = _conversions(model)
-    modules = {name.rpartition(".")[0] for name in reader.names() if ".experts." not in name}
-    return {_renamed(f"{module}.weight", conversions): f"{module}.weight" for module in modules}
+    names = [name for name in reader.names() if ".experts." not in name or name.endswith("e_score_correction_bias")]
+    modules = {f"{name.rpartition('.')[0]}.weight" for name in names}
+    # What is in the files comes before the modules that may be quantized there.
+    return {_renamed(name, conversions): name for name in (*modules.difference(names), *names)}
 
 
 def _nothing_fits(reader: CheckpointReader, name: str, tensor: torch.Tensor) -> CheckpointError:

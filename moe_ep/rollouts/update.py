@@ -165,20 +165,29 @@ class _Parallelized:
         with self._steps.scheduler.lock:
             yield
 
-    def _beside(self, reader: CheckpointReader) -> Iterator[tuple[str, torch.Tensor, str]]:
-        """Each weight beside the experts: its name, itself, and its name in the files."""
+    def _assembled(self, reader: CheckpointReader) -> list[Any]:
+        """The weights beside the experts that have other tensors in the files, but for those given as in the model."""
+        from moe_ep.hf.loading import assembled_weights
+
+        found = assembled_weights(self._model, reader)
+        return [each for each in found if not any(name in reader for name in each.names)]
+
+    def _beside(self, reader: CheckpointReader, assembled: list[Any]) -> Iterator[tuple[str, torch.Tensor, str]]:
+        """Each other weight beside the experts: its name, itself, and its name in the files."""
         from moe_ep.hf.loading import names_on_disk
 
         on_disk, state = names_on_disk(self._model, reader), self._model.state_dict()
         buffers = [(name, tensor) for name, tensor in self._model.named_buffers() if name in state]
+        left_out = {name for each in assembled for name in each.names}
         for name, tensor in (*self._model.named_parameters(), *buffers):
-            if not name.startswith(self._experts):
+            if not name.startswith(self._experts) and name not in left_out:
                 yield name, tensor, name if name in reader else on_disk.get(name, name)
 
     def check_beside(self, reader: CheckpointReader) -> list[str]:
-        names: list[str] = []
+        assembled = self._assembled(reader)
+        names: list[str] = [name for each in assembled for name in each.tensors(reader, self._model)]
         absent: list[tuple[str, torch.Tensor]] = []
-        for name, tensor, stored in self._beside(reader):
+        for name, tensor, stored in self._beside(reader, assembled):
             module = stored.removesuffix(".weight")
             if stored in reader and reader.info(stored).dtype in (*FLOATS, tensor.dtype):
                 check_tensor(reader.info(stored), TensorLayout((*FLOATS, tensor.dtype), tuple(tensor.shape)))
@@ -187,9 +196,11 @@ class _Parallelized:
                 _, found = find_module(reader, module, (tensor.size(0), tensor.size(1)))
                 names += [each.info.name for each in found.values()]
             # Families make other buffers themselves.
-            elif isinstance(tensor, nn.Parameter) or name.endswith("e_score_correction_bias"):
+            elif isinstance(tensor, nn.Parameter) or (
+                name.endswith("e_score_correction_bias") and not self.spec.correction_bias_may_miss
+            ):
                 absent.append((stored, tensor))
-        if names and absent and not (self.spec.correction_bias_may_miss and absent[0][0].endswith("_bias")):
+        if names and absent:
             name, tensor = absent[0]
             raise CheckpointError(
                 f"{reader.index_file}: expected {name} of shape {tuple(tensor.shape)}, found none that fits; give all "
@@ -198,7 +209,11 @@ class _Parallelized:
         return names
 
     def write_beside(self, reader: CheckpointReader) -> None:
-        for _, tensor, stored in self._beside(reader):
+        assembled, params = self._assembled(reader), dict(self._model.named_parameters())
+        for each in assembled:
+            for name, weight in each.read(reader, self._model).items():
+                params[name].data.copy_(weight)
+        for _, tensor, stored in self._beside(reader, assembled):
             module = stored.removesuffix(".weight")
             if stored in reader and reader.info(stored).dtype in (*FLOATS, tensor.dtype):
                 tensor.data.copy_(reader.read(stored).view(tensor.shape))

@@ -356,6 +356,33 @@ def test_models_of_transformers(num_ranks: int, family: str, tmp_path: Path) -> 
     ranks(num_ranks).run(model_updated, family, tmp_path)
 
 
+@pytest.mark.parametrize("family", ["MiniMaxM2", "ExaoneMoe", "KimiLinear"])
+def test_weights_beside_the_experts_under_the_names_of_files(family: str, tmp_path: Path) -> None:
+    """transformers renames the biases of these routers, and puts the convolutions of Kimi Linear together."""
+    pytest.importorskip("transformers")
+    from tests.hf.hf_models import make_model
+    from tests.hf.test_families import OTHERS
+
+    before, after = (make_model(family, **OTHERS[family]) for _ in range(2))
+    with torch.no_grad():
+        for tensor in after.state_dict().values():
+            tensor.add_(torch.randn(tensor.shape) * 0.02)
+    after.save_pretrained(tmp_path)
+    model, tensors = moe_ep.parallelize(before), read(tmp_path)
+    changed = [name for name in tensors if name.endswith(("e_score_correction_bias", "q_conv1d.weight"))]
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for wrong in ({changed[0]: tensors[changed[0]][1:]}, {}):
+        given = {name: tensor for name, tensor in tensors.items() if name != changed[0]} | wrong
+        with pytest.raises(WeightsError, match=r"bias|conv1d"):
+            moe_ep.update_weights(model, given)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
+    for source in (tmp_path, tensors):
+        moe_ep.update_weights(model, source)
+        text = torch.arange(1, 9)[None]
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=text).logits, after(input_ids=text).logits)
+
+
 def sent(rank: int, world_size: int, folder: tuple[Path, Path], form: str) -> None:
     """Rank 0 trains, the others generate."""
     engine_ranks = list(range(1, world_size))
