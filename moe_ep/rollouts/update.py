@@ -18,7 +18,7 @@ import json
 import math
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -33,6 +33,7 @@ from moe_ep.checkpoint.loading import check_beside_experts, load_plan, read_line
 from moe_ep.checkpoint.model_spec import model_spec
 from moe_ep.checkpoint.plan import Source, check_tensor, find_module, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
+from moe_ep.checkpoint.spec import MoEModelSpec, Projections
 from moe_ep.distributed.exchange import gather_texts
 from moe_ep.errors import CheckpointError, ConfigError, MoeEpError, WeightsError, rank_list
 from moe_ep.expert_map import determine_expert_map
@@ -116,6 +117,10 @@ class _Stack:
         self.layers = [(block.layer_index, block.moe) for block in stack.layers()]
         self.aliases: dict[str, str] = {}
 
+    def spec_for(self, names: CheckpointReader | Mapping[str, Any]) -> MoEModelSpec:
+        """What the experts of the tensors with these names are called."""
+        return self.spec
+
     def stopped(self) -> contextlib.AbstractContextManager[None]:
         """A block in which no rank makes passes."""
         return contextlib.nullcontext()
@@ -158,6 +163,16 @@ class _Parallelized:
             name: f"{self.spec.expert_prefix(index)}."
             for name, (index, _) in zip(self._experts, self.layers, strict=True)
         }
+        # Classes have all experts in one, gate rows before up rows; some files too, by other names and in turns.
+        gate = "experts.gate_up_proj" if self.spec.projections.up else "experts.up_proj"
+        in_class = Projections(gate, "experts.down_proj")
+        self._class_spec = (
+            self.spec if in_class == self.spec.fused else replace(self.spec, fused=in_class, interleaved=False)
+        )
+
+    def spec_for(self, names: CheckpointReader | Mapping[str, Any]) -> MoEModelSpec:
+        index, _ = self.layers[0]
+        return self._class_spec if self._class_spec.fused_stem(index, "gate") in names else self.spec
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -417,10 +432,9 @@ def _names_of(target: _Target, pairs: list[tuple[str, torch.Tensor]], forms: lis
             parallel.ep_size, parallel.ep_rank, num_experts, parallel.expert_placement_strategy
         )
         owned = owned if expert_map is None else (expert_map >= 0).nonzero().flatten().tolist()
+    spec = target.spec_for(named)
     stems = tuple(
-        f"{target.spec.moe_prefix(index)}.{fused}"
-        for index, _ in target.layers
-        for fused in target.spec.fused.by_role().values()
+        f"{spec.moe_prefix(index)}.{fused}" for index, _ in target.layers for fused in spec.fused.by_role().values()
     )
     held: list[tuple[str, int, int | None]] = []
     table: list[tuple[str, str, list[int]]] = []
@@ -507,9 +521,9 @@ def _plan(target: _Target, reader: CheckpointReader, known: _Plan | None) -> _Pl
     key = infos, [(layer.slots.local_experts, *layer.tensor_addresses()) for _, layer in target.layers]
     if known is not None and known.names is names and known.key == key:
         return known
-    experts = []
+    experts, spec = [], target.spec_for(reader)
     for index, layer in target.layers:
-        experts.append(plan_layer(reader, target.spec, index, layer, param_names=layer.loader.param_names))
+        experts.append(plan_layer(reader, spec, index, layer, param_names=layer.loader.param_names))
     return _Plan(experts, target.check_beside(reader), names, key)
 
 

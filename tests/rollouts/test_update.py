@@ -349,7 +349,8 @@ def model_updated(rank: int, world_size: int, family: str, folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "family"), [(1, "Olmoe"), (2, "DeepseekV2"), (2, "GptOss"), (1, "DeepseekV3"), (1, "Mixtral")]
+    ("num_ranks", "family"),
+    [(1, "Olmoe"), (2, "DeepseekV2"), (2, "GptOss"), (1, "DeepseekV3"), (1, "Mixtral"), (2, "NemotronH")],
 )
 def test_models_of_transformers(num_ranks: int, family: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -381,6 +382,24 @@ def test_weights_beside_the_experts_under_the_names_of_files(family: str, tmp_pa
         text = torch.arange(1, 9)[None]
         with torch.no_grad():
             torch.testing.assert_close(model(input_ids=text).logits, after(input_ids=text).logits)
+
+
+@pytest.mark.parametrize("family", ["GraniteMoe", "LongcatFlash", "Inkling"])
+def test_experts_under_the_names_of_a_class(family: str) -> None:
+    """Those that files call otherwise, with rows of identity experts, and that files have in turns."""
+    pytest.importorskip("transformers")
+    from tests.hf.hf_models import make_model
+    from tests.hf.test_families import OTHERS
+    from tests.hf.test_language_parts import PARTS, make_whole
+
+    before, after = (make_whole(family) if family in PARTS else make_model(family, **OTHERS[family]) for _ in range(2))
+    with torch.no_grad():
+        for tensor in after.parameters():
+            tensor.add_(torch.randn(tensor.shape) * 0.02)
+    model, text = moe_ep.parallelize(before), torch.arange(1, 9)[None]
+    moe_ep.update_weights(model, after.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=text).logits, after(input_ids=text).logits)
 
 
 def sent(rank: int, world_size: int, folder: tuple[Path, Path], form: str) -> None:
