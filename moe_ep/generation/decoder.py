@@ -142,6 +142,7 @@ class SlotDecoder:
         self._packs = self.by_table and self.can_repeat
         self._kinds = getattr(model.config.get_text_config(), "layer_types", None)
         self._fused = FusedModules(model)
+        self._num_updates = self.steps.num_updates
         # The log has a row for each slot and position, and is written like the cache.
         self._log: RoutingLog | None = None
         self._recording = contextlib.ExitStack()
@@ -321,6 +322,9 @@ class SlotDecoder:
 
     def _run(self, doing: Doing, num_rows: int, run: Callable[..., Any], *inputs: PromptBatch) -> Any:
         """Runs one pass of the current step, eagerly or by replaying its graph."""
+        if self._num_updates != self.steps.num_updates:
+            self._fused.refresh()
+            self._num_updates = self.steps.num_updates
         step = self.steps.current
         if step is None:
             return run(*inputs)

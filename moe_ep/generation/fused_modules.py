@@ -21,7 +21,6 @@ from moe_ep.routing import select_experts
 # The error of f32 numbers around 1, in whatever order they are added up.
 _TOLERANCE = 1e-5
 _EXAMPLES = 16
-Forward = Callable[[torch.Tensor], Any]
 
 
 class FusedModules:
@@ -33,7 +32,7 @@ class FusedModules:
 
     def __init__(self, model: torch.nn.Module, *, routers: bool = True) -> None:
         known: dict[type, int | None] = {}
-        self.forwards: list[tuple[Any, Forward]] = []
+        self.forwards: list[tuple[Any, partial[Any]]] = []
         module: Any
         for module in model.modules():
             forms = fused_forms(module)
@@ -45,6 +44,12 @@ class FusedModules:
             if (number := known[kind]) is not None:
                 self.forwards.append((module, forms[number]))
         self._rotary = FusedRotary(model)
+
+    def refresh(self) -> None:
+        """Computes anew, in place, what was computed from weights that have changed."""
+        for module, form in self.forwards:
+            if form.func is _norm and (weight := form.args[1]) is not module.weight:
+                weight.copy_(1 + module.weight.detach().float())
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -58,7 +63,7 @@ class FusedModules:
                 del module.forward
 
 
-def fused_forms(module: Any) -> list[Forward]:
+def fused_forms(module: Any) -> list[partial[Any]]:
     """Fused forms to try for a module, by its name and attributes; modules of one class have the same forms."""
     name = type(module).__name__
     weight = getattr(module, "weight", None)
@@ -68,7 +73,7 @@ def fused_forms(module: Any) -> list[Forward]:
         # Some store their weights less one, and add it in f32.
         return [partial(_norm, module, weight), partial(_norm, module, 1 + weight.detach().float())]
     if name.lower().endswith("router") and weight.dim() == 2 and isinstance(getattr(module, "top_k", None), int):
-        forms: list[Forward] = [partial(_softmax_router, module, renormalize) for renormalize in (False, True)]
+        forms: list[partial[Any]] = [partial(_softmax_router, module, renormalize) for renormalize in (False, True)]
         return forms if getattr(module, "e_score_correction_bias", None) is None else [partial(_sigmoid_router, module)]
     return []
 

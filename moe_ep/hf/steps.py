@@ -64,6 +64,7 @@ class StepCoordinator:
         eplb: balances the experts between steps, or None.
         elastic: places the experts anew when the ranks change, or None where they do not.
         source: the spec and the config of the checkpoint that the model came from; None for a model that was given.
+        num_updates: how often weights beside the experts were written in place, for what is derived from them.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -75,6 +76,7 @@ class StepCoordinator:
         self.eplb: EPLBManager | None = None
         self.elastic: ElasticExperts | None = None
         self.source: tuple[MoEModelSpec, dict[str, Any]] | None = None
+        self.num_updates = 0
         # Layers that the pass under way has yet to call, and whether it is inside of one.
         self._due: deque[Any] | None = None
         self._inside = False

@@ -234,6 +234,7 @@ class _Parallelized:
                 tensor.data.copy_(reader.read(stored).view(tensor.shape))
             elif tensor.dim() == 2 and reader.names(module + "."):
                 tensor.data.copy_(read_linear(reader, module, (tensor.size(0), tensor.size(1)), tensor.device))
+        self._steps.num_updates += 1
 
 
 _Target = _Stack | _Parallelized

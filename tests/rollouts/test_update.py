@@ -402,6 +402,20 @@ def test_experts_under_the_names_of_a_class(family: str) -> None:
         torch.testing.assert_close(model(input_ids=text).logits, after(input_ids=text).logits)
 
 
+def test_a_generation_that_was_made_before_has_the_new_norms() -> None:
+    """Qwen3-Next's norms store their weights less one, and a generation adds it once."""
+    pytest.importorskip("transformers")
+    from moe_ep.generation.engine import Generation, Request
+    from tests.hf.hf_models import make_model
+
+    model, tensors = moe_ep.parallelize(make_model("Qwen3Next")), make_model("Qwen3Next").state_dict()
+    tensors = {name: tensor + 0.5 if "norm" in name else tensor for name, tensor in tensors.items()}
+    requests, settings = [Request(0, torch.arange(1, 6))], {"max_new_tokens": 4, "num_slots": 1, "stop_ids": []}
+    before = Generation(model, requests, **settings, logprobs=0)
+    moe_ep.update_weights(model, tensors)
+    assert before.run() == Generation(model, requests, **settings, logprobs=0).run()
+
+
 def sent(rank: int, world_size: int, folder: tuple[Path, Path], form: str) -> None:
     """Rank 0 trains, the others generate."""
     engine_ranks = list(range(1, world_size))
