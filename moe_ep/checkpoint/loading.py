@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ep.activation import gate_limit
+from moe_ep.arguments import check_tensors
 from moe_ep.checkpoint.finite import MAY_BE_NONFINITE, CheckedCopy, check_finite
 from moe_ep.checkpoint.formats import QuantizationConfig
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
@@ -301,9 +302,10 @@ def embed_rows(reader: CheckpointReader, spec: MoEModelSpec, token_ids: torch.Te
     """The embeddings `[..., K]` of token ids `[...]`; only their rows are read.
 
     Raises:
-        ValueError: an id outside the vocabulary.
+        ValueError: token ids that are no integer tensor, or an id outside the vocabulary.
         CheckpointError: an embedding table that is missing or has another shape than the config says.
     """
+    check_tensors(token_ids=token_ids)
     check_tensor(reader.info(spec.embedding), TensorLayout(FLOATS, (spec.vocab_size, spec.hidden_size)))
     rows = reader.read_rows(spec.embedding, token_ids.flatten())
     return rows.view(*token_ids.shape, spec.hidden_size) * spec.embedding_multiplier

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from types import NoneType
 
 import torch
 
@@ -36,12 +37,14 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
 
     Raises:
         CheckpointError: an unknown model_type (the known ones are listed), a missing key, or an invalid value.
-        TypeError: the config is not a dict.
+        TypeError: the config is not a dict, or the reader no reader.
     """
     if not isinstance(config, Mapping):
         raise TypeError(
             f"config is a {type(config).__name__}; it must be the dict of a config.json, or config.to_dict()"
         )
+    if not isinstance(reader, (CheckpointReader, NoneType)):
+        raise TypeError(f"reader is {reader!r}; it must be a CheckpointReader, as CheckpointReader(folder), or None")
     try:
         return _model_spec(config, reader)
     except MissingKey:

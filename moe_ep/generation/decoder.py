@@ -39,6 +39,15 @@ WARM_UP_PASSES = 2
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+def check_language_model(model: Any) -> None:
+    """TypeError for what is no model of transformers, and does not pass on its attributes as peft's models do."""
+    if not (hasattr(model, "config") and hasattr(model, "get_input_embeddings")):
+        raise TypeError(
+            f"model is a {type(model).__name__}; it must be a causal language model of transformers, or what "
+            f"moe_ep.parallelize returns"
+        )
+
+
 @contextlib.contextmanager
 def batch_invariant_passes(model: Any) -> Iterator[None]:
     """A block in which a transformers model computes as the generation with batch-invariant layers does, bit for bit.
@@ -55,7 +64,9 @@ def batch_invariant_passes(model: Any) -> Iterator[None]:
 
     Raises:
         ConfigError: a model whose attention cannot be computed so.
+        TypeError: no model of transformers.
     """
+    check_language_model(model)
     layers = DynamicCache(config=model.config).layers
     if (reason := refuses_invariance(model, layers)) is not None:
         raise ConfigError(f"model is a {type(model).__name__} and its passes cannot be batch-invariant: {reason}")

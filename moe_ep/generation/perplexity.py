@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def perplexity(
     Raises:
         ValueError: a text that the model cannot read, routing of other texts, a kind without a text of two tokens, or a
             model that `parallelize` did not make. On every rank, before the first text is read.
-        TypeError: texts that are not by kind.
+        TypeError: texts that are not by kind, or texts or routing that are no list.
         MoeEpError: a kind whose perplexity is no number, as with NaN in the model's weights. On every rank.
     """
     steps_of(model)
@@ -47,6 +47,7 @@ def perplexity(
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device="cpu")
     tasks = [(kind, ids) for kind, several in enumerate(texts.values()) for ids in several]
     if routing is not None:
+        _check_list("routing", routing)
         routing = [each if isinstance(each, tuple) else (each, None) for each in routing]
         check_routing_of_texts([ids for ids, _ in routing], [ids.numel() for _, ids in tasks])
     is_invariant = any(layer.batch_invariant for layer in steps_of(model).layers)
@@ -76,10 +77,16 @@ def _exp(kind: str, mean: float) -> float:
     )
 
 
+def _check_list(name: str, values: Any) -> None:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} is a {type(values).__name__}; it must be a list with a tensor for each text")
+
+
 def _check(texts: Mapping[str, Sequence[torch.Tensor]], vocabulary: int) -> None:
     if not isinstance(texts, Mapping):
         raise TypeError(f"texts is a {type(texts).__name__}; it must be a dict of each kind's texts")
     for kind, several in texts.items():
+        _check_list(f"texts of {kind}", several)
         for number, ids in enumerate(several):
             check_token_ids(f"text {number} of {kind}", ids, vocabulary)
         if all(ids.numel() < 2 for ids in several):

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from moe_ep.errors import check_flags
-from moe_ep.generation.decoder import batch_invariant_passes
+from moe_ep.generation.decoder import batch_invariant_passes, check_language_model
 from moe_ep.generation.engine import check_token_ids
 from moe_ep.generation.prompts import packed_prompts
 from moe_ep.generation.slot_cache import as_models_take
@@ -42,8 +42,9 @@ def token_logprobs(
     Raises:
         ValueError: texts that are none, or routing of other texts.
         ConfigError: a model that cannot keep batch_invariant.
-        TypeError: batch_invariant is neither True nor False.
+        TypeError: no model of transformers, or batch_invariant is neither True nor False.
     """
+    check_language_model(model)
     check_flags(batch_invariant=batch_invariant)
     texts = _listed("texts", texts)
     if not texts:

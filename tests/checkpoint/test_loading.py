@@ -180,6 +180,10 @@ def test_embed_rows_reads_only_the_rows_of_the_tokens(tmp_path: Path) -> None:
     assert reader.bytes_read == 4 * 64 * 2
     with pytest.raises(ValueError, match="below 96"):
         embed_rows(reader, model_spec(reader.config), torch.tensor([96]))
+    with pytest.raises(ValueError, match="token_ids is None"):
+        embed_rows(reader, model_spec(reader.config), None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="reader is 'x'"):
+        model_spec(reader.config, "x")  # type: ignore[arg-type]
 
 
 GATE = f"{MLP}.experts.2.gate_proj."

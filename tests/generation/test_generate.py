@@ -380,6 +380,10 @@ def test_a_perplexity_that_is_no_number_is_an_error() -> None:
     assert perplexity(model, {"plain": [fine]})["plain"] > 1
     with pytest.raises(MoeEpError, match="broken"):
         perplexity(model, {"plain": [fine], "broken": [fine, torch.tensor([77, 1])]})
+    with pytest.raises(TypeError, match="texts of none is a NoneType"):
+        perplexity(model, {"none": None})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="routing is a int"):
+        perplexity(model, {"plain": [fine]}, routing=5)  # type: ignore[arg-type]
 
 
 def test_next_tokens() -> None:

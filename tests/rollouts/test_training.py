@@ -91,6 +91,11 @@ def test_texts_and_routing_that_do_not_fit_are_refused() -> None:
         moe_ep.token_logprobs(make_model("Qwen3Next"), [text], batch_invariant=True)
     with pytest.raises(TypeError, match="batch_invariant is 'false'"):
         moe_ep.token_logprobs(model, [text], batch_invariant="false")  # type: ignore[arg-type]
+    for wrong, named in ((None, "model is a NoneType"), (torch.nn.Linear(2, 2), "model is a Linear")):
+        with pytest.raises(TypeError, match=named):
+            moe_ep.token_logprobs(wrong, [text])
+        with pytest.raises(TypeError, match=named), moe_ep.batch_invariant_passes(wrong):
+            pass
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
