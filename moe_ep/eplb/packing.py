@@ -8,6 +8,7 @@ expert of which rearrangement this is.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,8 +49,9 @@ class ExpertRows:
         self.parts: list[tuple[torch.Tensor, int]] = []
         size = 0
         for tensor in tensors:
-            if tensor.numel():
-                part = tensor.view(self.num_slots, -1).view(torch.uint8)
+            # A rank without experts has the same parts, of no slots.
+            if width := math.prod(tensor.shape[1:]):
+                part = tensor.view(self.num_slots, width).view(torch.uint8)
                 self.parts.append((part, size))
                 size += -(-part.size(1) // _ALIGNMENT) * _ALIGNMENT
         self.row_bytes = size + _ALIGNMENT

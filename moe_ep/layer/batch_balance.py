@@ -338,7 +338,8 @@ class _Parts:
         self._scratch = _ScratchSlots.of(layer, method, spare_slots)
         there, here = ([part for part, _ in rows.parts] for rows in (self.resident_rows, self._scratch.rows))
         self.copies = exchange.open(there, here, config.num_experts)
-        scratch_method = _method_for(method, replace(config, num_local_experts=spare_slots))
+        num_experts = max(config.num_experts, spare_slots)
+        scratch_method = _method_for(method, replace(config, num_experts=num_experts, num_local_experts=spare_slots))
         proxy = self._scratch.as_layer(layer)
         self.experts = SplitExperts(
             made_for.fused_experts,

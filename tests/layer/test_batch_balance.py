@@ -67,8 +67,8 @@ def make_layer(name: str, **more: Any) -> FusedMoE:
     if options.pop("shared_experts", False):
         torch.manual_seed(3)
         options["shared_experts"] = SharedExperts(K, N)
-    layer = FusedMoE(num_experts=E, hidden_size=K, intermediate_size=N, **options)
-    return load(layer, make_weights(E, K, N, has_bias=layer.moe_config.has_bias))
+    layer = FusedMoE(**{"num_experts": E, "hidden_size": K, "intermediate_size": N} | options)
+    return load(layer, make_weights(layer.num_experts, K, N, has_bias=layer.moe_config.has_bias))
 
 
 def batch_of(rank: int, batch: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,6 +133,27 @@ def test_the_same_bits_as_without(world_size: int, backend: str, name: str) -> N
 
 def test_on_top_of_a_placement_that_was_planned() -> None:
     check_copies(ranks(2).run(compare, "all_to_all", "EPLB", True))
+
+
+def few_experts(rank: int, world_size: int, name: str, num_experts: int, cost: float | None) -> list[int]:
+    options = {"num_experts": num_experts, "top_k": 1, "all2all_backend": "all_to_all", "batch_invariant": True}
+    many_slots = BatchBalance(spare_slots=num_experts + 1, min_rows=0, copy_cost_rows=cost)
+    plain, balanced = (make_layer(name, **options, batch_balance=choice) for choice in ("off", many_slots))
+    rows = torch.randn(400 + rank, K).to(plain.moe_config.in_dtype)
+    ids, weights = torch.zeros(len(rows), 1, dtype=torch.int32), torch.ones(len(rows), 1)
+    with stages.listening(listener := Copies()):
+        output = balanced(rows, topk_weights=weights, topk_ids=ids)
+    assert torch.equal(output, plain(rows, topk_weights=weights, topk_ids=ids))
+    return listener.found
+
+
+@pytest.mark.parametrize("cost", [0.0, None])
+@pytest.mark.parametrize("num_experts", [1, 2])
+@pytest.mark.parametrize("name", ["plain", "bf16 with biases", "int4"])
+def test_ranks_without_experts_take_copies(name: str, num_experts: int, cost: float | None) -> None:
+    first, *others = ranks(4).run(few_experts, name, num_experts, cost)
+    assert first[0] > 1
+    assert all(other == first for other in others)
 
 
 class Sink(MetricsSink):
