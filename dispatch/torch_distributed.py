@@ -12,6 +12,7 @@ asynchronous form must not be written before `wait()` was called.
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from moe_ep.activation import MoEActivation
 from moe_ep.arguments import as_int32, check_tensors
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import (
@@ -49,6 +51,7 @@ from moe_ep.modular_kernel.workspace import current_stream
 Result = TypeVar("Result")
 
 _CODES = (None, torch.float8_e4m3fn, torch.int8)
+_ACTIVATIONS = tuple(MoEActivation)
 
 
 @dataclass(slots=True)
@@ -300,7 +303,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             if scales is None:
                 check_arguments(hidden_states, weights, ids, is_weighted, known_ids, capacity)
                 check_made_for(self.moe_config, hidden_states, ids)
-            self._must_agree(quant_config, hidden_states.device)
+            self._must_agree(quant_config, is_weighted, hidden_states.device)
             rows = (hidden_states * weights).to(hidden_states.dtype) if is_weighted else hidden_states
             code_dtype = self._wire(quant_config).dispatch_dtype if scales is None else hidden_states.dtype
             batch = Batch(
@@ -381,12 +384,13 @@ class TorchDistributedPrepareFinalize(Dispatcher):
     def _wire(self, quant_config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
         return quant_config if self.quant_config is None else self.quant_config
 
-    def _must_agree(self, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
-        """ConfigError on every rank if they differ in what the sizes of their messages follow from."""
+    def _must_agree(self, quant_config: FusedMoEQuantConfig, is_weighted: bool, device: torch.device) -> None:
+        """ConfigError on every rank if they differ in what their messages, or the results of a token, follow from."""
         if self.ranks.have_agreed:
             return
         config = self.moe_config
         settings = {
+            "the kind of backend, as a checksum,": zlib.crc32(type(self).__name__.encode()),
             "num_experts, redundant ones included,": config.num_experts,
             "the number of fused shared experts": config.num_fused_shared_experts,
             "the placement of experts, as a checksum,": self.placement.checksum(config.num_experts),
@@ -394,6 +398,10 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             "hidden_size": config.hidden_dim,
             "max_num_tokens": self.max_num_tokens_per_rank() or 0,
             "params_dtype, of f32, f16 and bf16 (0 to 2),": ACTIVATION_DTYPES.index(config.in_dtype),
+            f"activation, of {_ACTIVATIONS[0]} to {_ACTIVATIONS[-1]} (0 to {len(_ACTIVATIONS) - 1}),": (
+                _ACTIVATIONS.index(config.activation)
+            ),
+            "apply_router_weight_on_input": int(is_weighted),
             "batch_invariant": int(config.batch_invariant),
             "dispatch_dtype, of none, e4m3 and int8 (0 to 2),": _CODES.index(self._wire(quant_config).dispatch_dtype),
         }

@@ -216,6 +216,9 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
                 hidden_states, routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input,
                 routing.num_experts, self._capacity,
             )  # fmt: skip
+            if not self._ranks.have_agreed:  # the levels agree on everything else
+                is_weighted = int(routing.apply_router_weight_on_input)
+                self._ranks.must_agree({"apply_router_weight_on_input": is_weighted}, hidden_states.device)
         if not self.within.passes_codes(quant_config.input_dtype):
             quant_config = quant_config.with_input_dtype(None)
         across = self.across.dispatch(hidden_states, replace(routing, expert_map=None), quant_config)

@@ -328,7 +328,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
             self._recoveries = self.memory.recoveries
         return check_of_batch(self.memory)
 
-    def _must_agree(self, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
+    def _must_agree(self, quant_config: FusedMoEQuantConfig, is_weighted: bool, device: torch.device) -> None:
         """Nothing: the ranks have agreed when their backends were made."""
 
     def _check_batch(self, batch: Batch) -> None:
@@ -347,7 +347,7 @@ def shared_settings(moe_config: FusedMoEConfig, layout: BufferLayout) -> dict[st
     """The settings that must be the same on every rank."""
     names = (
         *("hidden_dim", "num_experts", "num_fused_shared_experts", "experts_per_token", "max_num_tokens", "in_dtype"),
-        "batch_invariant",
+        *("batch_invariant", "activation"),
     )
     return {
         **{name: getattr(moe_config, name) for name in names},

@@ -175,6 +175,11 @@ def made_differently(rank: int, world_size: int, backend: str) -> None:
             {"params_dtype": (torch.float16, torch.bfloat16)[rank]},
             r"params_dtype, of f32, f16 and bf16 \(0 to 2\), is 1, 2",
         ),
+        ({"activation": ("silu", "gelu")[rank]}, r"activation, of .*, is 0, 1"),
+        (
+            {"top_k": 1, "apply_router_weight_on_input": rank == 1, "renormalize": False},
+            "apply_router_weight_on_input is 0, 1",
+        ),
     )
     for options, story in different:
         layer, _ = make_layer(options, all2all_backend=backend)
@@ -192,6 +197,16 @@ def made_differently(rank: int, world_size: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_whose_layers_differ_are_told(backend: str) -> None:
     ranks(2).run(made_differently, backend)
+
+
+def with_different_backends(rank: int, world_size: int) -> None:
+    layer, _ = make_layer({}, all2all_backend=("all_to_all", "allgather_reducescatter")[rank])
+    with pytest.raises(ConfigError, match="the kind of backend"):
+        layer(*inputs_of(layer, 2, seed=rank))
+
+
+def test_ranks_with_different_backends_are_told() -> None:
+    ranks(2).run(with_different_backends)
 
 
 def with_replicas(rank: int, world_size: int, backend: str) -> tuple[int, int]:
