@@ -19,7 +19,7 @@ from moe_ep import env
 from moe_ep.arguments import check_same_device
 from moe_ep.distributed.liveness import machine
 from moe_ep.distributed.peer_memory import PeerMemory
-from moe_ep.distributed.process_groups import is_initialized, subgroup
+from moe_ep.distributed.process_groups import check_member, is_initialized, subgroup
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves, plan_moves
@@ -174,10 +174,12 @@ def rearrange_expert_weights(
         process_group: the EP ranks; None for the default group, or one rank without torch.distributed.
 
     Raises:
-        ValueError: placements or weights that do not fit together.
-        EplbError: the ranks were given different placements, or one did not take part before the deadline
+        ValueError: placements or weights that do not fit together, or a group that this process is not in.
+        TypeError: no process group.
+        EplbError: the ranks were given different placements or tensors, or one did not take part before the deadline
             (MOE_EP_DISPATCH_TIMEOUT_S).
     """
+    check_member(process_group)
     if process_group is None and is_initialized():
         process_group = dist.group.WORLD
     rank, num_ranks = (0, 1) if process_group is None else (dist.get_rank(process_group), process_group.size())
@@ -192,6 +194,7 @@ def rearrange_expert_weights(
     transport = MessageTransport(lambda: process_group if device.type == "cuda" else channel.group, timeout_s)
     try:
         channel.agree("the placements", checksum=digest(old, new))
+        channel.agree("the experts' tensors", checksum=digest(*(experts.signature for experts in layers)))
         staging = torch.zeros(max(r.staging_bytes for r in layers), dtype=torch.uint8, device=device)
         with torch.inference_mode():
             for index, experts in enumerate(layers):

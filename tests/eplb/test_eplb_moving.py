@@ -208,6 +208,33 @@ def test_ranks_with_different_placements_all_raise_and_one_that_is_alone_does() 
     assert first.startswith("the ranks disagree about the placements: checksum is ")
 
 
+def with_other_tensors(rank: int, world_size: int) -> None:
+    old, new = np.array([[0, 1]]), np.array([[1, 0]])
+    of_ranks = ([(4,)], [(5,)]), ([(2, 3)], [(3, 2)]), ([(4,)], [(4,), (2,)])
+    for shapes in of_ranks:
+        tensors = [torch.zeros(1, *shape) for shape in shapes[rank]]
+        with pytest.raises(EplbError, match="the experts' tensors"):
+            rearrange_expert_weights([tensors], old, new)
+
+
+def test_ranks_with_other_tensors_all_raise() -> None:
+    ranks(2).run(with_other_tensors)
+
+
+def outside_of_a_group(rank: int, world_size: int) -> None:
+    group = dist.new_group([0])
+    weights, slots = [[torch.ones(2, 3)]], np.array([[0, 1]])
+    if rank:
+        with pytest.raises(ValueError, match="process_group"):
+            rearrange_expert_weights(weights, slots, slots[:, ::-1], group)
+    else:
+        rearrange_expert_weights(weights, slots, slots[:, ::-1], group)
+
+
+def test_a_group_of_other_processes_is_refused() -> None:
+    ranks(2).run(outside_of_a_group)
+
+
 @pytest.mark.parametrize(
     ("tensors", "old", "new", "message"),
     [
