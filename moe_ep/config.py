@@ -310,6 +310,8 @@ class ExpertsConfig:
                 f"num_redundant_experts is {redundant} and enable_eplb is not set, so no token would use them; set it, "
                 f"or leave the redundant experts out"
             )
+        for name in ("num_experts", "hidden_size", "intermediate_size", "num_redundant_experts"):
+            object.__setattr__(self, name, int(getattr(self, name)))  # a number of numpy lacks methods of int
         EXPERTS.check(self.implementation, also=("auto",))
         object.__setattr__(self, "input_dtype", resolve_input_dtype(self.input_dtype, self.params_dtype))
         object.__setattr__(self, "activation", MoEActivation.parse(self.activation))

@@ -71,6 +71,10 @@ class EplbConfig:
         counts = ("window_size", "first_plan", "interval", "num_groups", "num_nodes", "commit_margin")
         check_at_least(1, **{name: getattr(self, name) for name in counts})
         check_not_negative(rebalance_below=self.rebalance_below, min_gain=self.min_gain, move_cost=self.move_cost)
+        # As JSON has them, and the same on ranks that were given 4 and numpy's 4.
+        for kind, names in ((int, counts), (float, ("rebalance_below", "min_gain", "move_cost"))):
+            for name in names:
+                object.__setattr__(self, name, kind(getattr(self, name)))
         for name in ("timeout_s", "max_transfer_gb_s"):
             value = getattr(self, name)
             if value is None:

@@ -162,6 +162,23 @@ def test_plans_of_the_planning_process() -> None:
     assert results[0][1] == 1
 
 
+def with_numbers_of_numpy(rank: int, world_size: int) -> int:
+    """Plans made, of ranks of which one has numbers of numpy and the other of Python."""
+    (count, share) = (np.int64, np.float32) if rank == 0 else (int, float)
+    layers = make_model(world_size, num_experts=count(E))
+    settings = {"first_plan": count(1), "min_gain": share(0), "planner": "process", "timeout_s": 120}
+    manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), **settings}))
+    manager.recorder.expert_load_pass += torch.arange(manager.placement.num_slots, dtype=torch.int32)
+    manager.step()
+    manager.finish()
+    manager.close()
+    return manager.totals.plans_made
+
+
+def test_settings_may_be_numbers_of_numpy() -> None:
+    assert ranks(2).run(with_numbers_of_numpy) == [1, 1]
+
+
 def test_a_planning_process_that_ends_is_an_error() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:

@@ -85,6 +85,17 @@ def test_loads_of_any_real_dtype(dtype):
     assert all(torch.equal(*tensors) for tensors in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("policy", list(EPLB_POLICIES))
+def test_sizes_may_be_numbers_of_numpy(policy):
+    window = np.random.default_rng(0).integers(0, 9, (3, 2, 12))
+    given = {"old_physical_to_logical": initial_placement(2, 12, 16), "window": window}
+    found, wanted = (
+        rebalance_experts(window.sum(axis=0), *map(kind, (16, 1, 1, 4)), policy, **given) for kind in (np.int64, int)
+    )
+    check_maps(found, 12)
+    assert all(torch.equal(*tensors) for tensors in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint64])
 @pytest.mark.parametrize("move_cost", [0.0, 1e9])
 def test_an_old_placement_of_any_integer_dtype(dtype, move_cost):

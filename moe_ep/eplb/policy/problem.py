@@ -37,6 +37,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         self._check_sizes()
+        for name in ("num_replicas", "num_groups", "num_nodes", "num_ranks"):
+            object.__setattr__(self, name, int(getattr(self, name)))  # a number of numpy lacks methods of int
         weight = self.weight
         if not np.isfinite(weight).all():
             raise ValueError("weight holds a NaN or an infinity; loads must be finite")
