@@ -61,6 +61,8 @@ class RoutingTrace:
                 raise ValueError(
                     f"{name} holds {found.min()} to {found.max()}; its numbers must be at least {low}{limit}"
                 )
+            if found.dtype.kind == "u":  # with -1, or beside signed numbers, they overflow or become floats
+                object.__setattr__(self, name, found.astype(np.int64))
 
     @property
     def num_layers(self) -> int:

@@ -40,6 +40,19 @@ def test_counts_by_step_and_layer() -> None:
     assert small_trace().counts().tolist() == [[[1, 1, 0], [1, 1, 0]], [[0, 0, 1], [0, 1, 1]]]
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.uint64])
+def test_arrays_of_unsigned_numbers(dtype: type) -> None:
+    trace = zipf_trace(num_layers=2, num_experts=8, top_k=2, exponent=1, num_steps=4, num_tokens=16, seed=0)
+    values = {name: getattr(trace, name).astype(dtype) for name in ROWS}
+    unsigned = RoutingTrace(**values, num_experts=8, model=trace.model)
+    assert np.array_equal(unsigned.counts(), trace.counts())
+    rows, wanted = (
+        [row for row, _ in compare(one, Scene(ep_size=4), ["incremental"], ["levelled", PER_BATCH])]
+        for one in (unsigned, trace)
+    )
+    assert rows == wanted
+
+
 def test_a_trace_of_another_model_is_refused() -> None:
     trace = small_trace()
     trace.check_model("tiny", 3, trace.num_layers)
