@@ -21,7 +21,7 @@ from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement, log
 from moe_ep.eplb.rebalance import rebalance_experts
 from moe_ep.eplb.recorder import balancedness
 from moe_ep.eplb.trace import RoutingTrace
-from moe_ep.errors import check_at_least, check_not_negative
+from moe_ep.errors import check_at_least, check_not_negative, check_number, one_of
 
 # ==== Replica rules ====
 #
@@ -160,7 +160,7 @@ class Scene:
 
     Raises:
         ValueError: a number out of its range.
-        TypeError: a count that is not a whole number.
+        TypeError: a count that is not a whole number, or a share that is no number.
     """
 
     ep_size: int
@@ -176,6 +176,7 @@ class Scene:
         check_at_least(1, ep_size=self.ep_size)
         check_at_least(0, num_redundant=self.num_redundant, spare_slots=self.spare_slots)
         check_not_negative(copy_cost_rows=self.copy_cost_rows)
+        check_number(planned_on=self.planned_on)
         if not 0 < self.planned_on < 1:
             raise ValueError(f"planned_on is {self.planned_on:g}; it must be above 0 and below 1")
 
@@ -288,7 +289,10 @@ def place(trace: RoutingTrace, scene: Scene, policy: str, num_steps: int | None 
 
 
 def measure(trace: RoutingTrace, scene: Scene, slots: Array, rule: str) -> Outcome:
-    """Serves the other steps with a placement `[L, P]` and a rule of `moe_ep.eplb.simulate`, or "per-batch"."""
+    """Serves the other steps with a placement `[L, P]` and a rule of `moe_ep.eplb.simulate`, or "per-batch"; ValueError
+    for any other rule."""
+    if rule not in (*RULES, PER_BATCH):
+        raise ValueError(one_of("rules", rule, (*RULES, PER_BATCH)))
     seen, num_ranks = scene.split(trace), scene.ep_size
     scratch = scene.spare_slots if rule == PER_BATCH else 0
     width = slots.shape[1] // num_ranks + scratch

@@ -218,3 +218,8 @@ def test_scenes_that_do_not_fit() -> None:
         place(trace, Scene(ep_size=4, planned_on=0.1), "incremental")
     with pytest.raises(ValueError, match="num_redundant is -1"):
         Scene(ep_size=4, num_redundant=-1)
+    with pytest.raises(TypeError, match="planned_on is 'half'"):
+        Scene(ep_size=4, planned_on="half")  # type: ignore[arg-type]
+    for policies, rules, name in (([LINEAR], ["best"], "rules"), (["best"], ["levelled"], "polic")):
+        with pytest.raises(ValueError, match=f"{name}.* 'best'; it must be one of"):
+            next(compare(trace, Scene(ep_size=4), policies, rules))
