@@ -141,7 +141,8 @@ def layer_groups(
             default group. Without torch.distributed there are no groups.
 
     Raises:
-        ValueError: EP or TP is asked for and the group does not have dp_size * tp_size ranks.
+        ValueError: EP or TP is asked for and the group does not have dp_size * tp_size ranks, or this process has
+            another rank there.
     """
     sizes = parallel_config
     group = (process_group or dist.group.WORLD) if is_initialized() else None
@@ -153,6 +154,16 @@ def layer_groups(
             f"process_group has {num_ranks} ranks and dp_size ({sizes.dp_size}) * tp_size ({sizes.tp_size}) is "
             f"{sizes.dp_size * sizes.tp_size}; pass the group of exactly the layer's ranks"
         )
+    rank = dist.get_rank(group)
+    own = {"tp": rank % sizes.tp_size}
+    own |= {"dp": rank // sizes.tp_size} if sizes.tp_size > 1 else {}
+    own |= {"ep": rank} if sizes.use_ep else {}
+    for kind, expected in own.items():
+        if (given := getattr(sizes, f"{kind}_rank")) != expected:
+            raise ValueError(
+                f"{kind}_rank is {given} and this process, rank {rank} of the layer's, has {expected}; pass the ranks "
+                f"of this process, as FusedMoEParallelConfig.make(rank=...) derives them"
+            )
     return LayerGroups(group if sizes.use_ep else None, _tp_group(sizes, group))
 
 

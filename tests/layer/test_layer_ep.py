@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -162,6 +163,21 @@ def with_too_many_experts(rank: int, world_size: int) -> None:
 
 def test_more_experts_than_rows_between_ranks_can_name_are_refused_at_once() -> None:
     ranks(2).run(with_too_many_experts)
+
+
+def with_the_ranks_of_another(rank: int, world_size: int) -> None:
+    for sizes, kind in (
+        ({"tp_size": 2}, "tp_rank"),
+        ({"tp_size": 2, "tp_rank": rank, "ep_size": 2}, "ep_rank"),
+        ({"dp_size": 2, "ep_size": 2}, "ep_rank"),
+    ):
+        refused = pytest.raises(ValueError, match=f"{kind} is 0 .* has 1") if rank else contextlib.nullcontext()
+        with refused:
+            FusedMoE(E, TOP_K, K, N, parallel_config=FusedMoEParallelConfig(**sizes))
+
+
+def test_a_parallel_config_of_another_rank_is_refused() -> None:
+    ranks(2).run(with_the_ranks_of_another)
 
 
 def made_differently(rank: int, world_size: int, backend: str) -> None:
