@@ -128,12 +128,25 @@ def gather_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.is_cuda:
         dist.all_gather(gathered, tensor)
         return gathered
-    detector, deadline = FailureDetector.of(group), deadline_of(group)
-    try:
-        detector.wait_for(dist.all_gather(gathered, tensor, async_op=True), deadline)
-    except RuntimeError as error:
-        raise _not_exchanged(detector, "tensors", deadline, error) from None
+    finish_step(lambda: dist.all_gather(gathered, tensor, async_op=True), group, "tensors")
     return gathered
+
+
+def finish_step(begin: Callable[[], dist.Work], group: dist.ProcessGroup, what: str) -> None:
+    """Begins a collective step of the group on the CPU, and waits for it.
+
+    Args:
+        what: as in `Exchange.gather`.
+
+    Raises:
+        DispatchTimeoutError: a rank failed, or did not come before the deadline.
+    """
+    detector, deadline = FailureDetector.of(group), deadline_of(group)
+    detector.take_part()
+    try:
+        detector.wait_for(begin(), deadline)
+    except RuntimeError as error:
+        raise _not_exchanged(detector, what, deadline, error) from None
 
 
 def check_agreement(name: str, settings: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moe_ep.config import DispatchConfig, FusedMoEParallelConfig
+from moe_ep.distributed.exchange import finish_step
 from moe_ep.distributed.passes import most_tokens
 from moe_ep.distributed.process_groups import LayerGroups, is_initialized, layer_groups
 from moe_ep.layer.methods.base import FusedMoEMethodBase
@@ -111,16 +113,26 @@ class LayerDispatcher:
         """Sums `x` over the TP ranks, in place, if the layer's outputs are partial sums; otherwise returns `x`.
 
         In a batch-invariant layer in rank order and f32, because a transport's order may follow the size.
+
+        Raises:
+            DispatchTimeoutError: a rank failed, or did not come before the deadline; on the CPU.
         """
         group = self.groups.tp
-        if not self.adds_up_over(self.prepare_finalize):
+        if group is None or not self.adds_up_over(self.prepare_finalize):
             return x
         if not self.method.moe_config.batch_invariant:
-            dist.all_reduce(x, group=group)
+            self._run(dist.all_reduce, group, x)
             return x
         parts = [torch.empty_like(x) for _ in range(self.parallel.tp_size)]
-        dist.all_gather(parts, x.contiguous(), group=group)
+        self._run(dist.all_gather, group, parts, x.contiguous())
         total = parts[0].float()
         for part in parts[1:]:
             total += part
         return x.copy_(total)
+
+    @staticmethod
+    def _run(collective: Callable[..., Any], group: dist.ProcessGroup, *args: Any) -> None:
+        if args[-1].is_cuda or torch.compiler.is_compiling():
+            collective(*args, group=group)
+        else:
+            finish_step(lambda: collective(*args, group=group, async_op=True), group, "the parts of their outputs")

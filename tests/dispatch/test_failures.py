@@ -113,6 +113,16 @@ def fail_before_the_layer(
     return outcome(layer, x, logits)
 
 
+def fail_beside_tensor_parallel_ranks(
+    rank: int, group: dist.ProcessGroup, sizes: dict[str, Any]
+) -> tuple[str, float, tuple[int, ...]]:
+    layer = FusedMoE(6, 2, 32, 48, params_dtype=torch.float32, reduce_results=True, process_group=group, **sizes)
+    x, logits = torch.ones(3, 32), torch.zeros(3, 6)
+    layer(x, logits)
+    dist.barrier()
+    return outcome(layer, x[:, :8] if rank == 1 else x, logits)
+
+
 FAILURES = [
     (refuse, ("batched_all_to_all", "capacity")),
     (refuse, ("all_to_all", "device")),
@@ -120,6 +130,9 @@ FAILURES = [
     (fail_before_the_layer, ("batched_all_to_all", "shape")),
     (fail_before_the_layer, ("batched_all_to_all", "gradient")),
     (fail_before_the_layer, ("all_to_all", "none")),
+    (fail_beside_tensor_parallel_ranks, ({"tp_size": 3},)),
+    (fail_beside_tensor_parallel_ranks, ({"tp_size": 3, "batch_invariant": True},)),
+    (fail_beside_tensor_parallel_ranks, ({"tp_size": 3, "ep_size": 3},)),
 ]
 
 
