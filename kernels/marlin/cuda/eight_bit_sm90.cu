@@ -254,11 +254,11 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
 
 // kSteps steps of a tile whose weight rows have one scale: for either half of a warp's rows the tensor cores add up the
 // products of all their columns, which are then promoted. While they multiply a block of columns, the next one is
-// widened; `packed` has the first one, and in the end that of the next step, if there is one.
+// widened; `of_half` has the first one, and in the end that of the next step, if there is one.
 template <int kTokens, int kPhase, int kSteps>
 DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int groups, bool is_last,
-                           Packed<1> (&first_packed)[1], const LanePlace& own, u32 first_tokens, Ring& ring) {
-  Packed<1>& packed = first_packed[0];
+                           Packed<1> (&of_half)[1], const LanePlace& own, u32 first_tokens, Ring& ring) {
+  Packed<1>& packed = of_half[0];
   const Ring begin = ring;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -300,10 +300,10 @@ DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int g
 }
 
 // The same with both halves at once, so that three products are in flight while the next blocks are widened; for as few
-// tokens as leave registers for two sums. `packed` has the first block of either half.
+// tokens as leave registers for two sums. `of_halves` has the first block of either.
 template <int kTokens, int kPhase, int kSteps>
 DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int groups, bool is_last,
-                           Packed<1> (&packed)[2], const LanePlace& own, u32 first_tokens, Ring& ring) {
+                           Packed<1> (&of_halves)[2], const LanePlace& own, u32 first_tokens, Ring& ring) {
   u32 token_scales = token_scales_in(ring.place()), weights[4][4];
   Sum part[2][kTokens / 2];
 #pragma unroll
@@ -314,9 +314,10 @@ DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int g
     u64 tokens = kDescriptorHigh << 32 | (first_tokens + stage * (kStageBytes / 16));
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+      Packed<1>& packed = of_halves[half];
       u32(&operand)[4] = weights[(2 * i + half) % 4];
-      packed[half].fold_scales(offsets[half], block < 2 || groups - i / 4 * kGroups > 2);
-      packed[half].widen(0, operand);
+      packed.fold_scales(offsets[half], block < 2 || groups - i / 4 * kGroups > 2);
+      packed.widen(0, operand);
       wgmma_fence();
       wgmma_eight_bit<kTokens>(part[half], operand, tokens + 2 * block, i > 0);
       wgmma_commit();
@@ -324,7 +325,7 @@ DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int g
         ring.advance();
         if (has_next) ring.wait_full();
       }
-      if (block < 3 || has_next) packed[half].load_part(ring.place(), own, half, (block + 1) % 4);
+      if (block < 3 || has_next) packed.load_part(ring.place(), own, half, (block + 1) % 4);
     }
     wgmma_wait<2>();
     if (block == 0 && i > 0) ring.release((stage + kStages - 1) % kStages);
