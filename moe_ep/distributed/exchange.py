@@ -262,11 +262,14 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None, what: str = 
     Raises:
         DispatchTimeoutError: a rank failed, or did not answer before the deadline.
     """
-    if group is None:
-        return value
+    return value if group is None else max(values_over_ranks(value, group, what))
+
+
+def values_over_ranks(value: int, group: dist.ProcessGroup, what: str = "their numbers of tokens") -> list[int]:
+    """`value` of each of the group's ranks, as `largest_over_ranks`."""
     if group not in _exchanges:
         _exchanges[group] = open_exchange(group, 1)
-    return max(number for (number,) in _exchanges[group].gather(what, [value]))
+    return [number for (number,) in _exchanges[group].gather(what, [value])]
 
 
 class SharedMemoryExchange(Exchange):

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.config import DispatchConfig, FusedMoEParallelConfig
-from moe_ep.distributed.exchange import finish_step
+from moe_ep.distributed.exchange import finish_step, values_over_ranks
 from moe_ep.distributed.passes import most_tokens
 from moe_ep.distributed.process_groups import LayerGroups, is_initialized, layer_groups
+from moe_ep.errors import rank_list
 from moe_ep.layer.methods.base import FusedMoEMethodBase
 from moe_ep.modular_kernel import FusedMoEPrepareAndFinalize
 
@@ -115,6 +116,7 @@ class LayerDispatcher:
         In a batch-invariant layer in rank order and f32, because a transport's order may follow the size.
 
         Raises:
+            ValueError: on every rank, where they have different numbers of rows; on the CPU.
             DispatchTimeoutError: a rank failed, or did not come before the deadline; on the CPU.
         """
         group = self.groups.tp
@@ -134,5 +136,12 @@ class LayerDispatcher:
     def _run(collective: Callable[..., Any], group: dist.ProcessGroup, *args: Any) -> None:
         if args[-1].is_cuda or torch.compiler.is_compiling():
             collective(*args, group=group)
-        else:
-            finish_step(lambda: collective(*args, group=group, async_op=True), group, "the parts of their outputs")
+            return
+        # gloo would end the processes.
+        num_rows = values_over_ranks(args[-1].shape[:-1].numel(), group)
+        if len(set(num_rows)) > 1:
+            raise ValueError(
+                f"the outputs of TP {rank_list(range(len(num_rows)))} have {', '.join(map(str, num_rows))} tokens, and "
+                f"are parts of one sum; give all TP ranks the same tokens, or divide them with dp_size"
+            )
+        finish_step(lambda: collective(*args, group=group, async_op=True), group, "the parts of their outputs")

@@ -286,6 +286,24 @@ def test_ranks_with_the_same_tokens(sizes: dict[str, int], reduce_results: bool,
     assert torch.equal(first, second) == reduce_results
 
 
+def other_numbers_of_tokens(rank: int, world_size: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    layer, alone = make_pair(options | {"reduce_results": True}, **sizes)
+    for tokens in ((3, 5), (0, 1)):
+        story = f"TP ranks 0, 1 have {tokens[0]}, {tokens[1]} tokens"
+        with pytest.raises(ValueError, match=story):
+            layer(*inputs_of(layer, tokens[rank], seed=0))
+        with pytest.raises(ValueError, match=story):
+            layer.maybe_all_reduce_tensor_model_parallel(torch.zeros(tokens[rank], K))
+    inputs = inputs_of(layer, 6, seed=0)
+    check(layer(*inputs), alone(*inputs), options)
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}], ids=["TP", "EP over TP"])
+def test_tensor_parallel_ranks_with_other_numbers_of_tokens_are_told(sizes: dict[str, int]) -> None:
+    for options in ({}, {"batch_invariant": True}) if "ep_size" not in sizes else ({},):
+        ranks(2).run(other_numbers_of_tokens, sizes, options)
+
+
 def same_tokens_and_replicas(rank: int, world_size: int) -> None:
     options = {"num_redundant_experts": 4, "enable_eplb": True, "reduce_results": True}
     layer, weights = make_layer(options, tp_size=2, ep_size=2)
