@@ -27,7 +27,7 @@ class PeerMemory:
         refusal: why this rank cannot share memory with the others; empty where it can.
 
     Attributes:
-        addresses: of each rank's tensors, `[R][len(tensors)]`.
+        addresses: of each rank's tensors, `[R][len(tensors)]`; 0 for one without elements.
 
     Raises:
         RuntimeError: on all ranks, where one cannot: no peer access, memory that cannot be shared.
@@ -83,6 +83,9 @@ class PeerMemory:
         addresses = []
         for first in range(0, len(words), _WORDS):
             *of_handle, offset = words[first : first + _WORDS]
+            if not any(of_handle):
+                addresses.append(0)
+                continue
             handle = b"".join(word.to_bytes(8, "little", signed=True) for word in of_handle)
             if handle not in self._handles:
                 known = _opened.setdefault(handle, [0, 0])
@@ -99,6 +102,8 @@ class PeerMemory:
 
 
 def _export(tensor: torch.Tensor) -> list[int]:
+    if not tensor.numel():  # it has no memory, as the experts of a rank without any
+        return [0] * _WORDS
     base, _ = driver_call("cuMemGetAddressRange", tensor.data_ptr())
     handle = driver_call("cuIpcGetMemHandle", base)  # owns what getPtr points to
     content = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
