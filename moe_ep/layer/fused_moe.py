@@ -8,6 +8,7 @@ modular kernel -> dispatch.prepare, experts, dispatch.finalize.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -1177,6 +1178,8 @@ class FusedMoE(MoELayer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a separate layer and gets a name of its own."""
         super().__setstate__(state)
+        # A shallow copy comes with those of the original, which keeps its name.
+        self.loader, self.dispatcher = copy.copy(self.loader), copy.copy(self.dispatcher)
         self.layer_name = self.loader.name = self.dispatcher.layer_name = register_layer(self, self.layer_name)
 
 

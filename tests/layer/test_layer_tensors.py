@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import sys
 import threading
 import time
@@ -83,6 +84,18 @@ def test_tensors_replaced_past_the_module_are_the_ones_that_run(quant_config: On
     for transform in (torch.func.grad, torch.vmap):
         with pytest.raises(RuntimeError, match="a transform of torch.func is over tensors of moe_layer.* pass plain"):
             transform(lambda bias: torch.func.functional_call(layer, {"w2_bias": bias}, inputs).sum())(layer.w2_bias)
+
+
+def test_copies_have_names_of_their_own() -> None:
+    layer = load(make_layer(prefix="model.experts"), make_weights(E, K, N))
+    copies = [copy.copy(layer), copy.deepcopy(layer)]
+    names = [part.layer_name for part in (layer, *copies)]
+    assert names[0] == "model.experts" and len(set(names)) == 3
+    for part, name in zip((layer, *copies), names, strict=True):
+        with pytest.raises(ValueError, match=rf"parameters of {re.escape(name)}:"):
+            part.weight_loader(nn.Parameter(torch.zeros(1)), torch.zeros(1), "bias", "w1", 0)
+        assert part.dispatcher.layer_name == name
+        check(part, make_weights(E, K, N))
 
 
 def test_torch_export_asks_for_processed_weights() -> None:
