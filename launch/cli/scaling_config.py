@@ -160,7 +160,13 @@ class ScalingConfig(GangConfig):
                 f"groups of it run side by side: pass such sizes, or other --ep-size workers"
             )
         if "strong" in self.scaling:
-            for tokens, size in itertools.product((*self.decode_tokens, *self.prefill_tokens), sizes):
+            asked = (*self.decode_tokens, *self.prefill_tokens)
+            if max(sizes) > max(asked):
+                raise OptionError(
+                    f"--scaling is strong and {max(sizes)} ranks share at most {max(asked)} tokens; pass at least as "
+                    f"many tokens as ranks in --decode-tokens or --prefill-tokens, or smaller --ep-sizes"
+                )
+            for tokens, size in itertools.product(asked, sizes):
                 if tokens % size and tokens >= size:
                     raise OptionError(
                         f"--scaling is strong and {tokens} tokens do not divide over {size} ranks; pass multiples"

@@ -222,6 +222,10 @@ def test_routing_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (["--backend", "no_ep"], "--backend is 'no_ep', which moves nothing, and 4 workers share the experts"),
         (["--routing", "zipf"], "--routing is 'zipf'; it must be uniform, zipf:S"),
         (["--scaling", "strong", "--decode-tokens", "6", "--launcher", "local"], "6 tokens do not divide over 4 ranks"),
+        (
+            ["--scaling", "strong", "--decode-tokens", "2", "--prefill-tokens", "none", "--launcher", "local"],
+            "--scaling is strong and 4 ranks share at most 2 tokens; pass at least",
+        ),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(
