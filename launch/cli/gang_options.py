@@ -21,6 +21,7 @@ from moe_ep.launch.cli.options import (
     ray_address,
     read_model_config,
 )
+from moe_ep.launch.gangs import control
 from moe_ep.launch.gangs.gang import Gang, num_local_gpus
 from moe_ep.launch.gangs.rank_env import RankEnv, is_torchrun_rank, resolve_rank_env, slurm_rank_env
 from moe_ep.launch.gangs.ray_gang import joined_address
@@ -281,6 +282,8 @@ class ElasticOptions(ModelConfig):
         self, gang: Gang, work: Callable[..., Any], *args: Any, on_item: Callable[[Any], None]
     ) -> tuple[list[Any], list[dict[str, Any]]]:
         """Runs `work(rank_env, self, *args)` in the gang's workers; returns the results and the recoveries."""
+        if self.elastic:
+            control.make_token_folder()  # A clear error before workers start.
         if self.model is None:
             from moe_ep.checkpoint.demo import demo_checkpoint
 

@@ -13,6 +13,7 @@ import os
 import queue
 import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,26 @@ ANSWER_S = 600.0
 _TAKEN = {"taken": True}
 
 
+def _token_folder() -> Path:
+    return env.CACHE_DIR.get() / "gangs"
+
+
 def _token_file(port: int) -> Path:
-    return env.CACHE_DIR.get() / "gangs" / f"{port}.token"
+    return _token_folder() / f"{port}.token"
+
+
+def make_token_folder() -> None:
+    """Makes the folder of tokens if it is missing; ConfigError if nothing can be written there."""
+    folder = _token_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the token of an elastic gang cannot be written to {folder} ({error.strerror}); set {env.CACHE_DIR.name} "
+            f"to a folder that can be written to"
+        ) from error
 
 
 class Request:
@@ -60,11 +79,11 @@ class ControlServer:
     """Listens for requests at `address`, a free port of loopback; a context manager."""
 
     def __init__(self) -> None:
+        make_token_folder()
         self._listener = socket.create_server((LOOPBACK, 0))
         port = self._listener.getsockname()[1]
         self.address, self._token = f"{LOOPBACK}:{port}", secrets.token_hex(16)
         self._file = _token_file(port)
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.unlink(missing_ok=True)
         with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(self._token)

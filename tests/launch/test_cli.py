@@ -14,6 +14,7 @@ import pytest
 
 from moe_ep import registry
 from moe_ep.bench.geometries import PRESETS
+from moe_ep.checkpoint.demo import make_demo_checkpoint
 from moe_ep.launch.cli.commands import doctor
 from moe_ep.launch.cli.commands.doctor import examine, why_unusable
 from moe_ep.launch.cli.main import main
@@ -242,6 +243,19 @@ def test_a_cache_folder_that_cannot_be_written_to_is_one_sentence(
     error = capsys.readouterr().err
     assert "cannot be made as" in error and "set MOE_EP_CACHE_DIR to a folder that can be written to" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("cache", ["file", "/proc"])
+def test_an_elastic_gang_that_cannot_keep_its_token_starts_no_workers(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    model = make_demo_checkpoint(tmp_path / "model", progress=False)
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path / cache))
+    assert main(["run", "--launcher", "local", "--device", "cpu", "--elastic", "--model", str(model)]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / cache / "gangs") in error and "set MOE_EP_CACHE_DIR to a folder" in error
+    assert error.count("\n") == 1  # nothing says that workers start
 
 
 def test_inconsistent_launcher_variables_are_one_sentence(
