@@ -209,10 +209,12 @@ def stages(rows: Sequence[Row]) -> str:
                 "of the link": f"{row['link_share']:.2f}",
                 "experts' floor": _us(row["experts_floor_us"]),
                 "link's floor": _us(row["link_floor_us"]),
-                "us / floors": f"{row['us'] / (row['experts_floor_us'] + row['link_floor_us']):.2f}",
+                "us / floors": f"{row['us'] / floors_us:.2f}" if floors_us else None,
             }
             for row in chosen
             if row["ep_size"] == largest > 1
+            # Floors of tiny layers are recorded as 0.00.
+            for floors_us in (row["experts_floor_us"] + row["link_floor_us"],)
         ]
     )
 

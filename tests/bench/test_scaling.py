@@ -271,6 +271,17 @@ def test_a_row_of_other_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"row 1 has no {key}; give a file" in capsys.readouterr().err
 
 
+def test_floors_too_small_to_be_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = Path(__file__).parents[2] / "docs/benchmarks/scaling/scaling_2xh200.jsonl"
+    row = next(row for row in read_lines(results) if row["ep_size"] == 2 and row["scaling"] == "weak")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row | {"experts_floor_us": 0.0, "link_floor_us": 0.0}) + "\n")
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 0, capsys.readouterr().err
+    _, _, text = (tmp_path / "tables.md").read_text().partition("## Stages at the largest EP size\n\n")
+    headings, _, cells = ([cell.strip() for cell in line.split("|")] for line in text.splitlines()[:3])
+    assert dict(zip(headings, cells, strict=True))["us / floors"] == "-"
+
+
 def test_a_file_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text(json.dumps({"us": 1}) + "\n")
