@@ -27,6 +27,9 @@ import numpy as np
 from moe_ep.bench.geometries import Geometry
 from moe_ep.errors import check_at_least, check_number, check_whole
 
+# No cluster comes near it. Far beyond it the quantile of the busiest rank rounds to 1.
+MOST_RANKS = 1_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -124,6 +127,8 @@ def predict(
             f"ep_size is {ep_size}; it must be at least 1, and beyond a host a multiple of its "
             f"{machine.gpus_per_host} GPUs"
         )
+    if ep_size > MOST_RANKS:
+        raise ValueError(f"ep_size is {ep_size}; it must be at most {MOST_RANKS}")
     per_rank = experts_per_rank(geometry, ep_size)
     there = _row_bytes(K, wire_bytes)
     rows_link, rows_network = rows_sent(geometry, ep_size, tokens_per_rank, machine.gpus_per_host, two_level)
@@ -345,17 +350,19 @@ def spread(geometry: Geometry, ep_size: int, gpus_per_host: int) -> Spread:
 
     Example: 256 experts on 8 ranks, top-8: 5.29 ranks; 3.95 where a token keeps 4 of 8 groups.
     """
-    places = (_drawn(geometry) * ep_size).astype(np.int64)
-    on_rank = np.zeros((_TOKENS, ep_size), dtype=np.int32)
-    np.add.at(on_rank, (np.arange(_TOKENS)[:, None], places), 1)
-    hosts = np.zeros((_TOKENS, -(-ep_size // gpus_per_host)), dtype=bool)
-    hosts[np.arange(_TOKENS)[:, None], places // gpus_per_host] = True
-    mean = geometry.top_k / ep_size
+    places = np.sort((_drawn(geometry) * ep_size).astype(np.int64), axis=1)
+    # Summed over ranks, the squares of a token's numbers of experts are its pairs of experts on the same rank.
+    pairs = int((places[:, :, None] == places[:, None, :]).sum())
     return Spread(
-        ranks=float((on_rank > 0).sum(axis=1).mean()),
-        hosts=float(hosts.sum(axis=1).mean()),
-        variance=float(np.square(on_rank - mean).mean()),
+        ranks=_distinct(places),
+        hosts=_distinct(places // gpus_per_host),
+        variance=pairs / (_TOKENS * ep_size) - (geometry.top_k / ep_size) ** 2,
     )
+
+
+def _distinct(places: np.ndarray) -> float:
+    """How many different places a token has on average, of sorted ones."""
+    return 1 + float((places[:, 1:] != places[:, :-1]).sum(axis=1).mean())
 
 
 def busiest_rank(geometry: Geometry, ep_size: int, num_tokens: int) -> Load:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def test_numbers_that_cannot_be_are_refused() -> None:
     for name, value, message in (
         ("ep_size", 1.5, "ep_size is 1.5; it must be a whole number"),
         ("ep_size", 12, "ep_size is 12; it must be at least 1, and beyond a host a multiple of its 8 GPUs"),
+        ("ep_size", 2**60, f"ep_size is {2**60}; it must be at most 1000000"),
         ("tokens_per_rank", -1, "tokens_per_rank is -1; it must be at least 0"),
         ("tokens_per_rank", float("nan"), "tokens_per_rank is nan; it must be a whole number"),
         ("wire_bytes", 3, "wire_bytes is 3; it must be 2 for bf16, or 1 for fp8"),
@@ -126,6 +128,17 @@ def test_replicas_fill_ranks_that_do_not_divide_the_experts() -> None:
         predict(DEEPSEEK, 12, 128, Machine())
     with pytest.raises(ValueError, match="link_bytes_per_s is 0"):
         Machine(link_bytes_per_s=0)
+
+
+def test_many_ranks_take_little_memory() -> None:
+    tracemalloc.start()
+    try:
+        found = spread(DEEPSEEK, 100_000, 8)
+        assert tracemalloc.get_traced_memory()[1] < 2**30
+    finally:
+        tracemalloc.stop()
+    # A token's experts are on different ranks, replicas of which are that many.
+    assert found.ranks == 8 and found.variance == pytest.approx(8 / 100_000, rel=1e-3)
 
 
 def rows_of(machine: Machine, wire: str = "activations") -> list[dict[str, Any]]:
@@ -201,6 +214,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "--gpus", "12"]) == 2
     said = "--gpus has 12; beyond a host it must be a multiple of its GPUs (--gpus-per-host 8)"
     assert capsys.readouterr().err == f"moe-ep plan: {said}\n"
+    assert main(["plan", "--gpus", "8000000"]) == 2
+    assert "--gpus has 8000000; it must be at most 1000000" in capsys.readouterr().err
     assert main(["plan", "--measured", str(tmp_path / "none")]) == 2
     assert "there is no such file" in capsys.readouterr().err
     (tmp_path / "text").write_text("# not rows\n")

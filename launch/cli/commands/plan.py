@@ -71,10 +71,12 @@ def main(args: argparse.Namespace) -> int:
         raise OptionError(
             f"--gpus has {parts[0]}; beyond a host it must be a multiple of its GPUs (--gpus-per-host {host})"
         )
-    from moe_ep.bench.cost_model import Machine
+    from moe_ep.bench.cost_model import MOST_RANKS, Machine
     from moe_ep.bench.geometries import preset
     from moe_ep.bench.results import as_line, table
 
+    if max(config.gpus) > MOST_RANKS:
+        raise OptionError(f"--gpus has {max(config.gpus)}; it must be at most {MOST_RANKS}")
     geometry = preset(config.geometry)
     machine = Machine(gpus_per_host=config.gpus_per_host, network_bytes_per_s=config.network_gb_per_s * 1e9)
     compared, device = "", "GPU"
