@@ -105,12 +105,13 @@ class Step:
 
 def predict(
     geometry: Geometry, ep_size: int, tokens_per_rank: int, machine: Machine, *, wire_bytes: int = 2,
-    two_level: bool = True,
+    combine_bytes: int = 2, two_level: bool = True,
 ) -> Step:  # fmt: skip
     """The step at one EP size.
 
     Args:
-        wire_bytes: of a number in the dispatch, 2 for bf16 and 1 for fp8 (whose scales are counted); combines are bf16.
+        wire_bytes: of a number in the dispatch, 2 for bf16, 4 for f32 and 1 for fp8 (whose scales are counted).
+        combine_bytes: of a number in the combine, 2 or 4.
         two_level: across hosts, a token is sent once to each host.
 
     Raises:
@@ -119,8 +120,10 @@ def predict(
     """
     check_whole(ep_size=ep_size)
     check_at_least(0, tokens_per_rank=tokens_per_rank)
-    if wire_bytes not in (1, 2):
-        raise ValueError(f"wire_bytes is {wire_bytes}; it must be 2 for bf16, or 1 for fp8")
+    if wire_bytes not in (1, 2, 4):
+        raise ValueError(f"wire_bytes is {wire_bytes}; it must be 2 for bf16, 4 for f32, or 1 for fp8")
+    if combine_bytes not in (2, 4):
+        raise ValueError(f"combine_bytes is {combine_bytes}; it must be 2 for bf16, or 4 for f32")
     K = geometry.hidden_size
     if ep_size < 1 or (ep_size > machine.gpus_per_host and ep_size % machine.gpus_per_host):
         raise ValueError(
@@ -130,13 +133,13 @@ def predict(
     if ep_size > MOST_RANKS:
         raise ValueError(f"ep_size is {ep_size}; it must be at most {MOST_RANKS}")
     per_rank = experts_per_rank(geometry, ep_size)
-    there = _row_bytes(K, wire_bytes)
+    there, back = _row_bytes(K, wire_bytes), _row_bytes(K, combine_bytes)
     rows_link, rows_network = rows_sent(geometry, ep_size, tokens_per_rank, machine.gpus_per_host, two_level)
     load = busiest_rank(geometry, ep_size, tokens_per_rank)
     _, weights_us, products_us = experts = _experts_us(geometry, load, machine, ep_size)
     experts_us = sum(experts)
     dispatch_us, parts = _wire(rows_link * there, rows_network * there, ep_size, machine)
-    combine_us, _ = _wire(rows_link * K * 2, rows_network * K * 2, ep_size, machine)
+    combine_us, _ = _wire(rows_link * back, rows_network * back, ep_size, machine)
     shares = {"memory": weights_us, "compute": products_us, **{name: 2 * us for name, us in parts.items()}}
     step_us = machine.route_us + dispatch_us + experts_us + combine_us
     return Step(
@@ -276,9 +279,10 @@ def uniform_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 _MEASUREMENT = ("phase", "ep_size", "tokens_per_rank", "backend", "wire", "us")
 
 
-def wire_bytes_of(row: dict[str, Any]) -> int:
-    """Bytes of a number in the dispatch of a measured row, as `predict` takes them."""
-    return 1 if row["wire"] in ("fp8", "int8") else 2
+def bytes_of(row: dict[str, Any]) -> tuple[int, int]:
+    """(wire_bytes, combine_bytes) of a measured row, as `predict` takes them; activations are f32 on CPUs."""
+    activations = 2 if row.get("cuda") else 4
+    return (1 if row["wire"] in ("fp8", "int8") else activations), activations
 
 
 def _link_us(row: dict[str, Any], machine: Machine) -> float:
@@ -287,8 +291,8 @@ def _link_us(row: dict[str, Any], machine: Machine) -> float:
 
 
 def _dispatched_us(row: dict[str, Any], geometry: Geometry, machine: Machine) -> float:
-    """The same of the dispatch alone; results return as bf16."""
-    there, back = (_row_bytes(geometry.hidden_size, size) for size in (wire_bytes_of(row), 2))
+    """The same of the dispatch alone."""
+    there, back = (_row_bytes(geometry.hidden_size, size) for size in bytes_of(row))
     return _link_us(row, machine) * there / (there + back)
 
 

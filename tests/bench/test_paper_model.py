@@ -107,7 +107,8 @@ def test_numbers_that_cannot_be_are_refused() -> None:
         ("ep_size", 2**60, f"ep_size is {2**60}; it must be at most 1000000"),
         ("tokens_per_rank", -1, "tokens_per_rank is -1; it must be at least 0"),
         ("tokens_per_rank", float("nan"), "tokens_per_rank is nan; it must be a whole number"),
-        ("wire_bytes", 3, "wire_bytes is 3; it must be 2 for bf16, or 1 for fp8"),
+        ("wire_bytes", 3, "wire_bytes is 3; it must be 2 for bf16, 4 for f32, or 1 for fp8"),
+        ("combine_bytes", 1, "combine_bytes is 1; it must be 2 for bf16, or 4 for f32"),
     ):
         given: dict[str, Any] = {"ep_size": 8, "tokens_per_rank": 1, "machine": Machine(), name: value}
         with pytest.raises((ValueError, TypeError), match=message):
@@ -141,28 +142,32 @@ def test_many_ranks_take_little_memory() -> None:
     assert found.ranks == 8 and found.variance == pytest.approx(8 / 100_000, rel=1e-3)
 
 
-def rows_of(machine: Machine, wire: str = "activations") -> list[dict[str, Any]]:
+def rows_of(machine: Machine, wire: str = "activations", cuda: str | None = "13.0") -> list[dict[str, Any]]:
     """Rows as a machine would give them that does just what the model says."""
     return [
-        row_of(machine, size, tokens, "activations" if size == 1 else wire)
+        row_of(machine, size, tokens, "activations" if size == 1 else wire, cuda)
         for size in (1, 2, 4)
         for tokens in (1, 8, 128, 4096)
     ]
 
 
-def row_of(machine: Machine, ep_size: int, tokens: int, wire: str = "activations") -> dict[str, Any]:
-    step = predict(DEEPSEEK, ep_size, tokens, machine, wire_bytes=2 if wire == "activations" else 1)
-    bf16 = predict(DEEPSEEK, ep_size, tokens, machine)
+def row_of(
+    machine: Machine, ep_size: int, tokens: int, wire: str = "activations", cuda: str | None = "13.0"
+) -> dict[str, Any]:
+    given = 2 if cuda else 4  # bytes of activations
+    sent = given if wire == "activations" else 1
+    step = predict(DEEPSEEK, ep_size, tokens, machine, wire_bytes=sent, combine_bytes=given)
+    back = predict(DEEPSEEK, ep_size, tokens, machine, wire_bytes=given)
     stages = {name: getattr(step, f"{name}_us") for name in ("route", "dispatch", "experts", "combine")}
     return {
         "geometry": "deepseek-v3", "ep_size": ep_size, "tokens_per_rank": tokens, "routing": "uniform",
         "scaling": "weak", "phase": "prefill" if tokens > 256 else "decode", "asked_tokens": tokens,
         "asked_backend": "x", "mode": "graph", "tokens_per_s": 1.0, "tokens_per_s_per_gpu": 1.0, "p99_us": step.step_us,
         "floor_over_time": 1.0, "rows_per_rank": [1.0] * ep_size, "balancedness": 1.0,
-        "wire": wire, "backend": "x", "eplb": "off", "us": step.step_us, "memory_tb_per_s": 4.0,
+        "wire": wire, "cuda": cuda, "backend": "x", "eplb": "off", "us": step.step_us, "memory_tb_per_s": 4.0,
         "exposed_communication": 0.5, "experts_floor_us": 1.0, "link_floor_us": 1.0, "link_share": 0.5,
         "active_experts_max": 1.0, "tflop_per_s": 800.0,
-        "link_gb_per_s": 300.0 if ep_size > 1 else None, "bytes_sent": step.link_bytes + bf16.link_bytes,
+        "link_gb_per_s": 300.0 if ep_size > 1 else None, "bytes_sent": step.link_bytes + back.link_bytes,
         # Events between the stages take time of their own.
         "stages_us": {name: 1.1 * us for name, us in stages.items()},
     }  # fmt: skip
@@ -183,6 +188,21 @@ def test_rows_of_8_bits_are_known_by_their_wire(wire: str, tmp_path: Path, capsy
         append_line(results, row)
     assert main(["plan", "--measured", str(results)]) == 0
     assert "0 % off in the median of 12 rows and 0 % at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wire", ["activations", "fp8"])
+def test_rows_of_cpus_have_f32_activations(wire: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, results = rows_of(MEASURED, wire, cuda=None), tmp_path / "measured.jsonl"
+    assert vars(calibrated(Machine(), DEEPSEEK, rows)) == pytest.approx(vars(MEASURED))
+    for row in rows:
+        append_line(results, row)
+    planned, option = tmp_path / "plan.jsonl", "bf16" if wire == "activations" else wire
+    options = ["--gpus", "4", "--tokens", "128", "--wire", option, "--json", str(planned)]
+    assert main(["plan", "--measured", str(results), *options]) == 0
+    said = capsys.readouterr().out
+    assert "0 % off in the median of 12 rows and 0 % at most" in said
+    assert ("f32 rows" if wire == "activations" else "fp8 rows") in said
+    assert read_lines(planned)[0]["us"] == pytest.approx(row_of(MEASURED, 4, 128, wire, cuda=None)["us"])
 
 
 def test_rates_come_from_measurements() -> None:

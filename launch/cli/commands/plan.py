@@ -108,9 +108,10 @@ _COLUMNS = {
 
 def _assumed(config: PlanConfig, geometry: Geometry, machine: Machine, device: str) -> str:
     """Describes the assumptions of the prediction; --json has every number."""
+    wire = "f32" if device == "CPU" and config.wire == "bf16" else config.wire
     memory = f"{machine.memory_bytes / 1e9:.0f} GB, " if device == "GPU" else ""
     return (
-        f"{geometry.name}, {config.wire} rows, T tokens per rank, uniform routing; tokens/s through all "
+        f"{geometry.name}, {wire} rows, T tokens per rank, uniform routing; tokens/s through all "
         f"{geometry.num_layers} MoE layers, without attention\n"
         f"{device}      {memory}{machine.memory_bytes_per_s / 1e9:,.4g} GB/s and "
         f"{machine.flops_per_s / 1e12:,.3g} TFLOP/s, of which experts reach {machine.memory_efficiency:.2f} and "
@@ -128,9 +129,11 @@ def _row(
 ) -> dict[str, Any]:
     from moe_ep.bench.cost_model import predict
 
+    activations = 2 if device == "GPU" else 4
     step = predict(
-        geometry, ep_size, tokens, machine, wire_bytes=1 if config.wire == "fp8" else 2, two_level=config.two_level
-    )
+        geometry, ep_size, tokens, machine, wire_bytes=1 if config.wire == "fp8" else activations,
+        combine_bytes=activations, two_level=config.two_level,
+    )  # fmt: skip
     about = asdict(step) | {
         "GPUs": ep_size,
         "T": tokens,
@@ -160,12 +163,13 @@ def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machi
 
 def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any]]) -> str:
     """A table of prediction and measurement, for every measured row of uniform routing."""
-    from moe_ep.bench.cost_model import predict, uniform_rows, wire_bytes_of
+    from moe_ep.bench.cost_model import bytes_of, predict, uniform_rows
     from moe_ep.bench.results import table
 
     rows: list[dict[str, Any]] = []
     for row in sorted(uniform_rows(measured), key=lambda row: (row["ep_size"], row["tokens_per_rank"])):
-        step = predict(geometry, row["ep_size"], row["tokens_per_rank"], machine, wire_bytes=wire_bytes_of(row))
+        sent, back = bytes_of(row)
+        step = predict(geometry, row["ep_size"], row["tokens_per_rank"], machine, wire_bytes=sent, combine_bytes=back)
         about = {"EP": row["ep_size"], "T": row["tokens_per_rank"], "phase": row["phase"], "backend": row["backend"],
                  "wire": row["wire"]}  # fmt: skip
         parts = {"route": step.route_us, "dispatch": step.dispatch_us, "experts": step.experts_us,
