@@ -246,6 +246,8 @@ class Node:
                     wrong = next((name for name, value in description.items() if message.get(name) != value), None)
                     if wrong is None:
                         joined.append(peer)
+                        if len(joined) == num_nodes - 1:
+                            break  # Others wait, in case one of these has left.
                         continue
                     refusal = (
                         f"{wrong} is {message.get(wrong)!r} on {peer.name} and {description[wrong]!r} on "

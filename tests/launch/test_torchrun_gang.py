@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -172,6 +173,34 @@ def test_an_agent_that_ends_before_all_are_there_may_start_again() -> None:
     outputs = [agent.communicate(timeout=jobs.LIMIT_S) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0, 0], outputs
     assert outputs[0][0] == f"{[(rank, 3, 0, 33, 'torchrun', 0) for rank in range(3)]}\n"
+
+
+MEETS = """
+import json, sys
+from moe_ep.launch.gangs.agents import Node
+with Node.meet({"--nnodes": 2, "--ep-size": 2}, sys.argv[1]) as node:
+    print(sorted(node.peers))
+"""
+
+
+def test_no_more_agents_are_taken_than_there_are_nodes() -> None:
+    where = endpoint()
+    agent = jobs.start_python(MEETS, where)
+    assert agent.stderr is not None and "nodes to come" in agent.stderr.readline()
+    host, _, port = where.rpartition(":")
+    others = [socket.create_connection((host, int(port)), timeout=jobs.LIMIT_S) for _ in range(3)]
+    for other in others:
+        assert b"node" in other.recv(4096)
+    line = json.dumps({"moe_ep_agents": 1, "node": "another", "--nnodes": 2, "--ep-size": 2}) + "\n"
+    # All first lines are there when the agent looks again.
+    agent.send_signal(signal.SIGSTOP)
+    for other in others:
+        other.sendall(line.encode())
+    agent.send_signal(signal.SIGCONT)
+    out, error = agent.communicate(timeout=jobs.LIMIT_S)
+    assert out == "[1]\n", error
+    for other in others:
+        other.close()
 
 
 def test_agents_of_unlike_nodes_are_refused() -> None:
