@@ -350,15 +350,16 @@ def _wait_for_fork_server(context: ForkServerContext, start: Wait) -> None:
         waiting.call(fork_one, start)
 
 
-def end_with(pid: int) -> None:
-    """Makes this process end when another process of this machine ends in any way.
+def end_with(*pids: int) -> None:
+    """Makes this process end when one of these processes of this machine ends in any way.
 
-    A forked worker needs it, because its parent, the server, lives as long as any worker and not as long as the driver.
+    A forked worker needs it, because its parent, the server, lives as long as any worker and not as long as the driver,
+    and because nothing else ends a worker whose server was killed.
     """
 
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
-            wait([os.pidfd_open(pid)])
+            wait([os.pidfd_open(pid) for pid in pids])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="moe_ep-end-with").start()
@@ -374,7 +375,7 @@ def _serve(
     port: int | None,
 ) -> None:
     """The worker process: joins its peers through rank 0's store or the driver's, runs the function and answers."""
-    end_with(driver_pid)
+    end_with(driver_pid, os.getppid())
     # The server has the environment of the driver's first gang.
     os.environ.clear()
     os.environ.update(environment)

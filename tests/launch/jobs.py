@@ -157,9 +157,11 @@ def workers_of(driver: int) -> list[int]:
 
 def parent_of_parent(pid: int) -> int:
     """A local worker's driver: the server that forked the worker is its child."""
-    for _ in range(2):
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid
+    return parent_of(parent_of(pid))
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def listening_addresses(pids: list[int]) -> set[tuple[str, int]]:

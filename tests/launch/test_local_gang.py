@@ -146,6 +146,16 @@ def test_workers_end_with_their_driver(number: signal.Signals, tmp_path: Path) -
         assert "KeyboardInterrupt" in errors
 
 
+def test_a_gang_ends_with_its_fork_server(tmp_path: Path) -> None:
+    driver = jobs.start_python(DRIVER, str(tmp_path))
+    pids = jobs.pids_in(tmp_path, 2)
+    (server,) = {jobs.parent_of(pid) for pid in pids}
+    os.kill(server, signal.SIGKILL)
+    _, errors = driver.communicate(timeout=jobs.LIMIT_S)
+    assert driver.returncode == 1 and "GangError" in errors
+    assert jobs.all_end(pids)
+
+
 def test_what_was_chosen_is_logged_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("moe_ep")
     before = logger.level
