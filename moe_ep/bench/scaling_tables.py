@@ -178,12 +178,10 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 def weak(rows: Sequence[Row]) -> str:
     """Tokens per rank to the right: the time at each EP size, and what became of the largest."""
-    chosen = of_most_alike([row for row in rows if row["scaling"] == "weak"])
-    sizes = sorted(_values(chosen, "ep_size"))
     lines = []
-    for name in _values(chosen, "geometry"):
-        mine = [row for row in chosen if row["geometry"] == name]
-        mine.sort(key=lambda row: (row["phase"], row["asked_tokens"]))
+    for name, alike in _alike_by_model([row for row in rows if row["scaling"] == "weak"]).items():
+        mine = sorted(alike, key=lambda row: (row["phase"], row["asked_tokens"]))
+        sizes = sorted(_values(mine, "ep_size"))
         of_size = {
             size: {f"{row['phase']} {row['asked_tokens']}": row for row in mine if row["ep_size"] == size}
             for size in sizes
@@ -198,11 +196,17 @@ def weak(rows: Sequence[Row]) -> str:
 
 def stages(rows: Sequence[Row]) -> str:
     """Stages at the largest EP size, what is left without the experts, and the time over the sum of its floors."""
-    chosen = of_most_alike([row for row in rows if row["scaling"] == "weak"])
-    largest = max(_values(chosen, "ep_size"), default=1)
+    chosen = _alike_by_model([row for row in rows if row["scaling"] == "weak"])
+    largest = {name: max(_values(mine, "ep_size")) for name, mine in chosen.items()}
+    same_size = len(set(largest.values())) == 1
     return _table(
         [
-            {"model": row["geometry"], "phase": row["phase"], "T": row["asked_tokens"], "us": _us(row["us"])}
+            {
+                "model": name if same_size else f"{name}, EP {largest[name]}",
+                "phase": row["phase"],
+                "T": row["asked_tokens"],
+                "us": _us(row["us"]),
+            }
             | {stage: _us(row["stages_us"][stage]) for stage in STAGES}
             | {
                 "exposed": f"{row['exposed_communication']:.2f}",
@@ -211,8 +215,9 @@ def stages(rows: Sequence[Row]) -> str:
                 "link's floor": _us(row["link_floor_us"]),
                 "us / floors": f"{row['us'] / floors_us:.2f}" if floors_us else None,
             }
-            for row in chosen
-            if row["ep_size"] == largest > 1
+            for name, mine in chosen.items()
+            for row in mine
+            if row["ep_size"] == largest[name] > 1
             # Floors of tiny layers are recorded as 0.00.
             for floors_us in (row["experts_floor_us"] + row["link_floor_us"],)
         ]
@@ -250,15 +255,14 @@ def balancing(rows: Sequence[Row]) -> str:
 
 def strong(rows: Sequence[Row]) -> str:
     """Tokens of all ranks to the right, where each EP size has as many; rows of weak scaling count too."""
-    chosen = of_most_alike(rows) if any(row["scaling"] == "strong" for row in rows) else []
-    sizes = sorted(_values(chosen, "ep_size"))
+    chosen = _alike_by_model(rows) if any(row["scaling"] == "strong" for row in rows) else {}
     lines = []
-    for name in _values(chosen, "geometry"):
+    for name, mine in chosen.items():
+        sizes = sorted(_values(mine, "ep_size"))
         times: dict[tuple[str, int], dict[int, float]] = {}
-        for row in chosen:
-            if row["geometry"] == name:
-                place = (row["phase"], row["tokens_per_rank"] * row["ep_size"])
-                times.setdefault(place, {})[row["ep_size"]] = row["us"]
+        for row in mine:
+            place = (row["phase"], row["tokens_per_rank"] * row["ep_size"])
+            times.setdefault(place, {})[row["ep_size"]] = row["us"]
         whole = {
             f"{phase} {tokens}": found for (phase, tokens), found in sorted(times.items()) if len(found) == len(sizes)
         }
@@ -291,6 +295,24 @@ _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "Strong scaling": strong,
     "Backends": backends,
 }
+
+
+def _alike_by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Each geometry's rows of the kind that most of them have, by its name and the settings in which geometries differ.
+
+    Example: "small" and "mixtral-8x7b", or "small, wire fp8" and "mixtral-8x7b, wire int8".
+    """
+    chosen = {
+        name: of_most_alike([row for row in rows if row["geometry"] == name]) for name in _values(rows, "geometry")
+    }
+    # At one rank there is neither a backend nor a wire.
+    kinds = {name: max(mine, key=lambda row: row["ep_size"]) for name, mine in chosen.items()}
+    titles = {"asked_backend": "backend", **_KIND}
+    differing = [key for key in KIND if len({row[key] for row in kinds.values()}) > 1]
+    return {
+        ", ".join([name, *(f"{titles[key]} {kinds[name][key]}" for key in differing)]): mine
+        for name, mine in chosen.items()
+    }
 
 
 def _values(rows: Sequence[Row], key: str) -> list[Any]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from moe_ep.bench import scaling_tables
 from moe_ep.bench.geometries import Geometry, of_model
 from moe_ep.bench.results import read_lines
 from moe_ep.bench.timing import Ceilings
@@ -280,6 +281,26 @@ def test_floors_too_small_to_be_recorded(tmp_path: Path, capsys: pytest.CaptureF
     _, _, text = (tmp_path / "tables.md").read_text().partition("## Stages at the largest EP size\n\n")
     headings, _, cells = ([cell.strip() for cell in line.split("|")] for line in text.splitlines()[:3])
     assert dict(zip(headings, cells, strict=True))["us / floors"] == "-"
+
+
+def test_tables_show_geometries_that_were_measured_otherwise(tmp_path: Path) -> None:
+    results = Path(__file__).parents[2] / "docs/benchmarks/scaling/scaling_2xh200.jsonl"
+    measured, _ = scaling_tables.read_scaling(results)
+    kind = {"scaling": "weak", "routing": "uniform", "eplb": "off", "wire": "activations"}
+    rows = [row for row in measured if kind.items() <= {key: row[key] for key in kind}.items()]
+    name = rows[0]["geometry"]
+    # Fewer rows of another model, at a larger EP size and with other rows on the wire.
+    others = [
+        row | {"geometry": "other", "ep_size": 4, "wire": "int8"}
+        for row in rows if row["ep_size"] == 2 and row["geometry"] == name
+    ][:1]  # fmt: skip
+    for make, models in (
+        (scaling_tables.weak, {f"{name}, wire activations", "other, wire int8"}),
+        (scaling_tables.stages, {f"{name}, wire activations, EP 2", "other, wire int8, EP 4"}),
+    ):
+        shown = {line.split("|")[1].strip() for line in make(rows + others).splitlines()[2:]}
+        assert models <= shown
+        assert f"| {name} |" in make(rows)
 
 
 def test_a_file_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
