@@ -57,8 +57,10 @@ def perplexity(
             if ids.numel() < 2:
                 continue
             tokens = ids.to(model.device, torch.int64)
-            # Nothing is predicted from the last token, whose routing a generation does not record.
-            with contextlib.nullcontext() if routing is None else replaying(model, *routing[number]):
+            # Nothing is predicted from the last token, whose routing may be recorded or not.
+            rows = slice(tokens.numel() - 1)
+            recorded = None if routing is None else [None if part is None else part[rows] for part in routing[number]]
+            with contextlib.nullcontext() if recorded is None else replaying(model, *recorded):
                 logits = model(input_ids=tokens[None, :-1]).logits[0].float()
             sums[kind, 0] += float(cross_entropy(logits, tokens[1:], reduction="sum"))
             sums[kind, 1] += tokens.numel() - 1

@@ -91,6 +91,16 @@ class RecordedChoices:
         weights = None if self._weights is None else self._weights[rows, layer].to(device)
         return self._ids[rows, layer].to(device), weights
 
+    def check_all_taken(self) -> None:
+        """Raises ValueError where a layer took some of the rows and left others; one that made no pass took none."""
+        for layer, taken in enumerate(self.num_taken):
+            if 0 < taken < len(self._ids):
+                raise ValueError(
+                    f"ids has {len(self._ids)} tokens and the passes of the block took {taken} in layer {layer}, so "
+                    f"texts may have taken rows of others; pass the choices of exactly the tokens of the passes, "
+                    f"without a text's last token where no pass reads it"
+                )
+
 
 def check_top_k(recorded: int, router: str, top_k: int) -> None:
     """Raises ValueError for recorded choices of another number than a router makes."""
@@ -127,7 +137,8 @@ def replaying(model: Any, ids: Any, weights: Any = None) -> Iterator[None]:
         weights: the router's weights of them; None for those that the router gives to these experts now.
 
     Raises:
-        ValueError: a model without layers, choices that do not fit them, or, from a pass, more tokens than recorded.
+        ValueError: a model without layers, choices that do not fit them, from a pass, more tokens than recorded, or, at
+            the end of a block with passes, fewer.
         ConfigError: gradient checkpointing, whose backward pass chooses again; from a pass: a router that does not
             choose by `torch.topk`; its weights must be passed.
     """
@@ -138,6 +149,7 @@ def replaying(model: Any, ids: Any, weights: Any = None) -> Iterator[None]:
         recorded = RecordedChoices(ids, weights, columns, top_ks)
         with wrapped_routers(layers, [partial(ReplayRouter, recorded=recorded, layer=i) for i in range(len(layers))]):
             yield
+        recorded.check_all_taken()
         return
     modules = _experts_of_transformers(model)
     _check_not_checkpointed(model)
@@ -155,6 +167,7 @@ def replaying(model: Any, ids: Any, weights: Any = None) -> Iterator[None]:
                 hook = partial(topk.check_replayed, name)
             stack.callback(module.register_forward_pre_hook(hook).remove)
         yield
+    recorded.check_all_taken()
 
 
 def _check_not_checkpointed(model: nn.Module) -> None:

@@ -105,6 +105,31 @@ def test_what_does_not_fit_is_refused() -> None:
         custom(hidden_states, logits)
 
 
+@pytest.mark.parametrize("kind", ["layer", "model", "parallelized"])
+def test_rows_that_no_pass_took_are_refused(kind: str) -> None:
+    """As of texts whose recorded choices hold their last token too, which no pass reads."""
+    if kind == "layer":
+        model = load(make_layer(), make_weights(E, K, N))
+        ids, calls = other_ids(8, 1, E, TOP_K), [lambda: model(*make_inputs(4, K, E))] * 2
+    else:
+        model = make_model("Qwen3Moe")
+        if kind == "parallelized":
+            model = moe_ep.parallelize(model)
+        ids, calls = other_ids(8, 2, 7, 2), [lambda: model(input_ids=tokens(1, 4))] * 2
+    with torch.no_grad():
+        for weights in (None, torch.full(ids.shape, 0.5)):
+            with moe_ep.replaying(model, ids, weights):
+                for call in calls:
+                    call()
+            with pytest.raises(ValueError, match="ids has 8 tokens .* took 4"), moe_ep.replaying(model, ids, weights):
+                calls[0]()
+            with pytest.raises(KeyError), moe_ep.replaying(model, ids, weights):
+                calls[0]()
+                raise KeyError
+            with moe_ep.replaying(model, ids, weights):
+                pass
+
+
 @pytest.mark.parametrize("parallelized", [False, True])
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
 def test_a_model_of_transformers_takes_recorded_experts(family: str, parallelized: bool) -> None:
@@ -245,6 +270,9 @@ def perplexities(rank: int, world_size: int) -> tuple[dict[str, float], ...]:
     texts = [torch.cat([request.token_ids, torch.tensor(by_index[request.index][0])]) for request in requests]
     routing = [by_index[request.index][1] for request in requests]
     found = [perplexity(model, {"all": texts}, given) for given in (None, [(ids, None) for ids, _ in routing], routing)]
+    # Recorded of a text's last token too, as where a stop token ended it.
+    whole = [(torch.cat([torch.as_tensor(ids), torch.as_tensor(ids[-1:])]), None) for ids, _ in routing]
+    assert perplexity(model, {"all": texts}, whole) == found[1]
     with pytest.raises(ValueError, match="routing"):
         perplexity(model, {"all": texts}, routing[:-1])
     # The log-probabilities of a generation again, with its experts.
