@@ -108,7 +108,7 @@ class _Stack:
     Attributes:
         spec, config: what its checkpoint says of it.
         layers: by their index in the checkpoint, over all layers of the model.
-        aliases: what the experts' names begin with in the model, and in the checkpoint.
+        aliases: what names may begin with, and what they begin with in the checkpoint; renamed in this order.
     """
 
     def __init__(self, stack: MoEStack) -> None:
@@ -160,8 +160,11 @@ class _Parallelized:
             (int(decoder_layer_of(name).rpartition(".")[2]), part) for name, part in found.items()
         ]
         self.aliases = {
-            name: f"{self.spec.expert_prefix(index)}."
-            for name, (index, _) in zip(self._experts, self.layers, strict=True)
+            **self._alias_of_whole(),
+            **{
+                name: f"{self.spec.expert_prefix(index)}."
+                for name, (index, _) in zip(self._experts, self.layers, strict=True)
+            },
         }
         # Classes have all experts in one, gate rows before up rows; some files too, by other names and in turns.
         gate = "experts.gate_up_proj" if self.spec.projections.up else "experts.up_proj"
@@ -173,6 +176,13 @@ class _Parallelized:
     def spec_for(self, names: CheckpointReader | Mapping[str, Any]) -> MoEModelSpec:
         index, _ = self.layers[0]
         return self._class_spec if self._class_spec.fused_stem(index, "gate") in names else self.spec
+
+    def _alias_of_whole(self) -> dict[str, str]:
+        """The prefix of a multimodal class, where this model is its language model alone (Dots3-Note)."""
+        base = f"{getattr(self._model, 'base_model_prefix', '')}."
+        whole = f"{base}language_model."
+        own = any(name.startswith(whole) for name in (self.spec.layers_module, *self._model.state_dict()))
+        return {} if own else {whole: base}
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:

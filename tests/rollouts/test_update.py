@@ -402,6 +402,21 @@ def test_experts_under_the_names_of_a_class(family: str) -> None:
         torch.testing.assert_close(model(input_ids=text).logits, after(input_ids=text).logits)
 
 
+def test_the_state_dict_of_a_whole_model_for_its_language_model(tmp_path: Path) -> None:
+    """`parallelize` takes the class of Dots3-Note's language model, a trainer may have that of the whole."""
+    pytest.importorskip("transformers")
+    from tests.hf.test_language_parts import make_whole
+
+    whole, text = make_whole("Dots3Note"), torch.arange(1, 9)[None]
+    whole.save_pretrained(tmp_path)
+    model = moe_ep.parallelize(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in whole.parameters():
+            tensor.add_(torch.randn(tensor.shape) * 0.02)
+        moe_ep.update_weights(model, whole.state_dict())
+        torch.testing.assert_close(model(input_ids=text).logits, whole(input_ids=text).logits)
+
+
 def test_a_generation_that_was_made_before_has_the_new_norms() -> None:
     """Qwen3-Next's norms store their weights less one, and a generation adds it once."""
     pytest.importorskip("transformers")
