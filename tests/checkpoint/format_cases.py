@@ -31,6 +31,7 @@ from tests.checkpoint.format_encoders import (
     mxfp8,
     nvfp4,
     packed,
+    packed_of_one,
     plain,
     values,
     without_shape,
@@ -160,6 +161,9 @@ CASES: dict[str, Case] = {
         ct("pack-quantized"), without_shape(packed(4, 32)), fused="rows", endings=PACKED_ENDINGS, config=QWEN3_VL
     ),
     "packed int4 zero points": Case(ct("pack-quantized", symmetric=False), packed(4, 32, symmetric=False)),
+    "packed int4 one zero point": Case(
+        ct("pack-quantized", symmetric=False, strategy="tensor", group_size=None), packed_of_one(4)
+    ),
     "packed int4 act-order": Case(ct("pack-quantized", actorder="group"), packed(4, 32, scattered=True)),
     "packed int8 rows": Case(ct("pack-quantized", 8, strategy="channel", group_size=None), packed(8, None)),
     "packed int8 zero points": Case(ct("pack-quantized", 8, symmetric=False), packed(8, 32, symmetric=False)),

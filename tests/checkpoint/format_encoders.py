@@ -137,6 +137,28 @@ def packed(bits: int, group: int | None, symmetric: bool = True, scattered: bool
     return encode
 
 
+def packed_of_one(bits: int) -> Encode:
+    """compressed-tensors pack-quantized, with one scale and one zero point of a matrix, which is not packed."""
+
+    def encode(n: int, k: int) -> tuple[Tensors, Value]:
+        tensors, _ = packed(bits, None)(n, k)
+        pack, middle = 32 // bits, 2 ** (bits - 1)
+        tensors["weight_scale"] = tensors["weight_scale"][0]
+        tensors["weight_zero_point"] = torch.randint(-middle, middle, (1,)).to(torch.int8)
+        q, scale, zero = (
+            tensors["weight_packed"].tolist(),
+            float(tensors["weight_scale"]),
+            int(tensors["weight_zero_point"]),
+        )
+
+        def value(row: int, col: int) -> float:
+            return (bits_of(q[row][col // pack], col % pack, bits) - middle - zero) * scale
+
+        return tensors, value
+
+    return encode
+
+
 def without_shape(encode: Encode) -> Encode:
     """All experts in one have none."""
 

@@ -122,6 +122,33 @@ def test_mxfp8_as_the_library_writes_it() -> None:
     assert torch.equal(dequantize(linear.unpack(held)), codes.float() * scales.repeat_interleave(32, 1))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("strategy", "shape"),
+    [
+        ({"strategy": "tensor"}, (1,)),
+        ({"strategy": "channel"}, (48, 1)),
+        ({"strategy": "group", "group_size": 32}, (48, 2)),
+    ],
+)
+def test_zero_points_as_the_library_writes_them(bits: int, strategy: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """Packed, but for one of all weights, which is a signed byte."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    weights = {"num_bits": bits, "type": "int", "symmetric": False, **strategy}
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**weights))
+    half = 2 ** (bits - 1)
+    zero_points = torch.randint(-half, half, shape).to(torch.int8)
+    state = {"weight": torch.randn(48, 64), "weight_scale": torch.rand(shape) / half, "weight_zero_point": zero_points}
+    written = compressors.PackedQuantizationCompressor.compress(state, scheme)
+    expected = compressors.PackedQuantizationCompressor.decompress(written, scheme)["weight"]
+    linear = of_weights("pack-quantized", **weights)
+    layouts = linear.tensors(48, 64)
+    for name, tensor in written.items():
+        assert tensor.dtype in layouts[name].dtypes and tuple(tensor.shape) == layouts[name].shape
+    torch.testing.assert_close(dequantize(linear.unpack(written)), expected)
+
+
 def test_codes_of_four_bits_a_byte_each() -> None:
     weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
     found = compressed(format="int-quantized", config_groups={"group_0": {"targets": ["Linear"], "weights": weights}})

@@ -47,7 +47,8 @@ from moe_ep.scalar_type import scalar_types
 #
 #     weight_packed      int32 [N, K b / 32]             code of column k: bits [b * (k % (32 / b)), ...) of its word
 #     weight_scale       f16, bf16 or f32 [N, K / g]     [N, 1] for a scale a row, [1] for one of all
-#     weight_zero_point  int32 [ceil(N b / 32), K / g]   asymmetric schemes only; packed along N
+#     weight_zero_point  int32 [ceil(N b / 32), K / g]   asymmetric schemes only; packed along N. Of one scale for all,
+#                                                        and of blocks: int8, shaped as the scales, without the offset
 #     weight_shape       int64 [2]                       N, K
 #     weight_g_idx       int32 [K]                       the group of every column, where groups are scattered
 #
@@ -82,6 +83,10 @@ class PackQuantizedConfig(ScaledConfig):
         return self.scattered
 
     @property
+    def _packs_zero_points(self) -> bool:
+        return self.scale.kind in (Kind.CHANNEL, Kind.GROUP)
+
+    @property
     def fused_endings(self) -> dict[str, tuple[str, ...]]:
         return {"weight_packed": ("_packed",), "weight_scale": ("_scale",), "bias": ("_bias",)}
 
@@ -109,9 +114,11 @@ class PackQuantizedConfig(ScaledConfig):
                 in_order=in_order,
             ),
         }
-        if not self.symmetric:
+        if not self.symmetric and self._packs_zero_points:
             shape = (-(-out_features // pack), groups)
             layouts["weight_zero_point"] = TensorLayout(int32, shape, role=Role.GROUPS, out_dim=0, in_dim=1)
+        elif not self.symmetric:
+            layouts["weight_zero_point"] = self.scale.layout((torch.int8,), out_features, in_features)
         return layouts
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
@@ -119,7 +126,10 @@ class PackQuantizedConfig(ScaledConfig):
         num_rows, g_idx = packed.shape[-2], tensors.get("weight_g_idx")
         scales, group_size = self.scale.per_row(tensors["weight_scale"], num_rows), self.scale.group_size
         zero_points = None
-        if not self.symmetric:
+        if not self.symmetric and not self._packs_zero_points:
+            offset = (tensors["weight_zero_point"].to(torch.int16) + (1 << (self.bits - 1))).to(torch.uint8)
+            zero_points = self.scale.per_row(offset, num_rows)
+        elif not self.symmetric:
             along_rows = unpack_words(tensors["weight_zero_point"].transpose(-1, -2).contiguous(), self.bits)
             zero_points = along_rows.transpose(-1, -2)[..., :num_rows, :].contiguous()
         return CanonicalWeights(
