@@ -29,7 +29,7 @@ from moe_ep.checkpoint.finite import check_finite, count_nonfinite
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.checkpoint.loading import read_linear
 from moe_ep.checkpoint.plan import find_module
-from moe_ep.checkpoint.reader import read_config
+from moe_ep.checkpoint.reader import TensorInfo, read_config
 from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
 from moe_ep.hf.experts import LIMITS, ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
 from moe_ep.hf.untrusted import attention_without_hub, check_no_adapter, open_config, open_generation_config
@@ -268,7 +268,7 @@ class AssembledWeights:
 
     Attributes:
         names: in the model.
-        sources: the tensors in the files, by the converter's patterns.
+        sources: the weights in the files, plain or packed, by the converter's patterns.
         num_columns: of a matrix; 0 for weights of another form.
     """
 
@@ -322,10 +322,19 @@ class AssembledWeights:
         return {name: parts[pattern] for name, pattern in zip(self.names, targets, strict=True)}
 
     def _is_quantized(self, reader: CheckpointReader, name: str) -> bool:
-        return reader.info(name).dtype not in FLOATS
+        return _info_of(reader, name).dtype not in FLOATS
 
     def _module(self, reader: CheckpointReader, name: str) -> tuple[str, tuple[int, int]]:
-        return name.removesuffix(".weight"), (reader.info(name).shape[0], self.num_columns)
+        return name.removesuffix(".weight"), (_info_of(reader, name).shape[0], self.num_columns)
+
+
+# What compressed-tensors adds to the name of a weight whose codes are packed along its columns.
+_PACKED = "_packed"
+
+
+def _info_of(reader: CheckpointReader, name: str) -> TensorInfo:
+    """Of a weight, or of its packed codes, which have as many rows."""
+    return reader.info(name if name in reader else name + _PACKED)
 
 
 def assembled_weights(model: Any, reader: CheckpointReader) -> list[AssembledWeights]:
@@ -337,9 +346,10 @@ def assembled_weights(model: Any, reader: CheckpointReader) -> list[AssembledWei
     conversions, params = _conversions(model), dict(model.named_parameters())
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     found: dict[str, AssembledWeights] = {}
-    for stored in reader.names():
-        if ".experts." in stored:
+    for in_file in reader.names():
+        if ".experts." in in_file:
             continue
+        stored = in_file.removesuffix(_PACKED) if in_file.endswith(f".weight{_PACKED}") else in_file
         name = _renamed(stored, conversions)
         for converter in converters:
             target, pattern = converter.rename_source_key(name)
@@ -347,7 +357,7 @@ def assembled_weights(model: Any, reader: CheckpointReader) -> list[AssembledWei
                 continue
             param, (first, *_) = params[target], converter.target_patterns
             is_matrix = param.dim() == 2 and stored.endswith(".weight")
-            if not is_matrix and reader.info(stored).dtype not in FLOATS:
+            if not is_matrix and _info_of(reader, stored).dtype not in FLOATS:
                 raise _nothing_fits(reader, target, param)
             names = tuple(target.replace(first, each) for each in converter.target_patterns)
             new = AssembledWeights(names, {}, param.size(1) if is_matrix else 0, converter)

@@ -250,6 +250,34 @@ def test_quantized_layers_that_files_divide_otherwise(family: str, tmp_path: Pat
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
 
 
+def test_packed_layers_that_files_divide_otherwise(tmp_path: Path) -> None:
+    """Gate and up of MiniMax-M3's shared experts in int4 of compressed-tensors, without loss here."""
+    alone, scale = make_whole("MiniMaxM3VL"), 0.0625
+    for name, param in alone.model.language_model.named_parameters():
+        if name.endswith("shared_experts.gate_up_proj.weight"):
+            param.copy_(torch.randint(-8, 8, param.shape) * scale)
+    alone.save_pretrained(tmp_path / "saved")
+    with CheckpointReader(tmp_path / "saved") as reader:
+        tensors: dict[str, torch.Tensor] = {name: reader.read(name) for name in reader.names()}
+        chosen = [name for name in tensors if re.search(r"shared_experts\.(gate|up)_proj\.weight$", name)]
+        assert len(chosen) == 2
+        for name in chosen:
+            weight = tensors.pop(name)
+            codes = ((weight / scale).round() + 8).to(torch.int64).view(len(weight), -1, 8)
+            words = (codes << torch.arange(0, 32, 4)).sum(-1)
+            tensors[f"{name}_packed"] = torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+            tensors[f"{name}_scale"] = torch.full((len(weight), 1), scale)
+            tensors[f"{name}_shape"] = torch.tensor(weight.shape)
+        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+        groups = {"group_0": {"targets": [r"re:.*shared_experts\.(gate|up)_proj"], "weights": weights}}
+        int4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+        write_checkpoint(tmp_path, reader.config | {"quantization_config": int4}, tensors.items())
+    model = moe_ep.parallelize(tmp_path, dtype=torch.float32)
+    check(model, alone)
+    moe_ep.update_weights(model, tensors)
+    check(model, alone)
+
+
 def test_mistral_small_as_it_came(tmp_path: Path) -> None:
     """fp8 with a number for each matrix, gate and up together, and numbers of activations, which are not read."""
     alone = make_whole("Mistral3")
