@@ -362,7 +362,11 @@ class Generation:
         self._prompts = PromptQueue(requests, num_slots, prefill_tokens, self._decoder.num_rows)
         self._running: list[Completion | None] = [None] * num_slots
         self._sampling = sampling or Sampling()
-        self._randoms = self._make_randoms(requests)
+        # Of running sequences alone, by their index: each takes 2.5 KB.
+        self._randoms: dict[int, random.Random] = {}
+        # How many numbers of a sequence were drawn by ranks that are gone.
+        self._num_drawn: dict[int, int] = {}
+        self._random_names = self._name_randoms(requests)
         self._max_new_tokens = max_new_tokens
         self._stop_ids = {request.index: frozenset((*stop_ids, *request.stop_ids)) for request in requests}
         self._ends = ends or (lambda token_ids: False)
@@ -374,17 +378,33 @@ class Generation:
         self._are_new_ranks = False
         self._log: TokenLog | None = None
 
-    def _make_randoms(self, requests: Sequence[Request]) -> dict[int, random.Random]:
-        """The random numbers of each request: by its number, or where the batch must not matter by its tokens, and how
-        many of the same tokens come before it."""
-        if not self._decoder.batch_invariant:
-            return {request.index: sequence_random(self._sampling, request.index) for request in requests}
-        randoms, seen = {}, Counter[str]()
+    def _name_randoms(self, requests: Sequence[Request]) -> dict[int, str]:
+        """What determines the random numbers of each request where the batch must not matter: its tokens, and how many
+        of the same tokens come before it. Elsewhere its number does."""
+        names: dict[int, str] = {}
+        if not self._decoder.batch_invariant or self._sampling.temperature == 0:
+            return names
+        seen = Counter[str]()
         for request in sorted(requests, key=lambda request: request.index):
             tokens = hashlib.sha256(repr(request.token_ids.tolist()).encode()).hexdigest()
-            randoms[request.index] = sequence_random(self._sampling, f"{tokens} {seen[tokens]}")
+            names[request.index] = f"{tokens} {seen[tokens]}"
             seen[tokens] += 1
-        return randoms
+        return names
+
+    def _begin_random(self, request: Request) -> None:
+        """Makes the random numbers of a sequence, behind those that other ranks have drawn."""
+        if self._sampling.temperature == 0:
+            return
+        numbers = sequence_random(self._sampling, self._random_names.get(request.index, request.index))
+        for _ in range(self._num_drawn.get(request.index, 0)):
+            numbers.random()
+        self._randoms[request.index] = numbers
+
+    def _draw(self, sequence: Completion | None) -> float:
+        """The next random number of a sequence; 0 where none is looked at."""
+        if sequence is None or self._sampling.temperature == 0:
+            return 0.0
+        return self._randoms[sequence.index].random()
 
     def how_passes_run(self) -> dict[str, str]:
         """Says of "prefill" and "decode" whether they run as CUDA graphs, and why not."""
@@ -464,11 +484,8 @@ class Generation:
             for request in self._requests
             if request.index not in running | ended
         ]
-        randoms = self._make_randoms(self._requests)
-        for request in waiting:
-            self._randoms[request.index] = randoms[request.index]
-            for _ in request.continued:
-                self._randoms[request.index].random()
+        self._num_drawn = {request.index: len(request.continued) for request in waiting}
+        self._randoms = {index: self._randoms[index] for index in mine["running"] if index in self._randoms}
         self._prompts = PromptQueue(waiting, decoder.num_slots, self._prefill_tokens, decoder.num_rows)
         self._are_new_ranks = True
 
@@ -520,6 +537,8 @@ class Generation:
     def _read(self, prompts: list[Request]) -> None:
         slots = [slot for slot, sequence in enumerate(self._running) if sequence is None][: len(prompts)]
         logits = self._decoder.prefill(slots, [prompt.all_ids for prompt in prompts])
+        for prompt in prompts:
+            self._begin_random(prompt)
         self._advance(slots, [Completion.of(prompt) for prompt in prompts], logits)
 
     def _decode(self) -> None:
@@ -528,7 +547,7 @@ class Generation:
     def _advance(self, slots: list[int] | None, sequences: Sequence[Completion | None], logits: torch.Tensor) -> None:
         """Adds the next token to the sequences of these slots, None for all; logits `[len(sequences), vocabulary]`."""
         # Drawn after the pass: one that fails is repeated with the same draws.
-        draws = [0.0 if sequence is None else self._randoms[sequence.index].random() for sequence in sequences]
+        draws = [self._draw(sequence) for sequence in sequences]
         if self._decoder.batch_invariant:
             rows = zip(_rows_alone(logits), draws, strict=True)
             tokens = torch.cat([next_tokens(row, self._sampling, [draw]) for row, draw in rows])
@@ -601,6 +620,7 @@ class Generation:
         if self._log is not None:
             self._log.end(sequence.index)
         self._running[slot] = None
+        self._randoms.pop(sequence.index, None)
         self._decoder.free(slot)
 
     def _finish(self, sequence: Completion, token: int) -> str:

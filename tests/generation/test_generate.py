@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+import tracemalloc
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -470,3 +471,18 @@ def test_a_trained_model() -> None:
     for measured, _ in results:
         if measured is not None:
             assert measured == pytest.approx(PERPLEXITY, rel=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_prompts_that_wait_take_little_memory(temperature: float) -> None:
+    model, count = moe_ep.parallelize(make_model("Qwen3Moe")), 2000
+    requests = [Request(index, torch.tensor([1])) for index in range(count)]
+    tracemalloc.start()
+    try:
+        drawn = Sampling(temperature=temperature)
+        waiting = Generation(model, requests, max_new_tokens=1, num_slots=2, stop_ids=[], sampling=drawn)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / count < 1000
+    assert waiting.completions == []
