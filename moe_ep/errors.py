@@ -7,6 +7,7 @@ is one sentence that names the thing, its value, the rule and the way out.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from numbers import Integral, Real
 
@@ -119,6 +120,13 @@ def check_functions(**values: object) -> None:
     for name, value in values.items():
         if value is not None and not callable(value):
             raise TypeError(f"{name} is {value!r}; it must be a function or None")
+
+
+def check_paths(**values: object) -> None:
+    """Raises TypeError for a value that is not the path of a file or folder."""
+    for name, value in values.items():
+        if not isinstance(value, (str, os.PathLike)):
+            raise TypeError(f"{name} is {value!r}; it must be a path")
 
 
 def check_number(**values: object) -> None:

@@ -25,7 +25,7 @@ from moe_ep.checkpoint.plan import ExpertTensors, StoredTensor
 from moe_ep.checkpoint.reader import INDEX_NAME, SINGLE_NAME, CheckpointReader, names_in_index
 from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.checkpoint.writer import write_checkpoint
-from moe_ep.errors import CheckpointError, ConfigError, one_of
+from moe_ep.errors import CheckpointError, ConfigError, check_paths, one_of
 from moe_ep.files import building
 from moe_ep.layer.methods.canonical import ONLINE
 
@@ -71,11 +71,13 @@ def convert_checkpoint(
 
     Raises:
         ValueError: another kind of quantization.
+        TypeError: a source or target that is no path.
         ConfigError: a target that is there already or is a mount point, or a source that is quantized already.
         CheckpointError: a source that does not hold what it says, or whose experts do not fit.
     """
     if quantize not in list(ONLINE):  # it may be of any type
         raise ValueError(one_of("quantize", quantize, list(ONLINE)))
+    check_paths(source=source, target=target)
     # A link stays one, and what it leads to is made.
     target = Path(target).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

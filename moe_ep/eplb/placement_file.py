@@ -36,7 +36,7 @@ class PlacementFile:
 
     Raises:
         ValueError: what is not a placement, or not one over so many ranks.
-        TypeError: a number that is not whole.
+        TypeError: a model that is no text, or a number that is not whole.
     """
 
     model: str
@@ -45,6 +45,8 @@ class PlacementFile:
     physical_to_logical: Array
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str):
+            raise TypeError(f"model is {self.model!r}; it must be a checksum, as model_checksum gives it")
         check_at_least(1, ep_size=self.ep_size)
         check_whole(num_experts=self.num_experts)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moe_ep.checkpoint.reader import read_json
-from moe_ep.errors import ConfigError
+from moe_ep.errors import ConfigError, check_paths
 from moe_ep.generation.conversation import Conversation, ConversationRenderer
 from moe_ep.hf.loading import context_length, text_config
 from moe_ep.hf.untrusted import tokenizer_folder
@@ -29,9 +30,12 @@ class ModelTokenizer:
     Raises:
         CheckpointError: a config of the folder that is no JSON object.
         ConfigError: there is none that can be read without code of its own.
+        TypeError: what is no path.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        check_paths(folder=folder)
+        folder = Path(folder)
         of_text = text_config(folder)
         self.context_length = context_length(of_text)
         self._vocab_size = of_text.vocab_size

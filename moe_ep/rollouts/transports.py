@@ -32,10 +32,11 @@ def send_weights(tensors: Iterable[tuple[str, torch.Tensor]], group: dist.Proces
     Raises:
         ValueError: no tensors.
     """
-    named = [(name, tensor.detach()) for name, tensor in tensors]
+    named = list(tensors)
     if not named:
         raise ValueError("tensors is empty; send at least one")
     check_tensors(**dict(named))
+    named = [(name, tensor.detach()) for name, tensor in named]
     table: list[_Row] = [(name, _name_of(tensor.dtype), list(tensor.shape)) for name, tensor in named]
     sender, device = dist.get_rank(group), named[0][1].device
     header = torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8).to(device)

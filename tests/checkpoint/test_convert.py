@@ -185,3 +185,10 @@ def test_one_weight_that_is_no_number_is_found(kind: str, value: float, tmp_path
     with pytest.raises(CheckpointError, match=f"{name}: expected finite weights, found NaN or infinity"):
         convert_checkpoint(tmp_path / "plain", tmp_path / "out", kind)
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+@pytest.mark.parametrize("argument", ["source", "target"])
+def test_what_is_no_path_is_refused(tmp_path: Path, argument: str) -> None:
+    paths = {"source": tmp_path, "target": tmp_path / "out", argument: None}
+    with pytest.raises(TypeError, match=f"{argument} is None; it must be a path"):
+        convert_checkpoint(**paths, quantize="int4")

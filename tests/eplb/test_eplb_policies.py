@@ -179,3 +179,10 @@ def test_refinement_is_true_or_false():
     weight = torch.tensor([[4, 2, 1, 1]])
     with pytest.raises(TypeError, match="refine is 'false'; it must be True or False"):
         rebalance_experts(weight, 4, 1, 1, 2, window=weight[None], refine="false")
+
+
+@pytest.mark.parametrize("policy", ["incremental", "deepseek"])
+def test_no_layers_have_an_empty_plan(policy: str) -> None:
+    placement = rebalance_experts(np.zeros((0, 8)), 10, 1, 1, 2, policy)
+    assert placement.physical_to_logical.shape == (0, 10)
+    assert placement.logical_replica_count.shape == (0, 8)

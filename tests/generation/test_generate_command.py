@@ -416,3 +416,10 @@ def test_perplexity_of_texts_with_recorded_experts(demo: Path, tmp_path: Path) -
     )
     assert all(own[kind] != replayed[kind] for kind in texts)
     assert "--routed-weights" in refused
+
+
+def test_folders_of_tokenizers_are_paths(demo: Path) -> None:
+    expected = ModelTokenizer(demo).token_ids("import").tolist()
+    assert ModelTokenizer(str(demo)).token_ids("import").tolist() == expected
+    with pytest.raises(TypeError, match="folder is None; it must be a path"):
+        ModelTokenizer(None)

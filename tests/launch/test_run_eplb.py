@@ -206,6 +206,7 @@ def test_placement_files_that_are_not_what_was_written(tmp_path: Path, change: A
 def test_what_is_no_placement_is_not_written(tmp_path: Path) -> None:
     slots = np.array([[0, 1, 2, 0]])
     for change, message in (
+        ({"model": None}, "model is None; it must be a checksum"),
         ({"num_experts": 5}, "num_experts is 5; it must be from 1 to the 4 slots of a layer"),
         ({"ep_size": 3}, "ep_size is 3; it must divide the 4 slots of a layer"),
         ({"ep_size": 0}, "ep_size is 0; it must be at least 1"),

@@ -461,3 +461,8 @@ def test_handles_are_of_memory_on_a_gpu() -> None:
     for text in ("no JSON", "[3]", '[{"name": "a"}]'):
         with pytest.raises(ValueError, match="share_weights"):
             transports.open_weights(text)
+
+
+def test_what_is_no_tensor_is_not_sent() -> None:
+    with pytest.raises(ValueError, match=r"a\.weight is a list; it must be a tensor"):
+        send_weights([("a.weight", [1.0])], None)

@@ -75,6 +75,8 @@ def plan(problem: Problem) -> Array:
     weight, num_replicas, num_ranks = problem.weight, problem.num_replicas, problem.num_ranks
     num_groups, num_nodes = (problem.num_groups, problem.num_nodes) if problem.by_host else (1, 1)
     num_layers, num_experts = weight.shape
+    if not num_layers:
+        return np.empty((0, num_replicas), dtype=np.int64)
     group_size = num_experts // num_groups
     groups_per_node = num_groups // num_nodes
 
