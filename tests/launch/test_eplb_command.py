@@ -52,6 +52,12 @@ def test_simulate_copies_experts_for_a_batch(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(json_path.read_text().splitlines()[-1])["copies"] == 0
 
 
+def test_report_says_nothing_of_random_choices_which_it_does_not_take(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eplb", "report", "--help"])
+    assert "random" not in capsys.readouterr().out
+
+
 def test_report_draws_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     trace = zipf_trace(num_layers=3, num_experts=16, top_k=2, exponent=0.8, num_steps=4, num_tokens=64, seed=0)

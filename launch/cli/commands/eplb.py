@@ -69,9 +69,7 @@ class SceneConfig(MachineConfig):
     """A machine, the part of a trace that is planned on, and how files of plain choices are read."""
 
     planned_on: float = option(0.5, _share, "share of the steps to plan on; the others are measured")
-    step_tokens: int = option(
-        1024, at_least(1), "tokens of all ranks in a step, for random choices and for choices without steps"
-    )
+    step_tokens: int = option(1024, at_least(1), "tokens of all ranks in a step, for choices without steps")
     array: str = option("", str, "array of a file of plain choices (default: all, one after the other)")
 
     def scene(self) -> Scene:
