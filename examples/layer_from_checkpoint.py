@@ -31,7 +31,8 @@ def main(path: str, index: int, num_tokens: int = 16) -> None:
     with torch.inference_mode():
         output = layer(hidden_states, router_logits)  # a collective step: all ranks call it
     num_local = layer.moe_config.num_local_experts
-    print(f"rank {rank}: {num_local} of {layer.num_experts} experts, output {tuple(output.shape)}")
+    text = f"rank {rank}: {num_local} of {layer.num_experts} experts, output {tuple(output.shape)}"
+    print(f"{text}\n", end="", flush=True)  # in one write, since ranks share the terminal
     if dist.is_initialized():
         dist.destroy_process_group()
 

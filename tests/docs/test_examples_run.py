@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +30,21 @@ def test_a_layer_from_a_checkpoint(tmp_path: Path) -> None:
     printed = torchrun("layer_from_checkpoint.py", str(tmp_path / "model"), "0")
     for rank in (0, 1):
         assert f"rank {rank}: 2 of 4 experts, output (16, 64)" in printed
+
+
+def test_a_rank_prints_its_line_in_one_write(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    ours, of_example = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # a datagram for each write
+    with ours, of_example:
+        subprocess.run(
+            [sys.executable, str(ROOT / "examples" / "layer_from_checkpoint.py"), str(tmp_path / "model"), "0"],
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            stdout=of_example,
+            timeout=600,
+            check=True,
+            cwd=ROOT,
+        )
+        assert ours.recv(4096) == b"rank 0: 4 of 4 experts, output (16, 64)\n"
 
 
 def test_decoding_while_experts_move(tmp_path: Path) -> None:
