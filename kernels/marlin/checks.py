@@ -192,6 +192,23 @@ def check_output(
     check_same_device("hidden_states", hidden_states.device, output=output)
 
 
+def check_batch_overlap(output: torch.Tensor, hidden_states: torch.Tensor, row_ids: torch.Tensor | None) -> None:
+    """Raises ValueError for an output that shares memory with rows that other experts may still read.
+
+    Both are contiguous. Rows in place may be written over themselves.
+    """
+    if torch.compiler.is_compiling() or (row_ids is None and output.data_ptr() == hidden_states.data_ptr()):
+        return
+    (first, first_end), (second, second_end) = (
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in (output, hidden_states)
+    )
+    if max(first, second) < min(first_end, second_end):
+        way_out = "" if row_ids is not None else ", or hidden_states itself for results in place"
+        raise ValueError(
+            f"output is in memory of hidden_states, whose rows other experts read; pass memory of its own{way_out}"
+        )
+
+
 def check_scratch(
     pair: WeightPair,
     hidden_states: torch.Tensor,

@@ -20,6 +20,7 @@ from moe_ep.kernels.marlin.checks import (
     PARTS,
     batched_shape,
     check_batch,
+    check_batch_overlap,
     check_map_length,
     check_output,
     check_scratch,
@@ -80,7 +81,8 @@ def batched_fused_marlin_moe(
         intermediate_cache13, intermediate_cache2: scratch of the rows' dtype. `El * max_tokens` (or `T * topk`) rows of
             max(K, 2N) and of N numbers are enough. If one is missing or too small memory is allocated, except that
             one that is too small is refused under CUDA-graph capture.
-        output: `[El, max_tokens, K]`, allocated if missing; with inplace results are written over hidden_states.
+        output: `[El, max_tokens, K]`, allocated if missing; with inplace results are written over hidden_states. Any
+            other memory that it shares with them is refused.
         g_idx1, g_idx2, sort_indices1, sort_indices2: act-order, int32 `[El, K]` and `[El, N]`, as packed: the group of
             each packed column, and the input column that it multiplies. sort_indices alone if sorted columns have their
             groups in order; g_idx alone if the columns are in order already.
@@ -128,6 +130,7 @@ def batched_fused_marlin_moe(
     if workspace is not None:
         check_tensors(workspace=workspace)
     output = _output(output, shape, hidden_states, inplace)
+    check_batch_overlap(output, hidden_states, expert_row_ids)
     if torch.compiler.is_compiling() and output.numel():
         torch.ops.moe_ep.batched_marlin_experts(
             output, hidden_states, expert_num_tokens, first, second, quant_type_id, act.value, is_k_full,

@@ -367,3 +367,24 @@ def test_row_ids_behind_the_counts_are_not_looked_at() -> None:
     given = BY_REFERENCE | {"expert_num_tokens": ints(E), "expert_row_ids": ints(E, ROWS) + (1 << 30)}
     with pytest.raises(RuntimeError, match="it ran"):
         batched_fused_marlin_moe(**WEIGHTS, **given)
+
+
+ROOM = torch.zeros(E + 1, ROWS, K, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_states": ROOM[:E], "output": ROOM[1:]},
+        {"hidden_states": ROOM[1:], "output": ROOM[:E]},
+        BY_REFERENCE | {"hidden_states": ROOM.view(-1, K), "output": ROOM[:E]},
+    ],
+    ids=["behind", "before", "by reference"],
+)
+def test_rows_that_other_experts_read_are_not_written_over(change: dict[str, Any]) -> None:
+    check_refused(batched_fused_marlin_moe, WEIGHTS | BATCHED | change, "output")
+
+
+def test_rows_may_be_written_over_themselves() -> None:
+    with pytest.raises(RuntimeError, match="it ran"):
+        batched_fused_marlin_moe(**WEIGHTS | BATCHED | {"hidden_states": ROOM[:E], "output": ROOM[:E]})
