@@ -71,7 +71,8 @@ def check_weight_pair(
 
 
 def _check_act_order(which: int, weights: Weights) -> None:
-    """Raises ValueError for indices on the host that point out of scales or columns; no others are looked at."""
+    """Raises ValueError for indices on the host that point out of scales or columns, or give groups other columns than
+    is_k_full says; no others are looked at."""
     g_idx, sort_indices, num_groups = weights.g_idx, weights.sort_indices, weights.scales.size(1)
     on_host = [part for part in (g_idx, sort_indices) if part is not None and part.is_cpu and part.numel()]
     if not on_host or torch.compiler.is_compiling():
@@ -82,6 +83,13 @@ def _check_act_order(which: int, weights: Weights) -> None:
             raise ValueError(
                 f"g_idx{which} holds {least} to {most}; groups must be at least 0 and below those of w{which}_scale "
                 f"({num_groups})"
+            )
+        size = weights.num_columns // num_groups
+        regular = torch.arange(weights.num_columns, dtype=torch.int32) // size
+        if weights.has_regular_groups and not bool((g_idx == regular).all()):
+            raise ValueError(
+                f"g_idx{which} has groups that are not {size} packed columns each, in order, and is_k_full is True; "
+                f"pass False for other groups, and g_idx as pack_marlin returns it"
             )
     if sort_indices is not None:
         columns = torch.arange(sort_indices.size(1), dtype=sort_indices.dtype)

@@ -86,8 +86,8 @@ def batched_fused_marlin_moe(
         g_idx1, g_idx2, sort_indices1, sort_indices2: act-order, int32 `[El, K]` and `[El, N]`, as packed: the group of
             each packed column, and the input column that it multiplies. sort_indices alone if sorted columns have their
             groups in order; g_idx alone if the columns are in order already.
-        is_k_full: all groups have the same number of columns, so g_idx is not needed to find them; False if w1 and w2
-            hold a part of the columns, with the scales of all groups.
+        is_k_full: all groups have the same number of columns, so g_idx is not needed to find them, and on the CPU must
+            agree; False if they have not, or w1 and w2 hold a part of the columns, with the scales of all groups.
         expert_row_ids: int32 `[El, max_tokens]`, the input row of each of an expert's rows.
         expected_m: rows that an expert is expected to have in the mean, for the choice of kernels on a GPU; results are
             right whatever expert_num_tokens says. None: unknown, and the decode and the prefill kernel are launched,

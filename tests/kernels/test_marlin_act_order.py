@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts
+from moe_ep.kernels.marlin.functional import fused_marlin_moe
 from moe_ep.kernels.marlin.repack import PackedWeights, in_order_of_w2, pack_marlin, unpack_marlin
 from moe_ep.modular_kernel.contracts import ExpertTokensMetadata, ExpertWeights
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
@@ -145,3 +146,27 @@ def test_groups_of_unequal_size_are_left_to_the_reference() -> None:
     weights = (canonical(2 * N, K, g_idx, K // GROUP, 5), canonical(K, N, None, 3, 6))
     reason = BatchedMarlinExperts.refuses(configs(False), weights, torch.device("cuda"))
     assert reason == "g_idx does not give each group 32 columns"
+
+
+def test_groups_of_unequal_size_need_is_k_full_to_be_false() -> None:
+    g_idx = torch.tensor([0] * 80 + [1] * 16, dtype=torch.int32).expand(E, N).contiguous()
+    w1, w2 = canonical(N, N, g_idx, 3, 6), canonical(N, N, None, 3, 7)
+    first, second = (
+        pack_marlin(*part[:2], part.quant_type_id, GROUP, part.zero_points, g_idx=part.g_idx) for part in (w1, w2)
+    )
+    rows = torch.randn(E, N, generator=torch.Generator().manual_seed(8)).bfloat16()
+
+    def compute(is_k_full: bool) -> torch.Tensor:
+        return fused_marlin_moe(
+            rows, first.qweight, second.qweight, None, None, first.scales.bfloat16(), second.scales.bfloat16(),
+            torch.ones(E, 1), torch.arange(E)[:, None], scalar_types.uint4.id, activation="silu_no_mul",
+            w1_zeros=first.zeros.bfloat16(), w2_zeros=second.zeros.bfloat16(), g_idx1=first.g_idx,
+            sort_indices1=first.sort_indices, is_k_full=is_k_full,
+        )  # fmt: skip
+
+    hidden = F.silu(torch.einsum("ek,enk->en", rows.float(), dequantize(w1)))
+    torch.testing.assert_close(
+        compute(False).float(), torch.einsum("en,ekn->ek", hidden, dequantize(w2)), rtol=ROUNDING, atol=ROUNDING
+    )
+    with pytest.raises(ValueError, match="^g_idx1 has groups .* is_k_full is True"):
+        compute(True)
