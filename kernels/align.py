@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from moe_ep.arguments import as_int32, check_expert_map, check_integers, check_same_device, check_tensors
 from moe_ep.errors import check_at_least, check_flags
@@ -188,7 +189,7 @@ def align_reference(
     numel = flat.numel()
     keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     if key_map is not None:
-        lists = torch.cat([key_map, key_map.new_full((1,), -1)]).long()[keys]
+        lists = F.pad(key_map.long(), (0, 1), value=-1)[keys]  # in int64, as uint8 has no -1
         keys = torch.where(lists >= 0, lists, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, keys, torch.ones_like(keys))

@@ -239,3 +239,19 @@ def test_captured_lists_follow_the_ids() -> None:
         expected = (*moe_align_block_size(fresh_ids, 16, 8), *batched_moe_align_block_size(32, 16, fresh_counts))
         for got, want in zip(captured, expected, strict=True):
             assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("num_experts", [2, 300])
+def test_a_map_of_unsigned_numbers_leaves_out_what_is_no_expert(num_experts: int) -> None:
+    ids = torch.tensor([[1, -1], [num_experts, 0]])
+    expert_map = torch.arange(num_experts).clamp(max=254)
+    given = (ids, 1, num_experts)
+    for lists in zip(
+        moe_align_block_size(*given, expert_map.to(torch.uint8), ignore_invalid_experts=True),
+        moe_align_block_size(*given, expert_map, ignore_invalid_experts=True),
+        strict=True,
+    ):
+        assert torch.equal(*lists)
+    slots, counts = sort_slots_by_expert(ids, num_experts, expert_map.to(torch.uint8))
+    assert slots[:2].tolist() == [3, 0]
+    assert counts.nonzero().flatten().tolist() == [0, 1]
