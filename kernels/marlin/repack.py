@@ -188,7 +188,7 @@ def pack_marlin(
     if kind.for_eight_bit_rows:
         zeros = packed_scales.view(torch.uint8).amax(1, keepdim=True).view(scales.dtype)
     return PackedWeights(
-        words.view(kind.packed_dtype).view(codes.size(0), codes.size(2) // 16, -1),
+        words.view(kind.packed_dtype).unflatten(1, (codes.size(2) // 16, -1)),
         packed_scales,
         zeros,
         g_idx,
@@ -292,7 +292,7 @@ def pack_codes(codes: torch.Tensor, bits: int, gated: bool, order: BitOrder = Bi
             lanes = low | (high << 4)
         else:  # e, strip, block, pair of fragments, h, fragment, kk, g, t, i, k
             lanes = v.unflatten(2, (-1, 2)).permute(0, 1, 6, 2, 4, 3, 7, 5, 9, 10, 8)
-        parts.append(lanes.reshape(num_experts, -1).view(torch.int32))
+        parts.append(lanes.flatten(1).view(torch.int32))
     words = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return words if order.moves is None else _move_bits(words, order.moves)
 
@@ -300,7 +300,7 @@ def pack_codes(codes: torch.Tensor, bits: int, gated: bool, order: BitOrder = Bi
 def _unpack_codes(qweight: torch.Tensor, num_rows: int, num_columns: int, bits: int) -> torch.Tensor:
     """int32 `[E, ...]` -> uint8 `[E, out, in]` in packed row order."""
     num_experts, blocks = qweight.size(0), num_columns // BLOCK_COLUMNS
-    flat = qweight.view(num_experts, -1).view(torch.uint8)
+    flat = qweight.flatten(1).view(torch.uint8)
     parts = []
     for first, count in _strips(num_rows):
         height = min(count, STRIP)

@@ -140,9 +140,9 @@ def packed_sizes(name: str, qweight: torch.Tensor, kind: WeightType) -> tuple[in
 
 def check_sizes(name: str, num_rows: int, num_columns: int, gated: bool, way_out: str = "") -> None:
     """ValueError for a matrix of sizes that have no packed form."""
-    if num_columns % 32 or num_rows % (64 if gated else 32):
+    if not num_columns or num_columns % 32 or not num_rows or num_rows % (64 if gated else 32):
         raise ValueError(
-            f"{name} has {num_rows} rows and {num_columns} columns; both must be multiples of 32"
+            f"{name} has {num_rows} rows and {num_columns} columns; both must be multiples of 32, at least 32"
             f"{', and the rows of 64 since gate and up are interleaved' if gated else ''}{way_out}"
         )
 

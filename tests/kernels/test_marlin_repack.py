@@ -66,6 +66,24 @@ def test_unpack_gives_back_what_was_packed(kind: WeightType, group: int, rows: i
         assert all(_same(a, b) for a, b in zip(got, (codes, scales, zeros), strict=True))
 
 
+@pytest.mark.parametrize(("kind", "group"), CASES, ids=lambda v: str(getattr(v, "scalar_type", v)))
+def test_there_may_be_no_experts(kind: WeightType, group: int) -> None:
+    codes, scales, zeros = _weights(kind, group, 0, 96, 256)
+    for input_dtype in (None, torch.float8_e4m3fn):
+        packed = pack_marlin(codes, scales, kind.scalar_type.id, group, zeros, input_dtype=input_dtype)
+        assert packed.qweight.shape[:2] == (0, 256 // 16)
+        got = unpack_marlin(packed, kind.scalar_type.id, group)
+        assert all(_same(a, b) for a, b in zip(got, (codes, scales, zeros), strict=True))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 64), (64, 0)])
+def test_a_matrix_has_rows_and_columns(rows: int, columns: int) -> None:
+    with pytest.raises(ValueError, match=f"^codes has {rows} rows and {columns} columns"):
+        pack_marlin(
+            torch.zeros(2, rows, columns, dtype=torch.uint8), torch.ones(2, rows, 1), scalar_types.uint4b8.id, -1
+        )
+
+
 @pytest.mark.parametrize("columns", [32, 96, 128])
 def test_columns_may_be_any_multiple_of_32(columns: int) -> None:
     kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
