@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.errors import one_of
+from moe_ep.arguments import check_tensors
+from moe_ep.errors import check_whole, one_of
 from moe_ep.scalar_type import ScalarType, scalar_types
 
 # The magnitudes of e2m1 codes 0 to 7; code 8 + i is the negative of code i (OCP Microscaling Formats, section 5.3.3).
@@ -148,6 +149,7 @@ def _float_values(codes: torch.Tensor, scalar_type: ScalarType) -> torch.Tensor:
 # ==== Quantizing plain weights: round to nearest, symmetric, no calibration ====
 
 _TYPES = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}
+_PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def quantize_int(weight: torch.Tensor, bits: int, group_size: int) -> CanonicalWeights:
@@ -164,10 +166,15 @@ def quantize_int(weight: torch.Tensor, bits: int, group_size: int) -> CanonicalW
         codes uint8 `[..., N, K]`, scales `[..., N, K / group_size]` of the weight's dtype, no zero points.
 
     Raises:
-        ValueError: other bits, or a group_size that does not divide K.
+        ValueError: a weight of another dtype, other bits, or a group_size that does not divide K.
+        TypeError: a group_size that is no whole number.
     """
     if bits not in list(_TYPES):  # it may be of any type
         raise ValueError(one_of("bits", bits, [str(known) for known in _TYPES]))
+    check_tensors(weight=weight)
+    if weight.dtype not in _PLAIN_DTYPES:
+        raise ValueError(f"weight is {weight.dtype}; it must be f32, f16 or bf16, as its scales will be")
+    check_whole(group_size=group_size)
     num_columns = weight.shape[-1]
     columns = num_columns if group_size == -1 else group_size
     if columns < 1 or num_columns % columns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -317,3 +319,15 @@ def test_config_names_a_missing_key() -> None:
         quantization_config({"quantization_config": {"quant_method": "gptq", "group_size": 128}})
     with pytest.raises(CheckpointError, match="expected an object"):
         quantization_config({"quantization_config": "gptq"})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e4m3fn])
+def test_what_has_no_scales_of_its_dtype_is_not_quantized(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"^weight is {dtype}"):
+        quantize_int(torch.ones(2, 32).to(dtype), 4, 32)
+
+
+@pytest.mark.parametrize("group_size", ["32", 32.0, None])
+def test_a_group_has_a_whole_number_of_columns(group_size: Any) -> None:
+    with pytest.raises(TypeError, match=f"^group_size is {group_size!r}"):
+        quantize_int(torch.ones(2, 32), 4, group_size)
