@@ -204,13 +204,13 @@ def compute_tokens(
         if leaves_slots:
             return
         if pair.act_dtype is torch.float16 and moe_sum is None:
+            again = hidden_states.to(torch.bfloat16) if row_scales is None else hidden_states
             mul_sum(slots, topk_weights, output, topk_ids, expert_map)
             is_bad = ~output.isfinite().all(dim=1, keepdim=True)
             ids = torch.where(is_bad, topk_ids, -1)
             twin, rows = pair.once(_Bf16Twin), sort_by_expert(ids, pair.num_experts, expert_map)
             twin.refresh(rows.num_tokens)
             slots, hidden = slots.view(torch.bfloat16), hidden.view(torch.bfloat16)
-            again = hidden_states.to(torch.bfloat16) if row_scales is None else hidden_states
             run_experts(slots, again, twin.pair, rows, hidden, partials, row_scales=row_scales)
             results = mul_sum(slots, topk_weights, torch.empty_like(output), ids, expert_map)
             output.copy_(torch.where(is_bad, results, output))

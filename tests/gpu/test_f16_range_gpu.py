@@ -66,6 +66,9 @@ def test_packed_experts(kind: WeightType, group: int, T: int) -> None:
     rows, ids, weights, expected, results = inputs(T, first, second, kind)
     got = fused_marlin_moe(rows, topk_weights=weights, topk_ids=ids, **arguments(first, second, kind))
     assert got.isfinite().all() and relative_error(got, expected) < 0.01
+    of_copy = rows.clone()
+    fused_marlin_moe(of_copy, topk_weights=weights, topk_ids=ids, inplace=True, **arguments(first, second, kind))
+    assert torch.equal(of_copy, got)
     kernel = FusedMoEModularKernel(
         make_prepare_finalize("no_ep", config(T)), MarlinExperts(config(T), quant_config(kind, first, second))
     )
