@@ -11,7 +11,9 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,10 +189,34 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 20) -> None:
         time.sleep(0.01)
 
 
+@contextmanager
+def driven(
+    threads: ThreadPoolExecutor, store: dist.Store, num_ranks: int, members: list[Membership]
+) -> Iterator[tuple[Future[Any], MembershipLog]]:
+    """Drives a gang whose members live in this process, for as long as the block; the future has its results."""
+    over = threading.Event()
+
+    def poll(limit_s: float) -> list[tuple[int, Outcome]]:
+        return [(rank, Outcome(rank)) for rank in log.latest().ranks] if over.wait(limit_s) else []
+
+    outcomes = ElasticOutcomes(
+        store, range(num_ranks), ElasticConfig(), lambda rank: None, lambda rank: None, lambda item: None,
+        replaces=False,
+    )  # fmt: skip
+    log = MembershipLog(store)  # the line above has written epoch 0
+    gang = threads.submit(outcomes.run, poll)
+    try:
+        yield gang, log
+    finally:
+        over.set()
+        for member in members:
+            member.close()
+
+
 def test_a_rank_that_was_refused_leaves_when_it_asks_again() -> None:
     """The others have no memory for its experts at first. Ranks that come later prepare for nothing."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    over, has_room = threading.Event(), threading.Event()
+    has_room = threading.Event()
     prepared: list[tuple[int, int]] = []
     members: list[Membership] = []
 
@@ -213,37 +239,24 @@ def test_a_rank_that_was_refused_leaves_when_it_asks_again() -> None:
         wait_until(lambda: log.last_seen(rank) != first)
         membership.close()
 
-    def poll(limit_s: float) -> list[tuple[int, Outcome]]:
-        return [(rank, Outcome(rank)) for rank in log.latest().ranks] if over.wait(limit_s) else []
-
-    outcomes = ElasticOutcomes(
-        store, range(3), ElasticConfig(), lambda rank: None, lambda rank: None, lambda item: None, replaces=False
-    )
-    log = MembershipLog(store)
-    with ThreadPoolExecutor(1) as threads:
-        gang = threads.submit(outcomes.run, poll)
-        try:
-            for rank in range(3):
-                start_member(rank)
-            members[1].ask_to_leave()
-            wait_until(lambda: len(prepared) == 2 and not log.asked_to_leave())
-            assert log.latest().ranks == (0, 1, 2)
-            come_and_go(3)
-            has_room.set()
-            members[1].ask_to_leave()
-            wait_until(lambda: log.latest().ranks == (0, 2))
-            come_and_go(4)
-            assert sorted(prepared) == [(0, 1), (0, 1), (2, 1), (2, 1)]
-        finally:
-            over.set()
-            for member in members:
-                member.close()
-        assert gang.result(LIMIT_S)[0] == [0, 2]
+    with ThreadPoolExecutor(1) as threads, driven(threads, store, 3, members) as (gang, log):
+        for rank in range(3):
+            start_member(rank)
+        members[1].ask_to_leave()
+        wait_until(lambda: len(prepared) == 2 and not log.asked_to_leave())
+        assert log.latest().ranks == (0, 1, 2)
+        come_and_go(3)
+        has_room.set()
+        members[1].ask_to_leave()
+        wait_until(lambda: log.latest().ranks == (0, 2))
+        come_and_go(4)
+        assert sorted(prepared) == [(0, 1), (0, 1), (2, 1), (2, 1)]
+    assert gang.result(LIMIT_S)[0] == [0, 2]
 
 
 def test_each_request_that_a_rank_leaves_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    is_asked, over = threading.Event(), threading.Event()
+    is_asked = threading.Event()
     members: list[Membership] = []
     said = ""
 
@@ -255,30 +268,17 @@ def test_each_request_that_a_rank_leaves_is_answered(capsys: pytest.CaptureFixtu
 
         wait_until(is_said)
 
-    def poll(limit_s: float) -> list[tuple[int, Outcome]]:
-        return [(rank, Outcome(rank)) for rank in log.latest().ranks] if over.wait(limit_s) else []
-
-    outcomes = ElasticOutcomes(
-        store, range(2), ElasticConfig(), lambda rank: None, lambda rank: None, lambda item: None, replaces=False
-    )
-    log = MembershipLog(store)
-    with ThreadPoolExecutor(3) as threads:
-        gang = threads.submit(outcomes.run, poll)
-        try:
-            for rank in range(2):
-                members.append(Membership(store, rank))
-                members[rank].before_leaving(lambda leaving: wait_until(is_asked.is_set))
-            until_said("control: 127.0.0.1:")
-            address = said.split("control: ")[1].split()[0]
-            asked = [threads.submit(control.ask, address, None, "leave", 1) for _ in range(2)]
-            until_said(f"waiting for the gang at {address}", 2)
-            is_asked.set()
-            assert [answer.result(SOON_S) for answer in asked] == ["rank 1 left: 1 worker"] * 2
-        finally:
-            over.set()
-            for member in members:
-                member.close()
-        assert gang.result(LIMIT_S)[0] == [0]
+    with ThreadPoolExecutor(3) as threads, driven(threads, store, 2, members) as (gang, _):
+        for rank in range(2):
+            members.append(Membership(store, rank))
+            members[rank].before_leaving(lambda leaving: wait_until(is_asked.is_set))
+        until_said("control: 127.0.0.1:")
+        address = said.split("control: ")[1].split()[0]
+        asked = [threads.submit(control.ask, address, None, "leave", 1) for _ in range(2)]
+        until_said(f"waiting for the gang at {address}", 2)
+        is_asked.set()
+        assert [answer.result(SOON_S) for answer in asked] == ["rank 1 left: 1 worker"] * 2
+    assert gang.result(LIMIT_S)[0] == [0]
 
 
 def ask(job: Job, *request: str) -> subprocess.Popen[str]:
