@@ -1,25 +1,26 @@
-// A tile of e4m3 weights and many tokens on Hopper, with tokens as operand A of the tensor cores, where all other tiles
-// of packed experts have weights ("swap AB").
+// Tiles of e4m3 weights and many tokens on Hopper. Tokens are operand A of the tensor cores here; all other tiles of
+// packed experts have weights as A ("swap AB").
 //
-// Nothing has to be widened, so either operand can be A. With tokens as rows of the sums a lane has two of them and many
-// weight rows: scales of tokens are two numbers, and so are those of weights where they are the same in blocks of 128
-// rows, and 128 columns of hidden lie in four lanes. With weights as A it reads the scales of 32 tokens for every product,
-// and multiplies each by its rows'. A warpgroup has 64 tokens at least, though, so tiles of few tokens have weights as A
-// (eight_bit_sm90.cu).
+// e4m3 weights are not widened, so either operand can be A. With tokens as A, a lane's accumulators belong to two
+// tokens and many weight rows. Promotion then needs two token scales, and two weight scales if these are constant in
+// blocks of 128 rows; the 128 columns of hidden that share a scale lie in four lanes. With weights as A, a lane would
+// read the scales of 32 tokens for every product and multiply each by the scale of its row. But a warpgroup computes at
+// least 64 rows of A, so tiles of few tokens keep weights as A (eight_bit_sm90.cu).
 //
-// A warpgroup has 64 tokens x 256 weight rows, as two halves of 128. Packed rows come in quads of two fragments f, in the
-// order of their core matrices (repack.py): 8 rows h = 0 (gate) of either, then h = 1 (up). Sums of lane 4 g + t, of every
-// 8 packed rows: token g, rows 2 t and 2 t + 1; token g + 8. So of a quad a lane has columns 2 t, 2 t + 1, 2 t + 8 and
-// 2 t + 9 of 16 of hidden, or of w2's rows 4 t to 4 t + 3 in either fragment.
+// A warpgroup computes 64 tokens x 256 weight rows, in two halves of 128 rows. Packed rows form quads of two fragments
+// f, in the order of their core matrices (repack.py): 8 rows h = 0 (gate) of each fragment, then 8 rows h = 1 (up). For
+// every 8 packed rows, lane 4 g + t holds the sums of token g with rows 2 t and 2 t + 1, then those of token g + 8. So
+// a lane holds columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of a quad's 16 columns of hidden, or rows 4 t to 4 t + 3 of
+// each fragment of w2.
 //
-// Example: lane 5 of warp 4 has tokens 65 and 73, and columns 2, 3, 10 and 11 of every 16 of hidden.
+// Example: lane 5 of warp 4 holds tokens 65 and 73, and columns 2, 3, 10 and 11 of every 16 of hidden.
 #pragma once
 #include "eight_bit_wgmma.cuh"
 
-// Whether some tiles are computed so; weights with one scale a row, which leaves less to multiply, are no faster then.
+// Whether this build has such tiles. Weights with one scale a row need less promotion and gain nothing from them.
 constexpr bool kMayBeByToken = kFromShared && kGrouped;
 
-// Whether a tile of so many tokens is.
+// Whether a tile of this many tokens has tokens as operand A.
 DEVICE constexpr bool is_by_token(int tokens) { return kMayBeByToken && tokens > 96; }
 
 constexpr int kHalfRows = kTileRows / 2;
@@ -36,13 +37,13 @@ DEVICE int first_token_of_lane() { return threadIdx.x / 32 * 16 + threadIdx.x % 
 
 // ==== Scales of weights ====
 
-// Where a half's scales in a group of columns of a stage lie.
+// Shared address of the scales of half of a tile's rows, for one group of columns of a stage.
 DEVICE u32 row_scales_in(u32 stage, int group, int half) {
   return stage + kScalesPlace + group * kScaleRowBytes + half * kHalfRows * kScaleBytes;
 }
 
-// A bit for every half of every group of a stage, set where all scales of rows h = 0 are the same, and all of h = 1.
-// Called by one warp, of which each lane compares eight.
+// Returns a bit for each half of each group of a stage, set if all rows h = 0 have one scale, and all rows h = 1.
+// One warp calls this; each lane compares eight scales.
 DEVICE u32 find_blocks(u32 stage) {
   int lane = threadIdx.x % 32;
   u32 found = 0;
@@ -59,8 +60,8 @@ DEVICE u32 find_blocks(u32 stage) {
 
 // ==== Products ====
 
-// sums += part times the scales of weight rows and (w2) of tokens. Rows' scales lie at `rows`, or are the pair if kBlock:
-// those of h = 0 and 1.
+// Promotion: sums += part times the scales of weight rows and, in w2, of tokens. With kBlock, `pair` holds the scales
+// of all rows h = 0 and of all rows h = 1; otherwise the scales of the rows lie at `rows`.
 template <int kPhase, bool kBlock>
 DEVICE void promote_by_token(float* sums, const Sum* part, u32 rows, u32 pair, const float (&tokens)[2]) {
   float scales[2][2][2];  // h, row, token
@@ -84,8 +85,8 @@ DEVICE void promote_by_token(float* sums, const Sum* part, u32 rows, u32 pair, c
   }
 }
 
-// All steps of a tile; blocks_of(ring): what find_blocks says of the stage, once it is known. Branches here depend on
-// nothing that the compiler does not know to be the same in all lanes, or each lane would make descriptors (8 % slower).
+// Multiplies all steps of a tile. blocks_of(ring) waits for the result of find_blocks for the current stage. Every
+// branch here is warp-uniform to the compiler; otherwise each lane would build its own descriptors (8 % slower).
 template <int kPhase, typename Ring, typename BlocksOf>
 DEVICE void multiply_by_token(ByToken& sums, int steps, int groups, Ring& ring, BlocksOf blocks_of) {
   constexpr int kBlocks = 4 / kGroups;
@@ -126,7 +127,7 @@ DEVICE void multiply_by_token(ByToken& sums, int steps, int groups, Ring& ring, 
         if (steps > 1) ring.wait_full();
       }
       wgmma_wait<0>();
-      // Columns that the last step lacks multiply zeros, but their scales may be anything.
+      // Columns beyond the last group are zeros, but the scales in their place are undefined.
       if (kGroups > 1 && group >= groups) continue;
       if (blocks >> n & 1) {
         promote_by_token<kPhase, true>(sums[half], part, rows, pair, token_scales);
@@ -140,7 +141,7 @@ DEVICE void multiply_by_token(ByToken& sums, int steps, int groups, Ring& ring, 
 
 // ==== Epilogues ====
 
-// Biases of a lane's rows of the fragment whose 16 rows begin at `first`: [h][row].
+// Loads the biases of a lane's rows of the fragment that begins at row `first`: [h][row].
 template <int kPhase>
 DEVICE void load_biases(const GemmParams& gemm, int expert, int first, float (&bias)[2][2]) {
   int lane = threadIdx.x % 4;
@@ -152,7 +153,8 @@ DEVICE void load_biases(const GemmParams& gemm, int expert, int first, float (&b
   }
 }
 
-// Activates, rounds and stores a tile of hidden; row_scales: of its input rows. Four lanes have a token's 128 columns.
+// Activates, quantizes and stores a tile of hidden; row_scales are those of its input rows. Four lanes share a token's
+// 128 columns.
 DEVICE void store_hidden_by_token(const EightBitParams& params, const Tables& tables, const TileSlice& g,
                                   const u32* row_scales, ByToken& sums) {
   const GemmParams& gemm = params.experts.gemm[0];
@@ -201,8 +203,8 @@ DEVICE void store_hidden_by_token(const EightBitParams& params, const Tables& ta
   }
 }
 
-// A lane has four neighbouring columns of two tokens in either fragment; lanes 2 i and 2 i + 1 swap one, so that each
-// stores eight neighbours.
+// Stores a tile of outputs. A lane holds four neighbouring columns of two tokens in each fragment. Lanes 2 i and
+// 2 i + 1 swap one fragment, so that each stores eight neighbouring columns.
 DEVICE void store_output_by_token(const EightBitParams& params, const TileSlice& g, const u32* output_rows,
                                   ByToken& sums) {
   const GemmParams& gemm = params.experts.gemm[1];

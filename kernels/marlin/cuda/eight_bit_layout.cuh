@@ -1,9 +1,9 @@
-// Rows of activations in 8 bits: where the rows of each expert lie, how they are divided into tiles, and their codes.
+// Layout of activations in 8 bits: where each expert's rows lie, how they are divided into tiles, and their codes.
 //
 // ROWS_INT8 selects the number type: int8 (1) or e4m3 (0). value = code * scale, scale = max |x| / kLargestCode.
-// The rows of an expert follow those of the expert before; each expert starts at a multiple of 16 rows, so that the
-// scales of a tile's rows are copied as a whole. The columns of a row are permuted like those of packed 4-bit weights
-// (repack.py): of every 16 columns, bytes 4 t to 4 t + 3 are columns 2 t, 2 t + 8, 2 t + 1, 2 t + 9.
+// Experts follow each other, and each starts at a multiple of 16 rows, so that one copy fetches the scales of a tile's
+// rows. The columns of a row are permuted like those of packed 4-bit weights (repack.py): in every 16 columns,
+// bytes 4 t to 4 t + 3 hold columns 2 t, 2 t + 8, 2 t + 1, 2 t + 9.
 //
 // Example: experts of 3, 0 and 9 rows: starts 0, 16, 16, 32; firsts 0, 3, 3, 12; one token tile, none, one.
 #pragma once
@@ -13,14 +13,14 @@
 #define TILE_TOKENS 128
 #endif
 
-constexpr int kGroupColumns = 128;  // columns of a pipeline stage, and of `hidden` that share a scale
+constexpr int kGroupColumns = 128;  // columns of a pipeline stage; as many columns of `hidden` share a scale
 constexpr float kLargestCode = ROWS_INT8 ? 127.0f : 448.0f;
 constexpr float kLeastScale = 8.673617379884035e-19f;  // 2^-60
 constexpr int kTileTokens = TILE_TOKENS;               // the most rows of a tile
 constexpr int kStartMultiple = 16;
-constexpr int kTileMultiple = 32;  // of tokens, that a tile multiplies
+constexpr int kTileMultiple = 32;  // a tile's tokens are padded to a multiple of this
 
-// The token tiles of one expert: as few as possible, of about equal size.
+// Divides an expert's rows into as few token tiles as possible, of about equal size.
 struct TokenTiles {
   int count, each;
   DEVICE explicit TokenTiles(int rows) : count((rows + kTileTokens - 1) / kTileTokens), each(kTileTokens) {
@@ -28,13 +28,13 @@ struct TokenTiles {
   }
 };
 
-// Prefix sums over experts, num_experts + 1 numbers each: first row in the 8-bit buffers, first row in the list of
-// sorted ids, first token tile.
+// Prefix sums over experts, num_experts + 1 entries each: the first row in the 8-bit buffers, the first row in the list
+// of sorted ids, and the first token tile.
 struct Tables {
   int *starts, *firsts, *tiles;
   DEVICE Tables(int* memory, int n) : starts(memory), firsts(memory + n + 1), tiles(memory + 2 * (n + 1)) {}
 
-  // Called by one warp; takes 32 experts at a time.
+  // One warp calls this; it handles 32 experts at a time.
   DEVICE void make(const ExpertsParams& p, int lane) {
     int n = p.num_experts, sums[3] = {0, 0, 0};
 #pragma unroll 1
@@ -52,20 +52,21 @@ struct Tables {
   }
 };
 
-// sync: tickets, CTAs that are done, stored tiles of every expert's w13.
+// p.sync holds the ticket counter, the count of finished CTAs, and for each expert the count of stored tiles of w13.
 DEVICE int* ready_flag(const ExpertsParams& p, int expert) { return p.sync + 2 + expert; }
 
-// The scales of a lane's tokens lie together for every 16 of a tile: token 8 j + 2 t + i at 4 t + 2 j + i (j, i < 2).
+// Permutes the scales of every 16 tokens, so that a lane's four lie together: token 8 j + 2 t + i at 4 t + 2 j + i
+// (j, i < 2).
 DEVICE int scale_place(int token) { return token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2; }
 
-// The larger one; NaN if either is NaN, so that a row with a NaN has the scale NaN and its results are NaN too.
+// Maximum that propagates NaN: a row with a NaN gets the scale NaN, and its results are NaN too.
 DEVICE float max_or_nan(float a, float b) {
   float out;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
   return out;
 }
 
-// Two numbers as codes, rounded to nearest even and saturated; the first in the low byte.
+// Converts two numbers to codes, rounded to nearest even and saturated; the first goes to the low byte.
 DEVICE u32 code_pair(float low, float high) {
 #if ROWS_INT8
   u32 out;

@@ -2,29 +2,29 @@
 //
 //   scale[r] = max(max |x[r]| / kLargestCode, 2^-60);  codes[r, permuted k] = round(x[r, k] / scale[r])
 //
-// In: rows of 16-bit numbers, gathered by sorted ids. Out: codes and scales, laid out as eight_bit_layout.cuh says.
-// With SENT_ROWS rows come as codes with one scale; both are copied, bit for bit, to their places.
-// A block quantizes a row at a time and reads it once: every thread keeps 32 columns in registers while the block finds
-// the largest magnitude. The host launches columns / 32 threads, rounded up to whole warps.
+// In: rows of 16-bit numbers, gathered by sorted ids. Out: codes and scales in the layout of eight_bit_layout.cuh.
+// With SENT_ROWS, rows arrive as codes with one scale, and both are copied bit for bit.
+// A block quantizes one row at a time and reads it once: each thread keeps 32 columns in registers while the block
+// reduces the largest magnitude. The host launches columns / 32 threads, rounded up to whole warps.
 //
 // Example (e4m3): a row of 1, 2, 3, ... 128: scale 128 / 448, codes of 3.5, 7, 10.5 (rounded to 10), ... 448.
 #include "eight_bit_layout.cuh"
 #include "number.cuh"
 
-// Whether the rows came in 8 bits.
+// 1: the rows arrive in 8 bits.
 #ifndef SENT_ROWS
 #define SENT_ROWS 0
 #endif
 
-constexpr int kChunk = 16;  // columns that are read together
-constexpr int kChunks = 2;  // of a thread
+constexpr int kChunk = 16;  // columns that a thread reads together
+constexpr int kChunks = 2;  // per thread
 constexpr int kMaxWarps = 32;
 
 struct RowsParams {
   ExpertsParams experts;
   u8* codes;      // [capacity, columns]
   float* scales;  // [capacity]
-  // Of SENT_ROWS: codes are at gemm[0].input; strides of rows, in bytes and in floats.
+  // With SENT_ROWS, codes are at gemm[0].input; the strides of rows are in bytes (codes) and in floats (scales).
   const float* sent_scales;
   i64 sent_stride, sent_scale_stride;
   int capacity;
@@ -46,7 +46,7 @@ struct Columns {
     return most;
   }
 
-  // x / scale, rounded like a division as far as codes of 16-bit numbers can tell.
+  // x / scale. For 16-bit x, the resulting code is that of a correctly rounded division.
   DEVICE float quotient_at(int i, float scale, float inverse) const {
     float x = at(i), q = x * inverse;
     return fmaf(fmaf(-q, scale, x), inverse, q);
@@ -57,13 +57,13 @@ struct Columns {
   }
 };
 
-// Sixteen columns of a row that was sent, in the order of eight_bit_layout.cuh.
+// Permutes sixteen columns of a sent row to the order of eight_bit_layout.cuh.
 DEVICE uint4 in_packed_order(const u32* words) {
   return make_uint4(permute_bytes(words[0], words[2], 0x5140), permute_bytes(words[0], words[2], 0x7362),
                     permute_bytes(words[1], words[3], 0x5140), permute_bytes(words[1], words[3], 0x7362));
 }
 
-// A block copies row `row_id`.
+// The block copies the sent row `row_id` to `row`.
 DEVICE void copy_sent_row(const RowsParams& params, i64 row_id, i64 row) {
   int columns = params.experts.gemm[0].columns, thread = threadIdx.x, threads = blockDim.x;
   const u8* from = reinterpret_cast<const u8*>(params.experts.gemm[0].input) + row_id * params.sent_stride;
@@ -82,7 +82,8 @@ DEVICE void copy_sent_row(const RowsParams& params, i64 row_id, i64 row) {
   if (thread == 0) params.scales[row] = params.sent_scales[row_id * params.sent_scale_stride];
 }
 
-// A block quantizes a row; `largest_of` has room for a number a warp, which other rows do not use until two further on.
+// The block quantizes a row. `largest_of` holds one number for each warp; rows alternate between two such buffers, so
+// one barrier per row suffices.
 DEVICE void quantize_row(const RowsParams& params, i64 row_id, i64 row, float* largest_of) {
   int columns = params.experts.gemm[0].columns, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
   const u16* from = params.experts.gemm[0].input + row_id * columns;

@@ -1,19 +1,19 @@
-// Expert GEMM with int8 rows for every GPU from sm_80 on: PHASE 0 is w13 with the activation, PHASE 1 is w2; one launch
-// each, behind eight_bit_rows.cu.
+// Expert GEMM with int8 rows for every GPU from sm_80 on. PHASE 0 is w13 with the activation, PHASE 1 is w2; each is
+// one launch, after eight_bit_rows.cu.
 //
 //   hidden[r] = act(w13[e] x[r] + b1[e]);  out[r] = w2[e] hidden[r] + b2[e]      for every row r of expert e
 //
 // Layout in and out, tiles, widening, promotion and epilogues are those of eight_bit_sm90.cu (eight_bit_tile.cuh).
-// Warps:       8, all alike: copy, widen, mma.sync m16n8k32, promote. Each has 32 of a tile's 256 weight rows.
-// Pipeline:    ring of kStages shared-memory stages of 128 columns, filled by cp.async, one CTA a multiprocessor.
-// Schedule:    data-parallel: CTAs take whole tiles round robin, those that share weights at about the same time.
+// Warp roles:  all 8 warps copy, widen, multiply (mma.sync m16n8k32) and promote, 32 of a tile's 256 weight rows each.
+// Pipeline:    ring of kStages shared-memory stages of 128 columns, filled by cp.async; one CTA per SM.
+// Schedule:    data-parallel: CTAs take whole tiles round robin, so tiles that share weights run together.
 // Example:     4 tiles on 3 CTAs: CTA 0 computes tiles 0 and 3.
 #include "eight_bit_tile.cuh"
 
 static_assert(ROWS_INT8, "sm_80 does not multiply e4m3");
 
 constexpr int kThreads = kConsumerThreads;
-constexpr int kStages = kBits == 4 ? 3 : 2;  // 99 KB are what the smallest GPUs of these have
+constexpr int kStages = kBits == 4 ? 3 : 2;  // fits the 99 KB of the smallest GPUs (sm_86, sm_89)
 constexpr int kRingBytes = kStages * kStageBytes;
 constexpr int kChunkBytes = 16;
 
@@ -33,7 +33,7 @@ DEVICE void copy_run(u32 to, const u8* from, int num_bytes) {
   }
 }
 
-// The last step may have fewer columns; of tokens those that it lacks become zeros.
+// Fills a stage. The last step may be narrower; the missing columns of tokens become zeros.
 DEVICE void load_stage(const EightBitParams& params, const TileSlice& g, int first_row, int step, u32 stage) {
   const ExpertsParams& p = params.experts;
   const GemmParams& gemm = p.gemm[PHASE];
@@ -72,7 +72,7 @@ DEVICE void multiply_stage(SumsOf<kTileTokens>& sums, u32 stage, int groups) {
   constexpr int kBlocks = 4 / kGroups;
   int lane = threadIdx.x % 32, row = lane % 8;
   LanePlace own;
-  // A quarter of the warp gives the addresses of 8 tokens: two times 8 tokens, two chunks of 16 columns.
+  // ldmatrix: each quarter of the warp addresses 8 tokens, for two groups of 8 tokens x two chunks of 16 columns.
   u32 tokens = stage + kTokensPlace + (lane / 16 * 8 + row) * kGroupColumns + (lane / 8 % 2 ^ row) * kChunkBytes;
   u32 token_scales = token_scales_in(stage);
 #pragma unroll

@@ -3,23 +3,24 @@
 //
 //   hidden[r] = act(w13[e] x[r] + b1[e]);  out[r] = w2[e] hidden[r] + b2[e]      for every row r of expert e
 //
-// ROWS_INT8 1: int8 rows x uint4, uint4b8 or uint8b128 weights, sums in int32. 0: e4m3 rows x e4m3, uint4, uint4b8 or
-// mxfp4 weights, sums in f32.
-// In:  packed weights (repack.py) with scales of GROUPS_PER_STEP groups every 128 columns, or one a row (0);
-//      x as codes with one scale a row (eight_bit_rows.cu). Between: hidden as codes with one scale every 128 columns.
-// Out: rows of sorted ids (params.py), unweighted, 16 bits.
-// Warp roles (12 warps):  0-7 two consumer warpgroups: 128 weight rows x up to 128 tokens each; widen, wgmma, promote,
-//                         epilogue;  8 claims tiles and streams weights;  9 streams tokens;  10 finds where scales of e4m3
-//                         weights are the same, or gives its registers as 11 does.
-// Operands: weights are A, widened from packed codes in registers (mxfp4 to e5m2, with the differences of a row's scales
-//           folded in: eight_bit_widen.cuh), or e4m3 in shared memory as they are; tokens are B, K-major, 128-byte
-//           swizzle. Beside e4m3 weights with scales of groups, tokens are A in tiles of many (eight_bit_by_token.cuh).
+// ROWS_INT8 1: int8 rows x uint4, uint4b8 or uint8b128 weights, accumulated in int32.
+// ROWS_INT8 0: e4m3 rows x e4m3, uint4, uint4b8 or mxfp4 weights, accumulated in f32.
+// Layout in:  packed weights (repack.py) with scales of GROUPS_PER_STEP groups every 128 columns, or one a row (0);
+//             x as codes with one scale a row (eight_bit_rows.cu).
+// Between:    hidden as codes with one scale every 128 columns.
+// Layout out: rows of sorted ids (params.py), unweighted, 16 bits.
+// Warp roles (12 warps):  0-7 are two consumer warpgroups of 128 weight rows x up to 128 tokens each: widen, wgmma,
+//                         promote, epilogue;  8 claims tiles and streams weights;  9 streams tokens;  10 detects
+//                         constant blocks of scales of e4m3 weights;  11 (and 10 otherwise) only frees registers.
+// Operands: weights are A: widened from packed codes in registers (mxfp4 to e5m2, with the distances of a row's scales
+//           folded in: eight_bit_widen.cuh), or e4m3 codes in shared memory. Tokens are B: K-major, 128-byte swizzle.
+//           Tiles of many tokens and e4m3 weights with group scales have tokens as A (eight_bit_by_token.cuh).
 // Pipeline: ring of kStages stages of 128 columns (256 rows of codes, tokens, scales), full/empty mbarriers per stage.
-// Promotion: the tensor cores add up the products of one group of columns, or where weight rows have one scale (mxfp4:
-//            the largest) of two steps in w13 and one in w2; the sum, times the group's scale and (w2) that of its
-//            token, is added to an f32 sum. int8 sums with one scale a row need none in w13: they stay int32.
+// Promotion: the tensor cores accumulate the products of one group of columns. If weight rows have one scale (mxfp4:
+//            the largest), they accumulate two steps in w13 and one in w2. The result, times the group's scale and (w2)
+//            the token's, is added to an f32 sum. w13 of int8 weights with one scale a row needs no promotion.
 // Schedule: data-parallel tiles claimed by an atomic ticket: expert by expert, weight rows, then tokens; w13 before w2.
-//           A tile of w2 waits for all tiles of w13 of its expert, whose tickets are earlier, so their CTAs are running.
+//           A tile of w2 waits for all w13 tiles of its expert; their tickets are earlier, so their CTAs are running.
 // Epilogue of w13: gate and up rows alternate, so 256 rows make 128 columns of hidden, one scale group of every token.
 // Sums are made in a fixed order: same input, same bits.
 //
@@ -57,7 +58,7 @@ DEVICE Tables tables_of(u8* memory, int n) {
   return Tables(reinterpret_cast<int*>(memory + kRingBytes + sizeof(Shared)), n);
 }
 
-// The position of a warp in the ring; all it keeps are a shared address and two counters.
+// A warp's position in the ring: a shared address and two counters, which is all that stays in registers.
 struct Ring {
   // The first members of Shared.
   static constexpr int kFullPlace = kRingBytes, kEmptyPlace = kFullPlace + kStages * 8,
@@ -70,7 +71,7 @@ struct Ring {
   DEVICE void wait_full() { barrier_wait_at<kFullPlace>(address + 8 * stage, parity); }
   DEVICE void wait_found() { barrier_wait_at<kFoundPlace>(address + 8 * stage, parity); }
   DEVICE void wait_empty() { barrier_wait_at<kEmptyPlace>(address + 8 * stage, parity ^ 1); }
-  // By a warp that has read a stage.
+  // A warp calls this when it has read a stage.
   DEVICE void release(int stage) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive_at<kEmptyPlace>(address + 8 * stage);
@@ -90,8 +91,9 @@ DEVICE TileSlice slice_of(const ExpertsParams& p, const Tables& tables, int tick
   return tile_of(p, tables, phase, ticket - (phase ? first : 0));
 }
 
-// Codes of a step of a tile's weights. Those that wgmma reads are one box of a tensor for either half of the rows, with
-// zeros beyond the columns; of rows beyond the expert's they have whatever follows.
+// Copies the codes of one step of a tile's weights. Codes that wgmma reads from shared memory come as one tensor box
+// for each half of the rows. Columns beyond the last are zeros; rows beyond the expert's last hold whatever follows in
+// memory.
 DEVICE int bytes_of_codes(int rows, int columns) {
   return kFromShared ? kTokensPlace : rows / 64 * (64 * columns * kBits / 8);
 }
@@ -112,7 +114,7 @@ DEVICE void copy_codes(const EightBitParams& params, const TileSlice& g, int row
   }
 }
 
-// Claims tiles and streams the codes, scales and zero points of their weights. The last step may have fewer columns.
+// Claims tiles and streams the codes, scales and zero points of their weights. The last step may be narrower.
 DEVICE void run_weight_thread(const EightBitParams& params, const Tables& tables, Shared& shared, Ring ring) {
   const ExpertsParams& p = params.experts;
   int total = tiles_of(p, tables, 0) + tiles_of(p, tables, 1);
@@ -147,7 +149,7 @@ DEVICE void run_weight_thread(const EightBitParams& params, const Tables& tables
   push_slice(shared, none, index, parity);
 }
 
-// Streams the tokens of a tile, zeros beyond their columns, and in w2 their scales.
+// Streams the tokens of a tile and, in w2, their scales. Columns beyond the last are zeros.
 DEVICE void run_token_thread(const EightBitParams& params, const Tables& tables, Shared& shared, const TileSlice& g,
                              Ring& ring) {
   const ExpertsParams& p = params.experts;
@@ -174,7 +176,7 @@ DEVICE void run_token_thread(const EightBitParams& params, const Tables& tables,
   }
 }
 
-// Finds of every stage of a tile which rows' scales are the same, where tokens are operand A.
+// Runs find_blocks on every stage of a tile that has tokens as operand A.
 DEVICE void run_scale_warp(const EightBitParams& params, Shared& shared, const TileSlice& g, Ring& ring) {
   for (int step = 0; step < steps_of(params.experts, g.phase); step++, ring.advance()) {
     ring.wait_full();
@@ -189,7 +191,7 @@ DEVICE void run_scale_warp(const EightBitParams& params, Shared& shared, const T
 
 // ==== Products ====
 
-// One block of 32 columns; weights in registers, or in shared memory from a descriptor on.
+// Multiplies one block of 32 columns; the weights are in registers, or in shared memory at a descriptor.
 template <int kTokens>
 DEVICE void multiply_block(Sum* part, const u32* weights, u64 first_weights, u64 tokens, int block, int adds) {
   if constexpr (kFromShared) {
@@ -199,9 +201,9 @@ DEVICE void multiply_block(Sum* part, const u32* weights, u64 first_weights, u64
   }
 }
 
-// All steps of a tile whose weight rows have several scales, or whose weights lie in shared memory. A warp has two times
-// 16 rows, and groups of columns in a step: each is multiplied, then promoted, so that unpromoted sums take half the
-// registers. What the next one needs is read while the tensor cores multiply.
+// Multiplies all steps of a tile whose weight rows have several scales, or whose weights lie in shared memory. Each
+// half of a warp's rows and each group of a step is multiplied and promoted by itself, so that unpromoted sums take
+// half as many registers. Packed weights of the next product are read while the tensor cores multiply.
 template <int kTokens, int kPhase>
 DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ring) {
   constexpr int kBlocks = 4 / kGroups;
@@ -252,9 +254,10 @@ DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, int groups, Ring& ri
   }
 }
 
-// kSteps steps of a tile whose weight rows have one scale: for either half of a warp's rows the tensor cores add up the
-// products of all their columns, which are then promoted. While they multiply a block of columns, the next one is
-// widened; `of_half` has the first one, and in the end that of the next step, if there is one.
+// Multiplies kSteps steps of a tile whose weight rows have one scale. The tensor cores accumulate all these columns for
+// one half of a warp's rows, then for the other; each is promoted once. While they multiply a block of columns, the
+// next block is widened. `of_half` holds the first block at entry, and at exit the first of the next step, if there is
+// one.
 template <int kTokens, int kPhase, int kSteps>
 DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int groups, bool is_last,
                            Packed<1> (&of_half)[1], const LanePlace& own, u32 first_tokens, Ring& ring) {
@@ -299,8 +302,8 @@ DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int g
   }
 }
 
-// The same with both halves at once, so that three products are in flight while the next blocks are widened; for as few
-// tokens as leave registers for two sums. `of_halves` has the first block of either.
+// The same with both halves at once, so that three products are in flight while the next blocks are widened. Registers
+// suffice for both accumulators only if tokens are few. `of_halves` holds the first block of each half.
 template <int kTokens, int kPhase, int kSteps>
 DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int groups, bool is_last,
                            Packed<1> (&of_halves)[2], const LanePlace& own, u32 first_tokens, Ring& ring) {
@@ -338,9 +341,9 @@ DEVICE void multiply_steps(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int g
   ring.release((ring.stage + kStages - 1) % kStages);
 }
 
-// All steps of a tile whose weights have per-channel scales: one a weight row, as mxfp4 does once differences are folded.
-// In w2 tokens have a scale in every step; in w13 two steps are promoted together, and no more, since the tensor cores
-// round sums to fewer bits than f32 has (four were no faster).
+// Multiplies all steps of a tile whose weights have one scale a row, as mxfp4 has after folding. In w2, tokens have a
+// scale in every step, so every step is promoted. In w13, two steps are promoted together; not more, since tensor cores
+// accumulate with fewer bits than f32 has (and four steps were no faster).
 template <int kTokens, int kPhase>
 DEVICE void multiply_tile_per_channel(SumsOf<kTokens>& sums, const u32 (&offsets)[2], int steps, int groups,
                                       Ring& ring) {
@@ -360,7 +363,7 @@ DEVICE void multiply_tile_per_channel(SumsOf<kTokens>& sums, const u32 (&offsets
   }
 }
 
-// w13 in int8 with one scale a row: int32 sums of all columns, exact, which need no promotion.
+// w13 of int8 weights with one scale a row: int32 accumulators hold exact sums over all columns, without promotion.
 template <int kTokens>
 DEVICE void multiply_tile_exactly(SumsOf<kTokens>& result, int steps, Ring& ring) {
   LanePlace own;
@@ -397,8 +400,8 @@ DEVICE void multiply_tile_exactly(SumsOf<kTokens>& result, int steps, Ring& ring
 
 // ==== Epilogues ====
 
-// What a tile's epilogue reads of every token is copied to shared memory while the products are made, by the thread of
-// the token's number in the warpgroup: the scale of the input row in w13, the output row in w2.
+// Copies what a tile's epilogue needs of each token to shared memory while the tensor cores multiply: the scale of its
+// input row in w13, its output row in w2. Thread i of a warpgroup copies that of token i.
 template <int kPhase>
 DEVICE void fetch_of_token(const EightBitParams& params, const Tables& tables, Shared& shared, const TileSlice& g,
                            int parity) {
@@ -410,7 +413,7 @@ DEVICE void fetch_of_token(const EightBitParams& params, const Tables& tables, S
   copy_async_4(shared_address(&shared.of_token[parity][threadIdx.x / 128][token]), from);
 }
 
-// Waits until the warpgroup's tokens are there.
+// Waits for the copies of all threads of the warpgroup.
 DEVICE const u32* wait_of_token(Shared& shared, int parity) {
   copies_async_wait();
   if (threadIdx.x < 128) {
@@ -470,7 +473,7 @@ DEVICE void run_tile(const EightBitParams& params, const Tables& tables, Shared&
   }
 }
 
-// Takes the code for the least number of tokens that is enough, from kTokens on.
+// Dispatches to the smallest instantiation, from kTokens on, that has room for the tile's tokens.
 template <int kTokens, int kPhase>
 DEVICE void run_tokens(const EightBitParams& params, const Tables& tables, Shared& shared, const TileSlice& g,
                        int parity, Ring& ring) {
@@ -507,7 +510,7 @@ DEVICE void init_barriers(Shared& shared) {
   asm volatile("fence.mbarrier_init.release.cluster;");
 }
 
-// The last CTA to finish leaves all flags zero for the next launch.
+// The last CTA to finish resets all flags for the next launch.
 DEVICE void leave(const ExpertsParams& p) {
   __syncthreads();
   bool is_last = threadIdx.x == 0 && add_acquire_release_gpu(p.sync + 1, 1) == (int)gridDim.x - 1;

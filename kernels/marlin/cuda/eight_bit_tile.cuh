@@ -1,12 +1,13 @@
-// A tile of experts with 8-bit rows as the kernels for sm_90 and sm_80 share it: a pipeline stage, widening what a lane
-// reads of it, promotion of sums, the epilogues.
+// A tile of experts with 8-bit rows, shared by the kernels for sm_90 and sm_80: pipeline stages, widening of weights,
+// promotion of sums, epilogues.
 //
-// A tile is 256 weight rows (operand A, in registers) x up to kTileTokens tokens (operand B); eight warps have 32 rows
-// each, as two times 16. Of the weights a lane has rows g and g + 8, columns 4 t to 4 t + 3, then the same 16 columns
-// further on; its sums lie as in wgmma.cuh.
-// Promotion: the tensor cores add up the products of one group of columns, or of several steps where a weight row has one
-// scale and (w13) a token too; the sum, times the scales of its weight row, if it has several, and (w2) of its token,
-// is added to an f32 sum. mxfp4 has one scale a row here: the largest, others are folded into the operands.
+// A tile is 256 weight rows (operand A, in registers) x up to kTileTokens tokens (operand B). Each of eight warps
+// computes 32 rows, as two halves of 16. Lane 4 g + t holds rows g and g + 8 of the weights, columns 4 t to 4 t + 3,
+// then the same 16 columns further on; its accumulators lie as in wgmma.cuh.
+// Promotion: the tensor cores accumulate the products of one group of columns, or of several steps where a weight row
+// and (in w13) a token have a single scale. The result is multiplied by the scales of its weight row, if there are
+// several, and (in w2) of its token, and added to an f32 sum. mxfp4 has one scale a row here, its largest; the
+// distances of the others are folded into the operands.
 // Epilogue of w13: gate and up rows alternate, so 256 rows make 128 columns of hidden, one scale group of every token.
 #pragma once
 #include "eight_bit_layout.cuh"
@@ -34,12 +35,13 @@ constexpr int kGroups = kGrouped ? GROUPS_PER_STEP : 1;      // of a step
 constexpr bool kPromotesGroups = kGrouped && !kFoldsScales;  // each with its own scale
 constexpr int kBlockColumns = 32;                            // of a product of the tensor cores
 
-// e4m3 weights are operands as they are: wgmma takes them from shared memory, where each half of a tile's rows lies in
-// blocks of 32 columns.
+// e4m3 weights are operands without widening: wgmma reads them from shared memory, where each half of a tile's rows
+// lies in blocks of 32 columns.
 constexpr bool kFromShared = WEIGHT_TYPE == FLOAT8_E4M3 && !ROWS_INT8;
 constexpr int kHalfBlockBytes = kTileRows / 2 * kBlockColumns;
 
-// Codes of weights (repack.py), of tokens (wgmma.cuh), scales and zero points of weights, scales of tokens.
+// A stage holds codes of weights (repack.py), codes of tokens (wgmma.cuh), scales and zero points of weights, and
+// scales of tokens.
 constexpr int kStripBytes = 64 * kGroupColumns * kBits / 8;  // 64 rows x 128 columns
 constexpr int kScaleRowBytes = kTileRows * kScaleBytes;
 constexpr int kTokensPlace = kTileRows / 64 * kStripBytes;
@@ -62,7 +64,7 @@ struct TileSlice {
   int phase, expert, first_row, first_token, tokens;  // phase -1: there are no more
 };
 
-// What the epilogue of w13 needs of shared memory.
+// Shared memory of the epilogue of w13.
 struct Largest {
   float of_warp[kConsumerWarps][kTileTokens];  // magnitudes of a tile's results
   float inverse_scale[kTileTokens];
@@ -76,7 +78,7 @@ DEVICE int tiles_of(const ExpertsParams& p, const Tables& tables, int phase) {
   return tables.tiles[p.num_experts] * row_tiles_of(p, phase);
 }
 
-// A tile of a phase: expert by expert, then weight rows, then tokens.
+// Tile number `tile` of a phase. Tiles are ordered by expert, then by weight rows, then by tokens.
 DEVICE TileSlice tile_of(const ExpertsParams& p, const Tables& tables, int phase, int tile) {
   TileSlice g;
   g.phase = phase;
@@ -91,7 +93,7 @@ DEVICE TileSlice tile_of(const ExpertsParams& p, const Tables& tables, int phase
   return g;
 }
 
-// Where a lane's codes and scales are in a stage.
+// Offsets of a lane's codes and scales in a stage.
 struct LanePlace {
   u32 codes, scales;
   DEVICE LanePlace() {
@@ -101,8 +103,8 @@ struct LanePlace {
   }
 };
 
-// What a lane reads of a stage for one group of products: 16 weight rows x kBlocks x 32 columns, their scales, zero
-// points. Scales that are folded into the operands are one for every block.
+// A lane's part of the packed weights of 16 rows x kBlocks blocks of 32 columns: codes, scales, zero points. Scales
+// that are folded into the operands are one for each block.
 template <int kBlocks>
 struct Packed {
   u32 codes[kBlocks][kBits / 2];
@@ -120,14 +122,14 @@ struct Packed {
     if constexpr (kHasZeros) zeros = load_shared_u32(scales_from + kZerosPlace - kScalesPlace);
   }
 
-  // Half `half` (16 rows) of a warp's rows; kBlocks of a step's columns from block `block` on.
+  // Loads half `half` (16 rows) of a warp's rows, kBlocks blocks of columns from block `block` on.
   DEVICE void load_part(u32 stage, const LanePlace& own, int half, int block) {
     int group = kGrouped ? block * kGroups / 4 : 0;
     load(stage + own.codes + fragment_place(half) + block * 4 * kFragmentBytes,
          stage + own.scales + half * 16 * kScaleBytes + group * kScaleRowBytes);
   }
 
-  // Makes the operands' exponents of e8m0 scales. A step may lack groups, whose bytes are anything.
+  // Turns e8m0 scales into exponents of the operands. Groups beyond the last one have undefined bytes.
   DEVICE void fold_scales(u32 offsets, bool are_there) {
     if constexpr (kFoldsScales) {
 #pragma unroll
@@ -159,7 +161,7 @@ struct Packed {
 
 // ==== Sums ====
 
-// Sums of a lane: [16 of its warp's 32 rows][8 tokens][row g, row g + 8][two tokens].
+// Accumulators of a lane: [half of the warp's 32 rows][8 tokens][row g, row g + 8][two tokens].
 template <int kTokens, typename T = float>
 using SumsOf = T[2][kTokens / 2];
 
@@ -169,10 +171,10 @@ DEVICE void clear(T (&sums)[2][kCount]) {
   for (int i = 0; i < 2 * kCount; i++) sums[i / kCount][i % kCount] = 0;
 }
 
-// Where the scales of a lane's tokens begin in a stage of w2, four of every 16.
+// Shared address of the first scales of a lane's tokens in a stage of w2; a lane has four of every 16 tokens.
 DEVICE u32 token_scales_in(u32 stage) { return stage + kTokenScalesPlace + threadIdx.x % 4 * 16; }
 
-// sums += part times the scales of the lane's rows, where they have several, and (w2) of the tokens.
+// sums += part times the scales of the lane's rows, if a row has several, and, in w2, of the tokens.
 template <int kTokens, int kPhase>
 DEVICE void promote(float* sums, const Sum* part, float low, float high, u32 token_scales) {
 #pragma unroll
@@ -188,12 +190,12 @@ DEVICE void promote(float* sums, const Sum* part, float low, float high, u32 tok
   }
 }
 
-// The first of a lane's two rows of 16, among all of an expert.
+// The first of a lane's two rows of a half, counted within the expert.
 DEVICE int lane_row(const TileSlice& g, int half) {
   return g.first_row + threadIdx.x / 32 * 32 + half * 16 + threadIdx.x % 32 / 4 * 2;
 }
 
-// Bytes of the largest scales of rows g (low) and g + 8.
+// The largest scales of rows g (low byte) and g + 8 (high byte), as e8m0.
 DEVICE u32 largest_scales_of(const EightBitParams& params, const TileSlice& g, int half) {
   const GemmParams& gemm = params.experts.gemm[g.phase];
   int row = lane_row(g, half);
@@ -201,7 +203,7 @@ DEVICE u32 largest_scales_of(const EightBitParams& params, const TileSlice& g, i
   return *reinterpret_cast<const u16*>(gemm.zeros + g.expert * (i64)gemm.rows + row);
 }
 
-// What the sums of rows g and g + 8 are multiplied by at last: the unit of codes, and scales that are one a row.
+// The epilogue's factors for rows g and g + 8: the unit of codes, and the scale of a row that has only one.
 DEVICE SumScale sum_scale_of(const EightBitParams& params, const TileSlice& g, int half) {
   SumScale unit = {kCodeUnit, kCodeUnit};
   if constexpr (kFoldsScales) {
@@ -227,7 +229,7 @@ DEVICE void multiply_by_alphas(const GemmParams& gemm, int expert, float (&facto
 
 // ==== Epilogue of w13: activation, scales, codes ====
 
-// Activated results in place of the sums of gates: [16 rows][8 tokens][row g][two tokens]; zeros beyond the last row.
+// Replaces the sums of gate rows by activated results [half][8 tokens][row g][two tokens], zero beyond the last row.
 template <int kTokens>
 DEVICE void activate_sums(const EightBitParams& params, const TileSlice& g, const u32* row_scales,
                           SumsOf<kTokens>& sums) {
@@ -259,7 +261,8 @@ DEVICE void activate_sums(const EightBitParams& params, const TileSlice& g, cons
   }
 }
 
-// Of 2 x kCount maxima, a lane leaves one half to the lane at the distance and takes the other; returns where that begins.
+// One step of a butterfly reduction of 2 x kCount maxima: a lane hands one half to the lane at kDistance and keeps the
+// other. Returns the index at which the kept half begins.
 template <int kCount, int kDistance>
 DEVICE int share_maxima(float* largest) {
   bool upper = threadIdx.x & kDistance;
@@ -271,12 +274,13 @@ DEVICE int share_maxima(float* largest) {
   return upper ? kCount : 0;
 }
 
-// The scale of a tile's 128 columns of hidden for every token: its inverse in shared memory, itself in hidden_scales.
+// Computes the scale of each token's 128 columns of hidden in this tile: the inverse goes to shared memory, the scale
+// to hidden_scales.
 template <int kTokens>
 DEVICE void find_scales(const EightBitParams& params, Largest& largest_of, const TileSlice& g, int row,
                         SumsOf<kTokens>& sums) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Eight lanes have the same tokens. Each step halves how many of them a lane has still to do with.
+  // Eight lanes share the same tokens. Each step of the reduction halves the tokens that a lane handles.
   float largest[kTokens / 4];
 #pragma unroll
   for (int n = 0; n < kTokens / 4; n++) {
@@ -304,7 +308,7 @@ DEVICE void find_scales(const EightBitParams& params, Largest& largest_of, const
   named_barrier<1, kConsumerThreads>();
 }
 
-// Activates, rounds and stores a tile of hidden; row_scales: of its input rows.
+// Activates, quantizes and stores a tile of hidden; row_scales are those of its input rows.
 template <int kTokens>
 DEVICE void store_hidden(const EightBitParams& params, const Tables& tables, Largest& largest_of, const TileSlice& g,
                          const u32* row_scales, SumsOf<kTokens>& sums) {
@@ -317,8 +321,8 @@ DEVICE void store_hidden(const EightBitParams& params, const Tables& tables, Lar
 #pragma unroll
   for (int j = 0; j < kTokens / 8; j++) {
     const float2 inverse = *reinterpret_cast<const float2*>(&largest_of.inverse_scale[8 * j + lane % 4 * 2]);
-    // Columns g and g + 8 of either token side by side; after the transpose a lane has columns 2 t, 2 t + 8, 2 t + 1 and
-    // 2 t + 9 of one token.
+    // Columns g and g + 8 of either token side by side; after the transpose a lane has columns 2 t, 2 t + 8, 2 t + 1
+    // and 2 t + 9 of one token.
     u32 first = code_pair(sums[0][4 * j] * inverse.x, sums[1][4 * j] * inverse.x);
     u32 second = code_pair(sums[0][4 * j + 1] * inverse.y, sums[1][4 * j + 1] * inverse.y);
     u32 codes = transpose_8x8(first | second << 16);
@@ -328,8 +332,8 @@ DEVICE void store_hidden(const EightBitParams& params, const Tables& tables, Lar
 
 // ==== Epilogue of w2 ====
 
-// A lane has four neighbouring columns of a token in either half of its warp's 32; lanes 2 i and 2 i + 1 swap one, so
-// that each stores eight neighbours.
+// Stores a tile of outputs. A lane holds four neighbouring columns of a token in each half of its warp's 32. Lanes 2 i
+// and 2 i + 1 swap one half, so that each stores eight neighbouring columns.
 template <int kTokens>
 DEVICE void store_output(const EightBitParams& params, const TileSlice& g, const u32* output_rows,
                          SumsOf<kTokens>& sums) {

@@ -1,13 +1,14 @@
-// The tensor cores' products of 8-bit numbers on Hopper: 64 rows of operand A x kColumns of operand B over 32 columns of
-// both (wgmma.m64nNk32). Sums of a lane lie as in wgmma.cuh.
+// wgmma of 8-bit numbers on Hopper: 64 rows of operand A x kColumns rows of operand B over 32 columns of both
+// (wgmma.m64nNk32). A lane's accumulators lie as in wgmma.cuh.
 //
-// Operands in shared memory are swizzled, as tokens (wgmma.cuh), or e4m3 weights as they are packed: core matrices of
-// 8 rows x 16 bytes, of which two 16-byte columns are 128 bytes apart (repack.py).
+// Operands in shared memory are either swizzled, like tokens (wgmma.cuh), or e4m3 weights in their packed order without
+// swizzle: core matrices of 8 rows x 16 bytes; the two 16-byte columns of a product are 128 bytes apart (repack.py).
 #pragma once
 #include "eight_bit_tile.cuh"
 #include "wgmma.cuh"
 
-// Low half of the descriptor of weights at a shared address, and the high half for 8 rows so many bytes apart.
+// The descriptor of weights without swizzle: its low half for a shared address, and its high half for groups of 8 rows
+// that are eight_rows bytes apart.
 DEVICE u32 plain_descriptor(u32 address) { return (address & 0x3ffff) >> 4 | (128 / 16) << 16; }
 DEVICE constexpr u64 plain_descriptor_high(int eight_rows) { return u64(eight_rows / 16) << 32; }
 
@@ -25,11 +26,11 @@ DEVICE constexpr u64 plain_descriptor_high(int eight_rows) { return u64(eight_ro
 #endif
 #endif
 
-// d = a * b, added to d if `adds`; a in registers.
+// d = a * b, or d += a * b if `adds`; operand a is in registers.
 template <int kColumns>
 DEVICE void wgmma_eight_bit(Sum* d, const u32* a, u64 b, int adds);
 
-// The same with both in shared memory.
+// The same with both operands in shared memory.
 template <int kColumns>
 DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b, int adds);
 
@@ -38,7 +39,7 @@ DEVICE void wgmma_eight_bit(Sum* d, u64 a, u64 b, int adds);
       SUM_CONSTRAINT(d[i + 4]), SUM_CONSTRAINT(d[i + 5]), SUM_CONSTRAINT(d[i + 6]), SUM_CONSTRAINT(d[i + 7])
 #define THIRTY_TWO(i) EIGHT(i), EIGHT(i + 8), EIGHT(i + 16), EIGHT(i + 24)
 
-// Behind the places of the sums those of a, b and adds.
+// `list` names the operands of the accumulators; those of a, b and adds follow.
 #define WGMMA_EIGHT_BIT(n, list, a0, a1, a2, a3, place, adds_place, ...)                                           \
   template <>                                                                                                      \
   DEVICE void wgmma_eight_bit<n>(Sum * d, const u32* a, u64 b, int adds) {                                         \
