@@ -7,16 +7,17 @@ A balanced pass, on every rank alike:
     copies in flight, beside the rows                                         of any tensors, as bytes
     dispatch -> experts in resident and scratch slots -> combine              as in any other pass
 
-Rows go to ids that number the slots of all ranks, scratch slots behind a rank's resident ones: the ids of a layer that
-has more experts. So dispatch and combine are an ordinary backend for that layer, and the experts are two of the layer's
-own kind, one for the resident weights and one for the scratch slots. All layers of a process whose experts have the
-same tensors share their scratch slots.
+Rows are addressed by slot ids that number each rank's resident slots and, behind them, its scratch slots. These are the
+ids of a layer with more experts, so an ordinary backend for such a layer dispatches and combines. The experts are two
+objects of the layer's own kind, one for the resident weights and one for the scratch slots. All layers of a process
+whose experts have the same tensors share their scratch slots.
 
-A rank whose weights are replaced makes its experts anew: alone, unless peers keep the addresses of its experts. The
-backend and what decides whether a batch is balanced are common to all ranks, and stay until the layer has other ranks.
+A rank whose weights are replaced makes its experts anew. It does so alone, unless peers keep the addresses of its
+experts. The backend, and the state that decides whether a batch is balanced, are the same on all ranks and stay until
+the layer's ranks change.
 
-What one row gives does not depend on where it is computed. A token's sum is made in another order, because the results
-of one rank are added first; in a batch-invariant layer it has the same bits too.
+The result of a row does not depend on the rank that computes it. A token's sum is added in another order, because the
+results of one rank are added first; in a batch-invariant layer even the sum has the same bits.
 """
 
 from __future__ import annotations
@@ -64,13 +65,14 @@ CHOICES = ("auto", "off")
 
 @dataclass(frozen=True, kw_only=True)
 class _Rates:
-    """What decides whether balancing pays.
+    """The rates by which a balancer estimates whether balancing pays.
 
     Attributes:
-        link_bytes_per_s, flops_per_s: bytes out of a rank, and operations of its experts.
-        plan_s: what exchange and plan of an even batch take.
-        plan_share: of the time of a batch's rows, what they may take.
-        probed_share: the same for batches that are balanced only while copies are made, and to see whether they are.
+        link_bytes_per_s: bytes that a rank can send.
+        flops_per_s: operations of a rank's experts.
+        plan_s: time of the exchange and the plan of an even batch.
+        plan_share: the share of a batch's compute time that exchange and plan may take.
+        probed_share: the same for smaller batches, which are balanced only as probes and while copies are made.
     """
 
     link_bytes_per_s: float
@@ -80,27 +82,28 @@ class _Rates:
     probed_share: float
 
 
-# gloo over loopback, f32 products of one core, plans at EP 8. About 0.3 of the busiest rank's rows are taken away.
+# gloo over loopback, f32 products of one core, plans at EP 8. Balancing removes about 0.3 of the busiest rank's rows.
 _OF_CPUS = _Rates(link_bytes_per_s=1e9, flops_per_s=30e9, plan_s=0.01, plan_share=0.3, probed_share=0.3)
 # NVLink between H200s, and bf16 products as the experts reach them (docs/benchmarks). An even batch gains nothing.
 _OF_GPUS = _Rates(link_bytes_per_s=290e9, flops_per_s=650e12, plan_s=28e-6, plan_share=0.01, probed_share=0.02)
-# A layer is asked before its weights are there, too.
+# "meta": the rates are also needed before a layer has its weights.
 _RATES = {"cuda": _OF_GPUS, "cpu": _OF_CPUS, "meta": _OF_CPUS}
-# One of so many batches is probed.
+# One batch in this many is a probe.
 _PROBE_EVERY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchBalance:
-    """When a layer balances a batch by its own counts, and with what.
+    """Configures when a layer balances a batch by its own counts, and with how many scratch slots.
 
     Attributes:
         spare_slots: scratch slots of each rank, shared by all layers of one kind.
-        min_rows: rows (tokens times top_k) of the rank that has most, from which on a batch is balanced; None for as
-            many as pay for the plan. On GPUs over NVSHMEM their experts take 100 times as long; from half of that on
-            batches are balanced that follow one with copies, and one of 16. Over NCCL none is.
-        copy_cost_rows: rows that a copy must take off the busiest rank; None for as many as are computed in the time
-            that an expert is sent in.
+        min_rows: a batch is balanced if its busiest rank has at least this many rows (tokens times top_k). None
+            chooses the number that pays for the plan. On GPUs over NVSHMEM, that is where the experts take 100 times as
+            long as the plan; from half of it on, batches are balanced that follow one with copies, and one in 16. Over
+            NCCL no batch is.
+        copy_cost_rows: the least rows that a copy must take off the busiest rank. None chooses the number of rows that
+            are computed in the time that sending an expert takes.
 
     Raises:
         ValueError: a number out of its range.
@@ -129,10 +132,10 @@ class BatchBalance:
 
 
 class BatchBalancer:
-    """Balances the batches of one layer, to which its quantization method belongs.
+    """Balances the batches of one layer; the layer's quantization method owns it.
 
     Attributes:
-        had_copies: whether the last batch that was balanced had copies, on any rank.
+        had_copies: whether the last balanced batch had copies on any rank.
     """
 
     def __init__(self, method: FusedMoEMethodBase, options: BatchBalance) -> None:
@@ -144,7 +147,7 @@ class BatchBalancer:
 
     @classmethod
     def make(cls, method: FusedMoEMethodBase, choice: str | BatchBalance) -> BatchBalancer | None:
-        """None where it is off, or ranks do not hold whole experts that can move and no others."""
+        """Returns None if balancing is off, the layer has no EP ranks, or its experts cannot move between them."""
         options, config = BatchBalance.of(choice), method.moe_config
         parallel = config.moe_parallel_config
         if options is None or not (parallel.use_all2all and parallel.ep_size > 1):
@@ -158,7 +161,7 @@ class BatchBalancer:
         return {**self.__dict__, "_transport": None, "_parts": None}
 
     def forget(self) -> None:
-        """Drops what was made for the layer's kernels; maybe on this rank alone."""
+        """Drops what was made for the layer's kernels. A rank may call it alone."""
         self._parts = None
 
     def regroup(self) -> None:
@@ -167,10 +170,12 @@ class BatchBalancer:
         self._transport = self._parts = None
 
     def min_rows(self, device: torch.device, on_device: bool) -> tuple[int, int] | None:
-        """Rows of the rank that has most, from which on a batch may be balanced, and is; None for never.
+        """Returns the rows of the busiest rank from which on a batch may be balanced, and from which on it always is.
+
+        None if no batch is balanced.
 
         Args:
-            on_device: of the exchange. Where the host of a GPU plans, no batch pays for its wait.
+            on_device: whether the exchange stays on the GPU. If the host plans, no batch on a GPU pays for the wait.
         """
         least = self.options.min_rows
         if least is not None:
@@ -181,8 +186,9 @@ class BatchBalancer:
         return int(rates.plan_s / (rates.probed_share * row_s)), int(rates.plan_s / (rates.plan_share * row_s))
 
     def takes(self, most_rows: int, least: tuple[int, int]) -> bool:
-        """Whether a batch is balanced, of which no rank has more rows. All ranks ask alike, once a batch, and know
-        alike what it depends on.
+        """Whether a batch whose busiest rank has most_rows rows is balanced.
+
+        All ranks ask once for each batch and get the same answer, which depends on state that they share.
 
         Args:
             least: from `min_rows`.
@@ -195,7 +201,7 @@ class BatchBalancer:
         return self.had_copies or self._num_probed % _PROBE_EVERY == 1
 
     def _row_s(self, device: torch.device) -> float:
-        """Seconds that one row takes one rank."""
+        """Seconds in which a rank computes one row."""
         return self._row_flops / _RATES[device.type].flops_per_s
 
     @functools.cached_property
@@ -268,7 +274,7 @@ class BatchBalancer:
         return parts
 
     def _physical_to_logical(self, layer: MoELayer, device: torch.device) -> torch.Tensor:
-        """The expert in each slot, int32 `[P]`, at the moment, slots in rank order; no wait for a GPU that it is on."""
+        """The current expert of each slot, int32 `[P]`, slots in rank order. Does not wait for the GPU."""
         state = layer.eplb_state
         if state is None:
             if self._slots is None or self._slots.device != device:
@@ -287,14 +293,14 @@ class BatchBalancer:
 
 
 class _Transport(NamedTuple):
-    """What moves rows and experts between the ranks; it does not depend on where a rank's weights are."""
+    """Moves rows and experts between the ranks; independent of the addresses of a rank's weights."""
 
     backend: FusedMoEPrepareAndFinalize
     exchange: BatchExchange
 
     @classmethod
     def make(cls, layer: MoELayer, method: FusedMoEMethodBase, spare_slots: int) -> _Transport:
-        """A collective step of the layer's ranks; the backend is one for resident and scratch slots."""
+        """Makes the backend for resident and scratch slots; a collective step of the layer's ranks."""
         config = method.moe_config
         parallel = config.moe_parallel_config
         extended = replace(
@@ -312,11 +318,11 @@ class _Transport(NamedTuple):
 
 
 class _Parts:
-    """The parts that a balanced pass runs with.
+    """The objects that a balanced pass uses.
 
     Attributes:
         made_for: the layer's own kernel.
-        kernel: the same with scratch slots behind the resident ones.
+        kernel: a kernel like it that has scratch slots behind the resident ones.
     """
 
     def __init__(
@@ -352,7 +358,7 @@ class _Parts:
         self._map: torch.Tensor | None = None
 
     def expert_map(self, device: torch.device) -> torch.Tensor:
-        """int32: local index of each id, -1 where it is on another rank."""
+        """int32 `[ids]`: the local index of each id, or -1 for an id of another rank."""
         if self._map is None or self._map.device != device:
             ids = torch.arange(self._num_ids, device="cpu") - self._first
             is_here = (ids >= 0) & (ids < self._num_resident + self._spare_slots)
@@ -364,8 +370,8 @@ class _ScratchSlots:
     """Weights of copied experts, one set for all layers of a process whose experts have the same tensors.
 
     Attributes:
-        tensors: by the layer's names of them, `[spare_slots, ...]`.
-        rows: the same as rows of bytes.
+        tensors: `[spare_slots, ...]` by parameter name.
+        rows: the same tensors as rows of bytes.
     """
 
     _shared: ClassVar[WeakValueDictionary[tuple[object, ...], _ScratchSlots]] = WeakValueDictionary()
@@ -386,13 +392,13 @@ class _ScratchSlots:
         found = cls._shared.get(key)
         if found is None:
             with torch.inference_mode(False):
-                # Zeros: what a slot held before its first copy is never read as a number that is not one.
+                # Zeros, so that a slot without a copy never holds NaN.
                 made = [tensor.new_zeros((spare_slots, *tensor.shape[1:])) for tensor in tensors]
             found = cls._shared[key] = cls(dict(zip(names, made, strict=True)))
         return found
 
     def as_layer(self, layer: MoELayer) -> MoELayer:
-        """A layer that has these experts and no others, for quantization methods to look at."""
+        """Returns a stand-in for the layer, with these experts alone, that quantization methods can read."""
         proxy = nn.Module()
         for name, tensor in self.tensors.items():
             if layer._parameters.get(name) is not None:
@@ -405,10 +411,10 @@ class _ScratchSlots:
 
 
 class SplitExperts(Experts, unchecked=True):
-    """Experts of resident slots and of scratch slots behind them, each with weights of its own.
+    """Experts of resident slots and, behind them, of scratch slots; each of the two has its own weights.
 
     Args:
-        resident, scratch: two of one kind.
+        resident, scratch: two experts of the same class.
         scratch_weights: w1 and w2 of the scratch slots.
     """
 
@@ -435,11 +441,11 @@ class SplitExperts(Experts, unchecked=True):
             experts.leave_slots()
 
     def expect(self, copies: Pending[Copied]) -> None:
-        """The copies of the next batch, in flight."""
+        """Takes the copies of the next batch, which are in flight."""
         self._arriving = copies
 
     def copied(self) -> Copied:
-        """The copies of the batch, which are in their slots in stream order."""
+        """Returns the copies of the batch; in stream order, they are in their slots."""
         if self._arriving is not None:
             with stage("eplb_batch_copies"), torch.inference_mode():
                 self._copied = self._arriving.receive()
@@ -453,13 +459,13 @@ class SplitExperts(Experts, unchecked=True):
         resident, scratch = self._divided(call)
         self._run_resident.run(resident)
         copied = self.copied()
-        # All ranks run the scratch slots in the first batch with copies: if some alone compiled their kernels, the
-        # others would wait in the combine.
+        # In the first batch with copies all ranks run the scratch slots, even those without copies. If only some ranks
+        # compiled the kernels then, the others would wait in the combine.
         if not copied.here and (self._scratch_has_run or not copied.total):
             return
         self._scratch_has_run = True
         is_batched = self.activation_format() is FusedMoEActivationFormat.BatchedExperts
-        # Each kind writes its own rows, and slots that are left to the combine, in place.
+        # Both write only their own rows, or their own slots if these are left to the combine, so in place is safe.
         if is_batched or (self._sums_are_left and call.output.dim() == 3):
             self._run_scratch.run(scratch)
             return
@@ -468,7 +474,7 @@ class SplitExperts(Experts, unchecked=True):
         if call.output.dim() == 2:
             call.output.add_(scratch.output)
             return
-        # Slots of each row, of which each kind has written its own.
+        # Each has written its own slots of each row; take those of the scratch experts from their output.
         local = cast(torch.Tensor, scratch.expert_map)[call.topk_ids.long().clamp(min=0)]
         there = (call.topk_ids >= 0) & (local >= 0)
         call.output.copy_(torch.where(there[..., None], scratch.output, call.output))
@@ -531,7 +537,7 @@ class SplitExperts(Experts, unchecked=True):
 
 
 def _method_for(method: FusedMoEMethodBase, config: FusedMoEConfig) -> FusedMoEMethodBase:
-    """The method of the same weights for other numbers of experts."""
+    """Returns a copy of the method for other numbers of experts."""
     other = copy.copy(method)
     other.moe_config = config
     return other

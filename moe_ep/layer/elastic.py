@@ -1,9 +1,10 @@
-"""The experts of a model whose ranks come and go: their slots, and who reads which experts again when a rank is lost.
+"""Elastic experts: the slots of a gang whose ranks come and go, and who rereads which experts when a rank is lost.
 
-Every rank has equally many slots, some of them empty at first. When the ranks change (`moe_ep.distributed.membership`),
-each rank says what its slots hold, and the new placement is what all of them hold together. Experts that no rank holds
-are read again from the checkpoint, byte range by byte range, into empty slots or into those of experts with replicas:
-before the next step, or beside the steps, whose tokens go without these experts until all ranks have read theirs.
+All ranks have the same number of slots, some of them empty at first. When the ranks change
+(`moe_ep.distributed.membership`), the ranks tell each other what their slots hold, and this becomes the new placement.
+Experts that no rank holds are read again from the checkpoint, byte range by byte range, into empty slots or into slots
+of experts that have replicas. They are read either before the next step, or beside the steps, whose tokens skip these
+experts until every rank has read its part.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ if TYPE_CHECKING:
     from moe_ep.layer.fused_moe import FusedMoE
 
 EMPTY = -1
-# (number, layer or a copy of it, logical experts) reads them into their slots after `begin_reload`; returns the bytes.
+# Called with (layer number, layer or a copy of it, logical experts) after `begin_reload`; reads the experts into their
+# slots and returns the bytes read.
 Read = Callable[[int, Any, Collection[int]], int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """How a gang goes on without some of its ranks.
+    """Configures how a gang goes on without some of its ranks.
 
     Attributes:
-        min_ranks: fewer do not go on.
-        max_ranks: more are not admitted; None for as many as there are at the start.
+        min_ranks: a gang with fewer ranks ends.
+        max_ranks: no more ranks are admitted; None for the number at the start.
         spare_slots: empty slots of each rank and layer; None for as many as min_ranks ranks need to hold all experts.
-        when_uncovered: what tokens do whose experts are being read again: "wait", or "skip" those experts.
+        when_uncovered: whether tokens "wait" for experts that are being read again, or "skip" them.
     """
 
     min_ranks: int = 1
@@ -63,7 +65,7 @@ class ElasticConfig:
             raise ConfigError(one_of("when_uncovered", self.when_uncovered, ["wait", "skip"]))
 
     def num_slots(self, num_experts: int, num_ranks: int, num_redundant_experts: int = 0) -> int:
-        """Slots of each rank in a gang that begins with so many ranks: its experts, its replicas, and the spare ones.
+        """Slots of each rank in a gang that starts with num_ranks ranks: for its experts, its replicas, and spare ones.
 
         Example: 8 experts on 4 ranks, min_ranks 2: two experts and two spare slots.
         """
@@ -97,9 +99,9 @@ def first_placement(num_experts: int, num_ranks: int, num_slots: int, num_filled
 
 
 def plan_cover(held: Sequence[Sequence[int]], num_experts: int) -> list[tuple[int, int, int]]:
-    """Which slots take the experts of one layer that no rank holds: (rank, slot, expert) for each.
+    """Chooses slots for the experts of one layer that no rank holds: (rank, slot, expert) for each.
 
-    Slots are chosen on the rank that has most of them to give: empty ones first, then those whose expert has replicas
+    A slot is taken from the rank that has most of them to spare: empty ones first, then those whose expert has replicas
     elsewhere. The same arguments give the same plan on every rank.
 
     Args:
@@ -139,9 +141,9 @@ def plan_cover(held: Sequence[Sequence[int]], num_experts: int) -> list[tuple[in
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Memory that this process may still allocate on a GPU or on the host, bytes.
+    """Bytes that this process may still allocate on a GPU or on the host.
 
-    On the host it is what the kernel, the control group (version 2 or 1) and RLIMIT_AS all allow.
+    On the host it is the least of what the kernel, the control group (version 2 or 1) and RLIMIT_AS allow.
     """
     where = torch.device(device)
     if where.type == "cuda":
@@ -162,7 +164,7 @@ def free_bytes(device: torch.device | str) -> int:
     return max(min(bounds, default=1 << 62), 0)
 
 
-# The limit, the use, its statistics, and the prefix there of a group's sums, of control groups version 2 and 1.
+# Control groups version 2 and 1: the files of the limit, the use and its statistics, and the prefix of its sums there.
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", ""),
     (
@@ -175,7 +177,7 @@ _CGROUP_FILES = (
 
 
 def _fields(path: str) -> dict[str, int]:
-    """The numbers of a file whose lines are a name and a number."""
+    """Parses a file whose lines are a name and a number."""
     pairs = (line.replace(":", " ").split() for line in Path(path).read_text().splitlines())
     return {name: int(number) for name, number, *_ in pairs}
 
@@ -185,7 +187,7 @@ def _mib(num_bytes: float) -> str:
 
 
 class ElasticSlots:
-    """The slots of a gang's ranks while a model is made, which no other rank is needed for.
+    """Plans the slots of a gang's ranks while a model is made, without communication.
 
     Args:
         num_redundant_experts: replicas at the start, over all ranks.
@@ -199,21 +201,21 @@ class ElasticSlots:
         self._num_redundant = num_redundant_experts
         self._first = membership.first_ranks
         self._rank = membership.rank
-        # Bytes of the slots of the layers so far, and the memory that was free before the first: the host's memory is
-        # taken only as slots are filled.
+        # Bytes of the slots of the layers so far, and the memory that was free before the first. The host takes memory
+        # only as slots are filled, so free memory alone would not tell.
         self._bytes, self._free_at_first = 0, -1
 
     def parallel_config(self, backend: str) -> FusedMoEParallelConfig:
-        """This rank's place among those of the start; a rank that joined later takes the place of one of them."""
+        """This rank's place among the first ranks; a rank that joined later takes the place of one of them."""
         size = len(self._first)
         return FusedMoEParallelConfig.make(ep_size=size, rank=self._place, world_size=size, all2all_backend=backend)
 
     def num_redundant_experts(self, num_experts: int) -> int:
-        """The physical experts of a layer beyond its own, over the ranks of the start."""
+        """The physical experts of a layer beyond its logical ones, over the first ranks."""
         return len(self._first) * self._num_slots(num_experts) - num_experts
 
     def place(self, layer: FusedMoE) -> None:
-        """Says what the layer's slots hold at the start, before it is loaded.
+        """Sets what the layer's slots hold at the start, before it is loaded.
 
         Raises:
             ConfigError: the slots of this layer and those before it do not fit into memory.
@@ -223,7 +225,7 @@ class ElasticSlots:
         num_filled = size * num_slots if self._fills else E + self._num_redundant
         placement = first_placement(E, size, num_slots, num_filled)
         if self._rank not in self._first:
-            # A rank that joins brings replicas of as many experts as it has slots, others than a rank beside it.
+            # A joining rank fills its slots with replicas, of other experts than ranks with neighbouring numbers.
             first = self._place * num_slots
             placement[first : first + num_slots] = [(self._rank * num_slots + slot) % E for slot in range(num_slots)]
         layer.place(placement)
@@ -255,13 +257,13 @@ class ElasticSlots:
 
 @dataclass
 class Recovery:
-    """What one change of the ranks took this rank.
+    """What one change of the ranks cost this rank.
 
     Attributes:
         epoch: its number.
-        experts_read, bytes_read: read again by this rank.
-        covered_at: seconds since 1970 when this rank had read them; 0 before.
-        serving_at: when it began its first step; 0 before.
+        experts_read, bytes_read: what this rank read again.
+        covered_at: when this rank had read its part, in seconds since 1970; 0 before.
+        serving_at: when it began its first step, likewise.
     """
 
     epoch: int
@@ -300,7 +302,7 @@ class Skipping:
         self._hit[first:end] |= hit.to(self._hit.device)
 
     def take_hits(self) -> list[int]:
-        """The rows of the passes since the last call whose tokens skipped an expert of any layer."""
+        """Returns the rows whose tokens skipped an expert of any layer in the passes since the last call."""
         hit, self._hit = self._hit, self._hit.new_zeros(0)
         return hit.nonzero().flatten().tolist()
 
@@ -312,7 +314,7 @@ class Skipping:
 
 
 class _SkippingRouter(WrappingRouter):
-    """Replaces the choice of an expert that no rank holds by no expert; the weights of the others stay."""
+    """Drops choices of experts that no rank holds; the weights of the other choices stay."""
 
     def __init__(self, router: Router, skipping: Skipping, is_missing: torch.Tensor) -> None:
         super().__init__(router)
@@ -340,11 +342,11 @@ class ElasticExperts:
 
     Args:
         layers: made for `ElasticConfig.num_slots` slots on each rank.
-        read: reads experts of a layer again; None where there is no checkpoint to read from.
+        read: reads experts of a layer again; None if there is no checkpoint to read from.
         when_uncovered: that of `ElasticConfig`.
 
     Attributes:
-        recovery: what the present epoch took.
+        recovery: what the present epoch cost.
         skipping: set on all ranks while tokens skip experts, else None.
     """
 
@@ -353,11 +355,11 @@ class ElasticExperts:
     ) -> None:
         self._layers, self._read = list(layers), read
         self._membership, self._skips = membership, when_uncovered == "skip"
-        # The ranks that each layer's maps are of.
+        # The ranks that each layer's maps describe.
         self._ranks: list[tuple[int, ...]] = [()] * len(self._layers)
-        # (layer, slot) of experts that the maps name and that were not read yet.
+        # (layer, slot) of experts that the maps already name, but that have not been read yet.
         self._unread: set[tuple[int, int]] = set()
-        # The expert in each (layer, slot) that was read, and that the maps do not name yet; and the bytes of these.
+        # By (layer, slot), experts that have been read, but that the maps do not name yet; and their bytes.
         self._ahead: dict[tuple[int, int], int] = {}
         self._bytes_ahead = 0
         self._placing = threading.Lock()
@@ -416,7 +418,7 @@ class ElasticExperts:
             callback()
 
     def cover_without(self, rank: int) -> None:
-        """Reads this rank's part of the experts that only a rank holds that is to leave, beside the steps.
+        """Reads this rank's part of the experts that only the leaving `rank` holds, beside the steps.
 
         They go to empty slots, which no map names, through a copy of one layer at a time.
 
@@ -444,12 +446,12 @@ class ElasticExperts:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _read_aside(self, number: int, experts: dict[int, int]) -> int:
-        """Reads experts into slots that get no tokens, of a layer that serves meanwhile; returns the bytes read."""
+        """Reads experts into slots without tokens, while the layer serves; returns the bytes read."""
         layer = self._layers[number]
         self._check_memory(layer, len(experts), sum(tensor.nbytes for tensor in layer.expert_weights()))
         coordinator = getattr(layer.dispatcher, "coordinator", None)
         shared: tuple[Any, ...] = (coordinator, layer.shared_experts)
-        # The copy has no router wrappers, which are of the layer that serves.
+        # The copy has no router wrappers; they belong to the layer that serves.
         aside = copy.deepcopy(layer, {id(part): part for part in shared} | {id(layer.router_wrappers): ()})
         logical = aside.slots.logical_of_physical()
         first = layer.parallel_config.ep_rank * layer.slots.num_local_routed
@@ -521,7 +523,7 @@ class ElasticExperts:
             for at, slot, expert in plan:
                 rows[at][slot] = expert
             own = {(number, slot) for at, slot, _ in plan if at == rank}
-            # Until the maps have changed, what they say of the slots of an interrupted change is not true either.
+            # The union, since the maps may still name slots that an interrupted change has not filled.
             self._unread |= own
             layer.regroup(parallel, group, [expert for row in rows for expert in row])
             self._ranks[number] = membership.ranks
