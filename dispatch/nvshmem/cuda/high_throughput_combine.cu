@@ -39,15 +39,15 @@ struct Params {
 };
 
 constexpr int kSenders = OVERLAP ? kWarps * 3 / 4 : kWarps / 2;  // of a block
-// A token is added up by one warp per part of so many vectors, so that the last tokens take little time.
+// A warp adds up one part of a token, kPartVectors vectors, so that the last tokens take little time.
 constexpr int kPartVectors = 128;
 constexpr int kParts = (kResultVectors + kPartVectors - 1) / kPartVectors;
 constexpr int kSums = 2;                       // vectors that a lane sums at a time
 constexpr bool kOwnSlots = SLOTS && !OVERLAP;  // this rank's own rows are read in place, as slots
 
 #if OVERLAP
-// Waits for the rows of a source; if they do not come, no later wait of this rank lasts. No result is finished before, as
-// w13 comes before w2.
+// Waits for the rows of a source. If they do not arrive, all later waits of this rank end at once. No result is
+// finished earlier, since w13 precedes w2.
 DEVICE void await_source(const Params& p, int source) {
   const u64 epoch = p.common.current_epoch();
   if (p.common.alive(source) && load_acquire_sys(p.sources + source) != epoch) {
@@ -56,14 +56,15 @@ DEVICE void await_source(const Params& p, int source) {
 }
 #endif
 
-// A received row for a warp: lane s has the local expert of slot s, -1 for none, and its weight.
+// A received row, distributed over a warp: lane s holds the local expert of slot s, -1 for none, and its weight.
 struct SlotsOfRow {
   const u8* results;
   int expert;
   float weight;
 };
 
-// By a warp: the weighted sum of the row's slots at this lane's vectors, start and those 32 behind it.
+// By a warp: computes the weighted sum of the row's slots for this lane's kSums vectors: `start`, and every 32nd after
+// it.
 DEVICE void sum_slots(const SlotsOfRow& row, int start, Sums (&sum)[kSums]) {
   constexpr int kSlots = 2;  // loaded at a time
   for (u32 left = __ballot_sync(kAllLanes, row.expert >= 0); left;) {
@@ -106,7 +107,7 @@ DEVICE SlotsOfRow slots_of(const Params& p, u64 row) {
   return SlotsOfRow{p.results + static_cast<u64>(kPlainBytes) * TOPK * row, expert, weight};
 }
 
-// By a warp: a part of the sum of a row's slots to `target`.
+// By a warp: stores a part of the sum of a row's slots to `target`.
 DEVICE void store_sum(const SlotsOfRow& row, int part, u8* target) {
   const int begin = part * kPartVectors;
   for (int start = begin; start < begin + kPartVectors; start += 32 * kSums) {
@@ -122,7 +123,7 @@ DEVICE void store_sum(const SlotsOfRow& row, int part, u8* target) {
   }
 }
 
-// The flag of a part that a warp has sent, in the hands of one lane; lanes take turns.
+// Returns the flag of a part that the warp has sent to one lane, null to the others; lanes take turns.
 DEVICE u64* flag_of_part(const Common& c, int to, u64 row, int part, int sent) {
   const bool is_mine = threadIdx.x % 32 == static_cast<u32>(sent) % kQueuedFlags;
   return is_mine ? c.flag_of(to, c.result_flags, row * kParts + part) : nullptr;
@@ -130,8 +131,8 @@ DEVICE u64* flag_of_part(const Common& c, int to, u64 row, int part, int sent) {
 #endif
 
 #if OVERLAP
-// By a warp: waits for all experts of a row and sends a part of their sum; nothing where a wait of this rank has failed,
-// behind which rows are what they happen to be.
+// By a warp: waits for all experts of a row and sends a part of their sum. Sends nothing once a wait of this rank has
+// failed, because the contents of rows are undefined then.
 DEVICE bool send_sum(const Params& p, Wait<PHASE_COMBINE>& wait, u64 row, int part, u8* target, u64 epoch) {
   const Common& c = p.common;
   const SlotsOfRow slots = slots_of(p, row);
@@ -146,7 +147,7 @@ DEVICE bool send_sum(const Params& p, Wait<PHASE_COMBINE>& wait, u64 row, int pa
   return true;
 }
 
-// Rows in the order in which their experts are computed.
+// Sends the results of rows in the order in which their experts are computed.
 DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, u64 epoch) {
   const Common& c = p.common;
   Wait<PHASE_COMBINE> wait(c.limits, epoch);
@@ -173,7 +174,7 @@ DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, u64 epoch) {
 }
 
 #else
-// Destinations alternate, and each rank begins with the one behind it, so that no rank's links become a hot spot.
+// Destinations alternate, and each rank begins with the next rank, so that no rank's links become a hot spot.
 constexpr int kRowsPerTurn = 64;  // rows that go to one rank before the next
 
 struct Destination {
@@ -186,7 +187,7 @@ DEVICE Destination destination_of(const Common& c, int i) {
   return {(c.rank + 1 + turn % kOthers) % RANKS, turn / kOthers * kRowsPerTurn + i % kRowsPerTurn};
 }
 
-// Numbers that destination_of takes.
+// The exclusive upper bound of destination_of's argument.
 DEVICE int num_destinations(const Common& c) {
   return (most_rows(c) + kRowsPerTurn - 1) / kRowsPerTurn * kOthers * kRowsPerTurn;
 }
@@ -253,8 +254,8 @@ DEVICE Part sum_of_part(const SlotsOfRow& row, int begin) {
 }
 #endif
 
-// A part of the sum of the rows at the addresses that lanes hold, those of `ranks`, in order; kRows are loaded at a
-// time. The row of own_rank, if it is not -1, is `own`.
+// By a warp: adds up the rows of `ranks` in order and stores a part of the sum. Lane r holds the address of rank r's
+// row; kRows rows are loaded at a time. The row of own_rank, if it is not -1, is `own`.
 DEVICE void sum_rows(u32 ranks, u64 address, int own_rank, const Part& own, int begin, int end, u8* output) {
   constexpr int kRows = kOwnSlots ? 1 : 3;  // registers are short
 #pragma unroll(kOwnSlots ? kPartVectors / 32 / kSums : 1)

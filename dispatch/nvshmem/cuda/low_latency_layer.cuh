@@ -1,15 +1,16 @@
-// A low-latency batch whose experts' kernel returns the results itself: what that kernel does beside computing them.
+// The communication part of the experts' kernel where that kernel combines a low-latency batch itself.
 //
-// Layout in:   what the dispatch has waited for (positions == null): headers, meta, and rows that stay in their packets.
-//              Row s * M + t is token t of rank s, where no rank has more than M tokens; there are up to 32.
+// Layout in:   what the dispatch received (positions == null): headers, meta, and rows, which stay in their packets.
+//              Row s * M + t is token t of rank s, where M is the most tokens of a rank. There are up to 32 rows.
 // Layout out:  output [T, K] of this rank's own tokens, with the bits of low_latency_combine.cu.
-// Steps:       own_locals: some of the experts, before the dispatch has received the rest.
-//              read_rows: which experts each row has here. The kernel computes them and publishes the results of slots.
-//              return_sums: adds up a row's slots and sends the sum to the token's rank, as packets.
-//              receive_sums: adds up what the ranks return for this rank's own tokens.
-//              All are done by warps, of any CTAs; the sums are distributed over `warps` of them.
-// Failures:    whether the batch is complete was decided by the dispatch, so that all CTAs see the same rows. Only
-//              receive_sums waits for other ranks, behind everything that other CTAs wait for.
+// Steps:       own_locals finds experts of this rank's own tokens before the dispatch has received the other rows.
+//              read_rows finds the local experts of each row. The kernel then computes them and publishes the results
+//              of slots.
+//              return_sums adds up a row's slots and sends the sum to the token's rank, as packets.
+//              receive_sums adds up the sums that the ranks return for this rank's own tokens.
+//              Warps of any CTA execute these steps; the sums are distributed over `warps` of them.
+// Failures:    The dispatch decides whether the batch is complete, so all CTAs see the same rows. Only receive_sums
+//              waits for other ranks, after everything that other CTAs wait for.
 #pragma once
 
 #include "low_latency.cuh"
@@ -36,17 +37,18 @@ DEVICE u32 epoch_of(const Batch& p) {
   return static_cast<u32>(*reinterpret_cast<volatile u64*>(&p.common.counters->combine) >> 32);
 }
 
-// The number of a row among packets.
+// The index of a row in the packet buffers.
 DEVICE int packet_row(const Common& c, int row) {
   const int source = row / c.most_tokens;
   return source * c.buffers.row_packet_tokens + row - source * c.most_tokens;
 }
 
-// By one thread, once it has waited for earlier kernels and before any of its block lets the next start.
+// One thread calls this after it has waited for earlier kernels, before any thread of its block lets the next kernel
+// start.
 DEVICE void hand_over(const Batch& p) { hand_over(true, &p.common.counters->dispatch, epoch_of(p) + 1); }
 
-// By a warp, once the dispatch has started: the local experts of four slots of this rank's own tokens in each lane, as
-// their line of meta has them, which the dispatch writes first. Where it does not come soon, none.
+// By a warp, once the dispatch has started: returns in each lane the local experts of four slots of this rank's own
+// tokens, as in their line of meta, which the dispatch writes first. Returns none if the lines do not arrive soon.
 DEVICE Vec own_locals(const Batch& p) {
   constexpr int kSpins = 16;
   const Common& c = p.common;
@@ -64,7 +66,8 @@ DEVICE Vec own_locals(const Batch& p) {
   return none;
 }
 
-// What is loaded of a row's meta by the lane of a slot, of even and odd epochs, so that it does not wait for the epoch.
+// A row's meta as the lane of each slot loads it, for even and for odd epochs, so that the loads need not wait for the
+// epoch.
 struct SlotLines {
   Vec locals[2], weights[2];
 
@@ -81,7 +84,7 @@ struct SlotLines {
   }
 };
 
-// By a warp: the slots of a row. Lines of the epoch are there for all tokens that were sent, and for no others.
+// By a warp: stores the slots of a row. All tokens that were sent have lines of this epoch, and no others do.
 template <int kExperts>
 DEVICE void read_row(Rows<kExperts>& rows, int row, const SlotLines& lines) {
   const int slot = threadIdx.x % 32;
@@ -98,8 +101,8 @@ DEVICE void read_row(Rows<kExperts>& rows, int row, const SlotLines& lines) {
   }
 }
 
-// By kReaders warps, of which this is number `warp`: the slots of all rows. Where many warps of every block load the
-// same number, each waits for the others, so one loads the epoch for all; sync() lets them meet.
+// By kReaders warps, of which this is number `warp`: stores the slots of all rows. If many warps of every block loaded
+// the epoch, their accesses to one address would serialize, so one warp loads it for all; sync() is their barrier.
 template <int kReaders, int kExperts, typename Sync>
 DEVICE void read_rows(const Batch& p, Rows<kExperts>& rows, int warp, const Sync& sync) {
   constexpr int kEach = (kMostRows + kReaders - 1) / kReaders;
@@ -127,7 +130,7 @@ DEVICE void read_rows(const Batch& p, Rows<kExperts>& rows, int warp, const Sync
   }
 }
 
-// The slots of a row that have this expert, as bits.
+// Returns the slots of a row that have this expert, as bits.
 template <int kExperts>
 DEVICE u32 slots_of(const Rows<kExperts>& rows, int row, u32 expert) {
   u32 slots = 0;
@@ -148,7 +151,7 @@ DEVICE u32 slots_of(const Rows<kExperts>& rows, int row, u32 expert) {
   return slots;
 }
 
-// By a warp, behind read_rows: the ranks that return something for a row that is this rank's own.
+// By a warp, after read_rows: stores which ranks return a result for a row of this rank's own tokens.
 template <int kExperts>
 DEVICE void read_ranks(const Batch& p, Rows<kExperts>& rows, int row) {
   const Common& c = p.common;
@@ -161,7 +164,7 @@ DEVICE void read_ranks(const Batch& p, Rows<kExperts>& rows, int row) {
   }
 }
 
-// The rows that have an expert here, as bits. By whole warps.
+// By whole warps: returns the rows that have an expert on this rank, as bits.
 template <int kExperts>
 DEVICE u32 rows_here(const Batch& p, const Rows<kExperts>& rows) {
   const int row = threadIdx.x % 32;
@@ -189,7 +192,7 @@ struct ResultPlace {
   }
 };
 
-// Results that are not sent, as low_latency_combine.cu does.
+// Refreshes the flags of results that are not sent, as low_latency_combine.cu does.
 DEVICE void refresh_results(const Batch& p, u32 here, u32 epoch, int warp, int warps) {
   const Buffers& b = p.common.buffers;
   for (int task = warp; task < RANKS * b.capacity; task += warps) {
@@ -207,8 +210,8 @@ DEVICE void refresh_results(const Batch& p, u32 here, u32 epoch, int warp, int w
   }
 }
 
-// By warp `warp` of `warps`: sends the sums of rows that have an expert here. results.load(slot, i) requests vector i of a
-// slot's result, results.is_here(loaded) tells whether it was there, and results.vector(loaded) what it is.
+// By warp `warp` of `warps`: sends the sums of rows that have an expert here. results.load(slot, i) requests vector i
+// of a slot's result, results.is_here(loaded) tells whether it was there, and results.vector(loaded) what it is.
 template <int kExperts, typename Results>
 DEVICE void return_sums(const Batch& p, const Rows<kExperts>& rows, int warp, int warps, const Results& results) {
   constexpr int kDeep = TOPK < 4 ? TOPK : 4;  // requested at a time
