@@ -62,11 +62,11 @@ def for_cpu(name: str, text: str) -> str:
     for function, body in BODIES.get(name, {}).items():
         text = with_body(text, function, body)
     if name == "eight_bit_wgmma.cuh":
-        text = text[: text.index("// d = a * b, added to d")] + _WGMMA
+        text = text[: text.index("template <int kColumns>")] + _WGMMA
     if name == "eight_bit_sm90.cu":
         text = re.sub(r"  asm volatile\(\"fence.mbarrier_init[^;]*;\"\);\n", "", text)
     if name == "eight_bit_sm80.cu":
-        begin, end = text.index("// d += a * b: 16 weight rows"), text.index("// ==== Copies ====")
+        begin, end = text.index("DEVICE void mma_int8("), text.index("// ==== Copies ====")
         text = text[:begin] + text[end:]
     text = re.sub(
         r"extern __shared__ (?:__align__\(\d+\) )?(\w+) memory\[\];",
