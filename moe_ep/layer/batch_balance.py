@@ -2,9 +2,9 @@
 
 A balanced pass, on every rank alike:
 
-    counts of the batch, rows for each logical expert -> all ranks            one small exchange
-    which experts are copied where, and who computes which rows               `plan_batch`, or `rank_plan` on a GPU
-    copies in flight, beside the rows                                         of any tensors, as bytes
+    exchange the batch's row counts per logical expert between all ranks      one small exchange
+    plan which experts are copied where, and which rank computes which rows   `plan_batch`, or `rank_plan` on a GPU
+    copy experts while rows are dispatched                                    any tensors, as bytes
     dispatch -> experts in resident and scratch slots -> combine              as in any other pass
 
 Rows are addressed by slot ids that number each rank's resident slots and, behind them, its scratch slots. These are the
@@ -84,7 +84,7 @@ class _Rates:
 
 # gloo over loopback, f32 products of one core, plans at EP 8. Balancing removes about 0.3 of the busiest rank's rows.
 _OF_CPUS = _Rates(link_bytes_per_s=1e9, flops_per_s=30e9, plan_s=0.01, plan_share=0.3, probed_share=0.3)
-# NVLink between H200s, and bf16 products as the experts reach them (docs/benchmarks). An even batch gains nothing.
+# NVLink between H200s, and the bf16 rate that the experts reach (docs/benchmarks). An even batch gains nothing.
 _OF_GPUS = _Rates(link_bytes_per_s=290e9, flops_per_s=650e12, plan_s=28e-6, plan_share=0.01, probed_share=0.02)
 # "meta": the rates are also needed before a layer has its weights.
 _RATES = {"cuda": _OF_GPUS, "cpu": _OF_CPUS, "meta": _OF_CPUS}
@@ -107,7 +107,7 @@ class BatchBalance:
 
     Raises:
         ValueError: a number out of its range.
-        TypeError: a number that is not one, or not whole.
+        TypeError: a value that is not a number, or not a whole one.
     """
 
     spare_slots: int = 2
@@ -157,7 +157,7 @@ class BatchBalancer:
         return cls(method, options)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the layer makes its own parts."""
+        """Leaves out the parts, which a copy of the layer makes for itself."""
         return {**self.__dict__, "_transport": None, "_parts": None}
 
     def forget(self) -> None:
@@ -165,7 +165,7 @@ class BatchBalancer:
         self._parts = None
 
     def regroup(self) -> None:
-        """Drops everything; all ranks call it when the layer goes on over other ranks."""
+        """Drops everything; all ranks call it when the layer moves to other ranks."""
         self.had_copies, self._num_probed = False, 0
         self._transport = self._parts = None
 
@@ -191,7 +191,7 @@ class BatchBalancer:
         All ranks ask once for each batch and get the same answer, which depends on state that they share.
 
         Args:
-            least: from `min_rows`.
+            least: the thresholds from `min_rows`.
         """
         if most_rows < least[0]:
             return False
@@ -213,10 +213,10 @@ class BatchBalancer:
     def run(
         self, layer: MoELayer, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-        """Computes a batch like `quant_method.apply`, balanced; returns None if there is nothing to balance.
+        """Balances and computes a batch, like `quant_method.apply`; returns None if there is nothing to balance.
 
         Args:
-            topk_ids: logical `[T, top_k]`, -1 for none.
+            topk_ids: logical ids `[T, top_k]`, -1 for no expert.
         """
         parts, config = self._parts_for(layer), self._method.moe_config
         exchange, spare_slots = parts.exchange, self.options.spare_slots
@@ -264,12 +264,12 @@ class BatchBalancer:
         if parts is not None and parts.made_for is not resident:
             parts = None
         if self._transport.exchange.opens_together:
-            # Peers hold the addresses of this rank's experts. If any rank lacks its parts, all make theirs anew.
+            # Peers hold the addresses of this rank's experts. If any rank lacks its parts, all recreate theirs.
             group = layer.groups.ep
             if largest_over_ranks(int(parts is None), group, "whether weights were replaced"):
                 parts = None
         if parts is None:
-            self._parts = None  # peers' memory is closed before it is opened again
+            self._parts = None  # closes peers' memory before it is opened again
             parts = self._parts = _Parts(layer, self._method, resident, self._transport, spare_slots)
         return parts
 

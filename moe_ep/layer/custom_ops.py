@@ -1,8 +1,8 @@
 """`torch.ops.moe_ep.*`: one node per layer for torch.compile and CUDA-graph capture.
 
-A graph cannot hold a module, so a node has the layer's name, by which the layer is found here when the node runs. Each
-operator is there twice: of a layer that cannot be captured torch.compile gets the one whose name ends in _uncaptured,
-which it runs between the CUDA graphs that it makes of the rest.
+A graph cannot hold a module, so a node holds the layer's name and looks the layer up here when it runs. Each operator
+exists twice: if a layer cannot be captured, torch.compile gets the operator whose name ends in _uncaptured, which it
+runs between the CUDA graphs that it captures of the rest.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _naming = threading.Lock()
 
 
 def register_layer(layer: object, prefix: str) -> str:
-    """Registers a layer by a weak reference and returns its name: `prefix`, with a number appended if it is taken; a
-    generated one if it is empty. TypeError for one that is no text."""
+    """Registers a layer by a weak reference and returns its name: `prefix`, with a number appended if it is taken, or
+    a generated name if it is empty. Raises TypeError if it is not a string."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix is {prefix!r}; it must be the layer's name, or empty for a generated one")
     with _naming:
@@ -38,7 +38,7 @@ def register_layer(layer: object, prefix: str) -> str:
 
 
 def find_layer(name: str) -> MoELayer:
-    """The layer registered under `name`; RuntimeError if it no longer exists."""
+    """Returns the layer registered under `name`; raises RuntimeError if it no longer exists."""
     layer = _layers.get(name)
     if layer is None:
         raise RuntimeError(
@@ -48,7 +48,7 @@ def find_layer(name: str) -> MoELayer:
 
 
 def _kernel(name: str, *, shared: bool) -> Callable[..., Any]:
-    """An operator's kernel, whose output is `[T, K]`, or (shared, routed) with shared experts."""
+    """Returns an operator's kernel; its output is `[T, K]`, or (shared, routed) with shared experts."""
 
     def kernel(hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         *inputs, layer_name = rest
@@ -72,13 +72,13 @@ def _can_capture(layer_name: str) -> bool:
     return find_layer(layer_name).supports_cuda_graph()
 
 
-# torch.compile calls it and does not trace it. torch.compiler.assume_constant_result says so too, but imports
-# torch._dynamo, see `_define`.
+# Lets torch.compile call the function instead of tracing it. torch.compiler.assume_constant_result does the same, but
+# imports torch._dynamo (see `_define`).
 _can_capture._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fake(hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
-    # Also called for real hidden_states where others are on the meta device.
+    # Also called with real hidden_states if other inputs are on the meta device.
     for tensor in rest[:-1]:
         check_same_device("hidden_states", hidden_states.device, router_logits=tensor)
     return hidden_states.new_empty(hidden_states.shape)
@@ -92,14 +92,15 @@ def _fake_shared(hidden_states: torch.Tensor, *rest: Any) -> tuple[torch.Tensor,
 def _define(
     name: str, signature: str, tags: tuple[torch.Tag, ...], kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> None:
-    """Not with `torch.library.custom_op`: its first call imports torch._dynamo, seconds and 145 MB in every worker."""
+    """Defines an operator without `torch.library.custom_op`, whose first call imports torch._dynamo: seconds and
+    145 MB in every worker."""
     _library.define(name + signature, tags=tags)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_ep::{name}", fake, lib=_library)
     op = getattr(torch.ops.moe_ep, name).default
 
     def as_made(*args: Any) -> Any:
-        """A layer computes in the dtypes it was made for, so `torch.autocast` around a model stops at it."""
+        """Runs the kernel outside of `torch.autocast`: a layer computes in the dtypes that it was made for."""
         with without_autocast():
             return op(*args)
 
@@ -108,7 +109,7 @@ def _define(
 
 
 def without_autocast() -> AbstractContextManager[None]:
-    """A block in which `torch.autocast` changes nothing."""
+    """Returns a context manager that turns `torch.autocast` off."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 

@@ -18,10 +18,10 @@ from moe_ep.modular_kernel import FusedMoEPrepareAndFinalize
 
 
 class LayerDispatcher:
-    """Makes the dispatch backend of a layer, at once if its ranks have met, and otherwise in the first pass.
+    """Makes a layer's dispatch backend: at once if the process groups exist already, otherwise in the first pass.
 
     Args:
-        method: makes the backend (`maybe_make_prepare_finalize`).
+        method: the quantization method, which makes the backend (`maybe_make_prepare_finalize`).
         process_group: the layer's ranks; None for the default group.
     """
 
@@ -40,14 +40,14 @@ class LayerDispatcher:
             self._backend = self._make()
 
     def regroup(self, process_group: dist.ProcessGroup | None) -> None:
-        """Goes on over the ranks of the method's configuration; their backend is made in the first pass."""
+        """Moves to the ranks of the method's configuration; their backend is made in the first pass."""
         self.parallel = self.method.moe_config.moe_parallel_config
         self.groups = layer_groups(self.parallel, process_group)
         self._backend = None
 
     @property
     def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
-        """The backend of the present pass."""
+        """The backend of the current pass."""
         if self._backend is None:
             try:
                 self._backend = self._make()
@@ -73,8 +73,8 @@ class LayerDispatcher:
             yield self._backend
 
     def most_tokens_of_pass(self, num_tokens: int, is_captured: bool) -> int | None:
-        """The most tokens that any rank brings to this pass; None where the backend takes any number, or it cannot be
-        asked because a CUDA graph is captured.
+        """Returns the most tokens that any rank has in this pass; None if the backend takes any number, or if the
+        ranks cannot be asked because a CUDA graph is being captured.
 
         Raises:
             ValueError: more tokens than the capacity under CUDA-graph capture.
@@ -92,7 +92,7 @@ class LayerDispatcher:
         return self.most_tokens(num_tokens)
 
     def most_tokens(self, num_tokens: int) -> int:
-        """The most tokens that any rank brings to this pass."""
+        """Returns the most tokens that any rank has in this pass."""
         return most_tokens(num_tokens, self.groups.ep)
 
     @property
@@ -102,8 +102,8 @@ class LayerDispatcher:
 
     @property
     def takes_complete_terms(self) -> bool:
-        """Whether this rank adds a term that every rank holds in full: all ranks add it to complete outputs, and only
-        the first TP rank to partial sums."""
+        """Whether this rank adds a term that every rank holds in full. All ranks add it to complete outputs; only the
+        first TP rank adds it to partial sums."""
         return self.parallel.tp_rank == 0 or self.prepare_finalize.output_is_reduced()
 
     def adds_up_over(self, backend: FusedMoEPrepareAndFinalize) -> bool:
@@ -113,11 +113,11 @@ class LayerDispatcher:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the TP ranks, in place, if the layer's outputs are partial sums; otherwise returns `x`.
 
-        In a batch-invariant layer in rank order and f32, because a transport's order may follow the size.
+        A batch-invariant layer sums in rank order and in f32, because a transport may choose its order by the size.
 
         Raises:
-            ValueError: on every rank, where they have different numbers of rows; on the CPU.
-            DispatchTimeoutError: a rank failed, or did not come before the deadline; on the CPU.
+            ValueError: the ranks have different numbers of rows; on the CPU only, on every rank.
+            DispatchTimeoutError: a rank failed, or did not join before the deadline; on the CPU only.
         """
         group = self.groups.tp
         if group is None or not self.adds_up_over(self.prepare_finalize):

@@ -78,8 +78,8 @@ class ElasticConfig:
 def first_placement(num_experts: int, num_ranks: int, num_slots: int, num_filled: int) -> list[int]:
     """The logical expert in each slot `[num_ranks * num_slots]` at the start, in rank order; `EMPTY` for none.
 
-    Experts lie on the ranks in contiguous parts. Replicas follow, as many as fit into num_filled slots in all, each on
-    a rank that does not hold the expert.
+    Each rank gets a contiguous range of experts. Replicas follow until num_filled slots are filled in total, each on a
+    rank that does not hold the expert.
 
     Example: 3 experts, 2 ranks of 3 slots, 4 filled: [0, 1, -1, 2, 0, -1].
     """
@@ -105,7 +105,7 @@ def plan_cover(held: Sequence[Sequence[int]], num_experts: int) -> list[tuple[in
     elsewhere. The same arguments give the same plan on every rank.
 
     Args:
-        held: the logical expert in each slot `[num_ranks][num_slots]`, `EMPTY` where there is none.
+        held: the logical expert in each slot `[num_ranks][num_slots]`; `EMPTY` for none.
 
     Raises:
         CoverError: fewer slots than experts.
@@ -153,8 +153,8 @@ def free_bytes(device: torch.device | str) -> int:
     with suppress(OSError):
         bounds.append(_fields("/proc/meminfo")["MemAvailable"] << 10)
     for most, used, stat, kind in _CGROUP_FILES:
-        with suppress(OSError, ValueError):  # "max" is no number
-            # The kernel gives up cached files when memory is short.
+        with suppress(OSError, ValueError):  # the file may hold "max"
+            # The kernel drops cached files when memory is short.
             cached = sum(_fields(stat)[f"{kind}{state}_file"] for state in ("active", "inactive"))
             bounds.append(int(Path(most).read_text()) - int(Path(used).read_text()) + cached)
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -295,7 +295,7 @@ class Skipping:
                 self._wrapped.append((layer, wrap))
 
     def note(self, first: int, hit: torch.Tensor) -> None:
-        """Notes which tokens of a pass skip an expert, bool `[T]` for the tokens from `first` on."""
+        """Records which tokens of a pass skip an expert; `hit` is bool `[T]`, for the tokens from `first` on."""
         end = first + hit.numel()
         if end > self._hit.numel():
             self._hit = torch.cat([self._hit, self._hit.new_zeros(end - self._hit.numel())])
@@ -307,7 +307,7 @@ class Skipping:
         return hit.nonzero().flatten().tolist()
 
     def end(self) -> None:
-        """Lets tokens go to all experts again."""
+        """Routes tokens to all experts again."""
         for layer, wrap in self._wrapped:
             layer.router_wrappers = tuple(each for each in layer.router_wrappers if each is not wrap)
         self._wrapped.clear()
@@ -334,11 +334,11 @@ class _SkippingRouter(WrappingRouter):
 
 
 class ElasticExperts:
-    """Places the experts of a model's layers anew whenever its ranks change, as a callback of `Membership.follow`.
+    """Updates the placement of a model's experts whenever its ranks change, as a callback of `Membership.follow`.
 
-    With when_uncovered "wait", `regroup` returns when this rank has read its part of the lost experts. With "skip" a
-    thread reads it beside the steps. Before each step the ranks then exchange `has_read`, and once it is true on all of
-    them they all call `end_skipping`.
+    With when_uncovered "wait", `regroup` returns when this rank has read its part of the lost experts. With "skip", a
+    background thread reads it while steps continue. The ranks then exchange `has_read` before each step, and once it is
+    true on all of them they all call `end_skipping`.
 
     Args:
         layers: made for `ElasticConfig.num_slots` slots on each rank.
@@ -389,7 +389,7 @@ class ElasticExperts:
         return rows
 
     def serves(self) -> None:
-        """Reports to the launcher that this rank begins its first step in the present epoch."""
+        """Reports to the launcher that this rank begins its first step in the current epoch."""
         self.recovery.serving_at = time.time()
         self._report()
 
@@ -408,7 +408,7 @@ class ElasticExperts:
         return bool(self.recovery.covered_at)
 
     def end_skipping(self) -> None:
-        """Lets tokens go to all experts again, if they skip some; all ranks call it before the same step."""
+        """Routes tokens to all experts again if they skip some; all ranks call it before the same step."""
         if self.skipping is None:
             return
         self.skipping.end()
@@ -423,7 +423,7 @@ class ElasticExperts:
         They go to empty slots, which no map names, through a copy of one layer at a time.
 
         Raises:
-            CoverError: as `regroup`, without that rank.
+            CoverError: as in `regroup`, for the ranks without the leaving one.
         """
         for number, layer in enumerate(self._layers):
             with self._placing:
@@ -477,7 +477,7 @@ class ElasticExperts:
 
     @staticmethod
     def _check_memory(layer: FusedMoE, num_lost: int, beside: int = 0) -> None:
-        """Raises CoverError if there is no memory for reading experts again, which takes `beside` bytes more."""
+        """Raises CoverError if memory does not suffice for reading experts again, with `beside` additional bytes."""
         needed, free = layer.quant_method.reload_bytes(layer) + beside, free_bytes(layer.device)
         if needed > free:
             raise CoverError(
@@ -489,7 +489,7 @@ class ElasticExperts:
     @torch.inference_mode(False)
     @torch.no_grad()
     def regroup(self, membership: Membership) -> None:
-        """Places the experts on the present ranks, and reads this rank's part of those that are lost.
+        """Places the experts on the current ranks, and reads this rank's part of the lost ones.
 
         Raises:
             CoverError: the ranks have too few slots or too little memory, or there is nothing to read lost experts

@@ -1,4 +1,4 @@
-"""Which of this rank's slots hold which expert of the checkpoint at the moment.
+"""Maps the experts of a checkpoint to this rank's slots.
 
 A rank has a slot for each of its physical experts, followed by one for each fused shared expert. Initially physical
 expert p holds the checkpoint's expert p mod E; EPLB changes that while serving.
@@ -15,9 +15,9 @@ from moe_ep.arguments import check_integers, check_tensors
 from moe_ep.errors import check_whole
 from moe_ep.fixed_tensors import FixedTensors, table_device
 
-# With "auto", batches on a GPU of at most so many rows for each slot of a rank use one replica of each expert: reading
-# another replica takes as long there as computing 37 to 94 rows, and what that saves is more than the rows of uneven
-# ranks cost (docs/benchmarks/balancing.md).
+# With "auto", a batch on a GPU with at most this many rows per slot of a rank uses one replica of each expert. Reading
+# another replica takes as long as computing 37 to 94 rows; avoiding that saves more than uneven ranks cost
+# (docs/benchmarks/balancing.md).
 ROWS_PER_SLOT = 8
 
 # Returns the physical experts that currently hold a logical one, first replica first.
@@ -41,9 +41,9 @@ class LayerEplbState(FixedTensors):
         logical_replica_count: int `[E]`.
         physical_to_logical_map: int32 `[P]`, the same by slot; None where maps were set without it.
         replica_rule: which replica a token takes (`moe_ep.eplb.config.REPLICA_RULES`).
-        is_moving: returns whether fetched experts are not yet in their slots on this rank.
-        finish_moving: returns when none are, as `EPLBManager.finish`; a collective step of the ranks.
-        in_doubt: whether other ranks may have another placement of this layer, as a rearrangement failed.
+        is_moving: returns whether this rank has fetched experts that are not in their slots yet.
+        finish_moving: waits until there are none, as `EPLBManager.finish`; a collective step of the ranks.
+        in_doubt: whether other ranks may have another placement of this layer because a rearrangement failed.
     """
 
     expert_load_view: torch.Tensor
@@ -62,7 +62,7 @@ class LayerEplbState(FixedTensors):
         self.place(initial_physical_to_logical(num_experts, num_redundant_experts), num_experts, table_device())
 
     def place(self, physical_to_logical: Sequence[int], num_experts: int, device: torch.device) -> None:
-        """Makes tensors of this layer's own for a placement `[P]`, in which -1 is an empty slot; loads begin at 0."""
+        """Creates the layer's own tensors for a placement `[P]` in which -1 is an empty slot; loads begin at 0."""
         self.in_doubt = False
         replicas: list[list[int]] = [[] for _ in range(num_experts)]
         for physical, logical in enumerate(physical_to_logical):
@@ -85,10 +85,10 @@ class LayerEplbState(FixedTensors):
         return {**self.__dict__, "is_balanced": bool, "is_moving": bool, "finish_moving": bool}
 
     def maps(self, num_rows: int, slots_per_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """logical_to_physical_map and logical_replica_count of the replicas that a batch may use.
+        """Returns logical_to_physical_map and logical_replica_count of the replicas that a batch may use.
 
         Args:
-            num_rows: rows of the experts that this rank has in the batch.
+            num_rows: rows (tokens times top_k) that this rank sends to experts in the batch.
         """
         is_small = self._one.is_cuda and num_rows <= ROWS_PER_SLOT * slots_per_rank
         if self.replica_rule == "one" or (self.replica_rule == "auto" and is_small):
@@ -106,7 +106,7 @@ class LayerEplbState(FixedTensors):
         logical_to_physical_map: torch.Tensor,
         logical_replica_count: torch.Tensor,
     ) -> None:
-        """Uses views of this layer's rows of `[L, ...]` tensors, so that changes on either side are seen on the other.
+        """Uses views of this layer's rows of `[L, ...]` tensors, so that the layer and the tensors' owner share state.
 
         Raises:
             ValueError: an index, shapes or dtypes that do not fit the layer.
@@ -162,7 +162,7 @@ class ExpertSlots:
         self._replicas = replicas or self._initial_replicas
 
     def place(self, num_redundant_experts: int, expert_map: torch.Tensor | None) -> None:
-        """Goes on with another number of ranks, and thus of physical experts."""
+        """Changes the number of ranks, and thus of physical experts."""
         self.num_physical_experts = self.num_experts + num_redundant_experts
         physical_ids = range(self.num_physical_experts)
         self._local = list(physical_ids) if expert_map is None else expert_map.tolist()[: self.num_physical_experts]

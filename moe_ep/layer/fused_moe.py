@@ -2,7 +2,7 @@
 
 A layer is composed of parts that can be replaced and tested alone: a router (`moe_ep.routing.router`), a dispatcher
 (`moe_ep.layer.dispatcher`), a quantization method that makes, loads and computes the experts (`moe_ep.layer.methods`),
-and shared experts. A pass, from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forward_node -> router ->
+and shared experts. A pass calls, in this order: forward -> torch.ops.moe_ep.moe_forward -> forward_node -> router ->
 modular kernel -> dispatch.prepare, experts, dispatch.finalize.
 """
 
@@ -61,7 +61,7 @@ from moe_ep.routing.router import PrecomputedRouter, Router, TopKRouter, append_
 if TYPE_CHECKING:
     from moe_ep.checkpoint.reader import CheckpointReader
 
-# Held by the thread that prepares a layer for its first pass; the passes of other threads wait for it.
+# Held by the thread that prepares a layer for its first pass; passes of other threads wait for it.
 _FIRST_USE = threading.RLock()
 
 
@@ -73,9 +73,9 @@ class ModularKernels:
     """
 
     def __init__(self) -> None:
-        # By id of the backend, which its kernel keeps alive.
+        # Keyed by id(backend); the kernel keeps its backend alive.
         self._by_backend: dict[int, FusedMoEModularKernel] = {}
-        # The addresses of the tensors that they were made for.
+        # The addresses of the tensors that the kernels were made for.
         self._made_for: tuple[int, ...] = ()
 
     def get(self, backend: FusedMoEPrepareAndFinalize) -> FusedMoEModularKernel | None:
@@ -118,8 +118,8 @@ class FusedMoE(MoELayer):
         reduce_results: all-reduce the output over the TP ranks if it is a partial sum; otherwise the caller must.
         renormalize, use_grouped_topk, num_expert_group, topk_group, custom_routing_function, scoring_func,
             routed_scaling_factor, e_score_correction_bias: as in `moe_ep.routing.select_experts`. The bias may be the
-            router's own parameter, loaded later, or the router itself, whose attribute of that name is read at every
-            pass and may thus be replaced, as by `load_state_dict(assign=True)`. It is not saved with the layer.
+            router's own parameter, loaded later, or the router itself: its attribute of that name is read in every
+            pass, so it may be replaced, as `load_state_dict(assign=True)` does. It is not saved with the layer.
         apply_router_weight_on_input: multiply the rows by their weights before they are sent; needs top_k 1.
         activation: a `MoEActivation` or its name.
         swiglu_limit: clamp limit of gate and up in a gated activation (`moe_ep.activation.gate_limit`); None for the
@@ -144,14 +144,14 @@ class FusedMoE(MoELayer):
         router: replaces the router that the routing arguments describe, which must then be left out; a model that
             routes by itself needs none (`forward`).
         experts: a name from the experts registry that fits the backend's format; "auto" chooses.
-        input_dtype: the rows that quantized experts compute with. torch.int8 or torch.float8_e4m3fn: rounded to it, on
-            CPUs always, on GPUs where that is faster (many rows an expert). "checkpoint": rounded on GPUs, where that
-            is faster, to what the checkpoint was made for. "none", or the activations' dtype: as they are. None takes
-            it from MOE_EP_INPUT_DTYPE, which is checkpoint by default.
-        batch_invariant: a token's result has the same bits whatever tokens are beside it, on whichever rank it came in
-            and wherever its experts are (docs/rollouts.md); None takes it from MOE_EP_BATCH_INVARIANT.
+        input_dtype: the dtype to which quantized experts round their input rows. torch.int8 or torch.float8_e4m3fn:
+            always on CPUs, and on GPUs where that is faster (large M per expert). "checkpoint": the dtype that the
+            checkpoint was made for, on GPUs only and where that is faster. "none", or the activations' dtype: rows are
+            not rounded. None takes it from MOE_EP_INPUT_DTYPE, whose default is checkpoint.
+        batch_invariant: a token's result has the same bits whatever the other tokens are, whichever rank it is on and
+            wherever its experts are (docs/rollouts.md); None takes it from MOE_EP_BATCH_INVARIANT.
         batch_balance: "auto" copies hot experts to other ranks for one large batch where that pays (docs/eplb.md),
-            "off" never does; a `BatchBalance` says from how many rows on and with how many slots.
+            "off" never does; a `BatchBalance` sets the smallest batch and the number of slots.
 
     Raises:
         ValueError: sizes, names or options that do not fit together.
@@ -260,14 +260,14 @@ class FusedMoE(MoELayer):
         self._kernels = ModularKernels()
         self._graphs, self._replay_tokens = CallGraphs(), env.REPLAY_MAX_TOKENS.get()
         self.balancer: BatchBalancer | None = None
-        # The wrapper of torch that was found not to touch the layer.
+        # The torch wrapper that was found not to affect the layer.
         self._wrapper = 0
         self.layer_name = register_layer(self, prefix)
         self.parallel_config = parallel_config
         self._make_experts(experts_config, routing.top_k, dispatch.max_num_tokens, expert_mapping)
         self.router = TopKRouter(routing, num_experts, e_score_correction_bias) if router is None else router
         self.precomputed = router if isinstance(router, PrecomputedRouter) else PrecomputedRouter(num_experts, top_k)
-        # Each makes a router around the one of a pass, such as one that records what that chooses.
+        # Each wraps the router of a pass, for example to record its choices.
         self.router_wrappers: tuple[Callable[[Router], Router], ...] = ()
         self.shared_experts = shared_experts
         self.dispatch_config = dispatch
@@ -293,10 +293,10 @@ class FusedMoE(MoELayer):
 
         Args:
             path: the checkpoint's folder, or a reader of it.
-            layer: counted over all layers of the model, dense ones included.
-            dtype: of the activations and of plain weights; None for the config's.
-            allow_nonfinite: whether weights may hold NaN or infinity; a reader has a setting of its own.
-            options: arguments of `FusedMoE`, such as sizes of the parallel groups, in place of the checkpoint's.
+            layer: the layer's index among all layers of the model, dense ones included.
+            dtype: dtype of the activations and of plain weights; None for the config's.
+            allow_nonfinite: whether weights may hold NaN or infinity; a reader has its own setting.
+            options: arguments of `FusedMoE`, such as sizes of the parallel groups, which override the checkpoint's.
 
         Raises:
             CheckpointError: a checkpoint that does not hold what its config says.
@@ -320,11 +320,11 @@ class FusedMoE(MoELayer):
             load_moe_layer(reader, spec, layer, made)
         return made
 
-    @torch.inference_mode(False)  # passes count in its tensors, in whatever mode they run
+    @torch.inference_mode(False)  # passes update its tensors (EPLB's loads) in or out of inference mode
     def _make_experts(
         self, config: ExpertsConfig, top_k: int, max_num_tokens: int, expert_mapping: ExpertMapping | None
     ) -> None:
-        """Places the experts on the ranks and creates the parameters of this rank's."""
+        """Places the experts on the ranks and creates the parameters of this rank's experts."""
         parallel, redundant = self.parallel_config, config.num_redundant_experts
         num_shared = config.num_fused_shared_experts
         self.num_experts, self.num_redundant_experts = config.num_experts, redundant
@@ -437,7 +437,7 @@ class FusedMoE(MoELayer):
     def _checked(
         self, hidden_states: torch.Tensor, router_logits: Any, topk_weights: Any, topk_ids: Any
     ) -> tuple[str, Router, tuple[torch.Tensor, ...]]:
-        """The operator of a call, its router, and what that chooses by."""
+        """Checks a call's inputs; returns its operator, its router, and the tensors that the router chooses by."""
         name, router, inputs = "moe_forward", self.router, {"router_logits": router_logits}
         if topk_weights is not None or topk_ids is not None:
             if router_logits is not None:
@@ -452,15 +452,15 @@ class FusedMoE(MoELayer):
     def forward_impl(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As `forward` without a graph node: the routed output, all-reduced if asked for; with shared experts, (shared,
-        routed)."""
+        """Like `forward` without a graph node. Returns the routed output, all-reduced if asked for; with shared
+        experts, (shared, routed)."""
         self._checked(hidden_states, router_logits, None, None)
         return self.forward_node(hidden_states, router_logits)
 
     def forward_routed(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As `forward_impl`, for choices that the model's own router made."""
+        """Like `forward_impl`, with the choices of the model's own router."""
         check_tensors(topk_weights=topk_weights, topk_ids=topk_ids)
         self._checked(hidden_states, None, topk_weights, topk_ids)
         return self.forward_node(hidden_states, topk_weights, topk_ids)
@@ -475,7 +475,7 @@ class FusedMoE(MoELayer):
     def _run(
         self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor, may_replay: bool | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        # Inside of a graph node: torch.compile captures it unless there are other ranks.
+        # Inside a graph node, which torch.compile captures unless there are other ranks.
         if may_replay is None:
             may_replay = self.parallel_config.spans_ranks and self._may_replay(hidden_states)
         self.check_loaded()
@@ -519,7 +519,7 @@ class FusedMoE(MoELayer):
         for wrapped in self.router_wrappers:
             router = wrapped(router)
         num_tokens = hidden_states.size(0)
-        # What may be replayed is not captured now.
+        # A call may be replayed only if it is not being captured now.
         is_captured = hidden_states.is_cuda and not may_replay and torch.cuda.is_current_stream_capturing()
         most_tokens = self.dispatcher.most_tokens_of_pass(num_tokens, is_captured)
         balanced = not is_captured and self._is_balanced(num_tokens, most_tokens, hidden_states.device)
@@ -544,15 +544,15 @@ class FusedMoE(MoELayer):
         return torch.cat(shared) if shared else None, torch.cat([routed for _, routed in chunks])
 
     def _filled_up(self, most_tokens: int | None, capacity: int | None) -> int | None:
-        """The rows of a replay over ranks of at most most_tokens; eager calls make room for as many, so that both
-        choose the same kernels. The number as it is where nothing is replayed."""
+        """Returns the rows to which a replay over ranks with at most most_tokens is padded. Eager calls make room for
+        as many, so that both choose the same kernels. Without a replay it returns most_tokens."""
         if most_tokens is None or capacity is None:
             return most_tokens
         num_rows = min(bucket(most_tokens), capacity)
         return num_rows if num_rows <= self._replay_tokens else most_tokens
 
     def _may_replay(self, rows: torch.Tensor) -> bool:
-        """Whether a graph may stand for calls with these rows, from which only output and EPLB's load may follow."""
+        """Whether a graph may stand in for calls with these rows: the only effects are the output and EPLB's load."""
         least = 0 if self.parallel_config.spans_ranks else 1
         return (
             rows.dim() == 2
@@ -566,8 +566,8 @@ class FusedMoE(MoELayer):
     def _replayed(
         self, router: Router, num_rows: int | None, hidden_states: torch.Tensor, *inputs: torch.Tensor
     ) -> torch.Tensor | None:
-        """The output of a call that is a replay, or will be one after some of its kind; None where none may be.
-        Over ranks, which need not all replay, graphs are filled up to num_rows."""
+        """Returns the output of a call that is replayed, or whose kind is captured after some calls; None if it may not
+        be. Over several ranks, not all of which need to replay, graphs are padded to num_rows."""
         backend, around, reads = self.prepare_finalize, None, router.graph_key(hidden_states.device)
         if reads is None:
             return None
@@ -590,7 +590,7 @@ class FusedMoE(MoELayer):
         )
 
     def _is_balanced(self, num_tokens: int, most_tokens: int | None, device: torch.device) -> bool:
-        """Whether the passes of a batch that is not captured are balanced by its own counts; the same on every rank."""
+        """Whether to balance an uncaptured batch by its own counts; the same on every rank."""
         exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
         if self.balancer is None or exchange is None:
             return False
@@ -607,11 +607,11 @@ class FusedMoE(MoELayer):
 
     @property
     def balanced_from(self) -> int | None:
-        """Tokens of the rank that has most, from which on a batch may be balanced by its own counts; None for never."""
+        """The smallest batch that may be balanced by its own counts, in tokens of the busiest rank; None for never."""
         exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
         if self.balancer is None or exchange is None:
             return None
-        # Before its weights are there, a layer may be nowhere.
+        # Before its weights are loaded, a layer may be on the meta device.
         least = self.balancer.min_rows(self.device, exchange.on_device)
         return None if least is None else -(-least[0] // self.top_k)
 
@@ -623,12 +623,12 @@ class FusedMoE(MoELayer):
         balanced: bool,
         most_tokens: int | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Returns (shared output, routed output) of one pass, in which no rank has more than most_tokens."""
+        """Returns (shared output, routed output) of one pass in which no rank has more than most_tokens tokens."""
         pending = None if balanced else self._defer(router, hidden_states, *inputs)
         result = zero_expert_result = None
         known: dict[str, Any] = {}
         if most_tokens is not None and self.prepare_finalize.most_rows() is not None:
-            if hidden_states.size(0) > most_tokens:  # others would have no room for them
+            if hidden_states.size(0) > most_tokens:  # other ranks would have no room for the rows
                 raise ValueError(
                     f"hidden_states has {hidden_states.size(0)} rows and the ranks agreed on at most {most_tokens} "
                     f"tokens for this pass; give one_pass, or the model, as many tokens as its layers get rows"
@@ -654,7 +654,8 @@ class FusedMoE(MoELayer):
         return shared, routed
 
     def _defer(self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Any:
-        """The choice that is left to the backend or the experts (`Routing.pending`); None where it is made before."""
+        """Returns the choice that is left to the backend or the experts (`Routing.pending`); None if the router makes
+        it now."""
         if not hidden_states.is_cuda or self.eplb_state is not None or self.num_fused_shared_experts or hears_routing():
             return None
         if hidden_states.size(0) > self.modular_kernel.most_pending_tokens:
@@ -662,10 +663,10 @@ class FusedMoE(MoELayer):
         return router.defer(hidden_states, *inputs)
 
     def to_physical(self, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turns logical ids into those of physical experts, recording the load, and appends fused shared experts.
+        """Maps logical ids to physical experts, records the load, and appends fused shared experts.
 
         Raises:
-            ValueError: weights or ids that are no tensors, or ids that are no integers.
+            ValueError: weights or ids that are not tensors, or ids that are not integers.
         """
         check_tensors(topk_weights=topk_weights, topk_ids=topk_ids)
         check_integers(topk_ids=topk_ids)
@@ -698,8 +699,8 @@ class FusedMoE(MoELayer):
             )
 
     def check_rows(self, name: str, rows: torch.Tensor, hidden_size: int | None = None) -> None:
-        """Raises ValueError unless the tensor has rows `[T, K]` that the layer takes, or of the hidden_size that a
-        model around it has."""
+        """Raises ValueError unless the tensor is `[T, K]` in the layer's dtype; K is hidden_size if given, which a
+        model around the layer may have different from the layer's."""
         K, dtype = hidden_size or self.moe_config.hidden_dim, self.moe_config.in_dtype
         if rows.dim() != 2 or rows.size(1) != K or rows.dtype != dtype:
             raise ValueError(
@@ -812,7 +813,7 @@ class FusedMoE(MoELayer):
             raise RuntimeError(f"the experts of {self.layer_name} cannot be made: {error}") from error
         try:
             addresses = self.tensor_addresses()
-        except RuntimeError:  # as of torch.export, which asks here and does not run the kernel
+        except RuntimeError:  # such as under torch.export, which asks here but does not run the kernel
             addresses = (0,)
         self._kernels.keep(kernel, addresses)
         return kernel
@@ -826,10 +827,10 @@ class FusedMoE(MoELayer):
 
     def _drop_stale_kernels(self) -> None:
         """Drops the modular kernels that were made for other tensors: `torch.func.functional_call`, an assignment to
-        `.data`, and wrappers that write to `_parameters` replace them without telling the layer.
+        `.data`, and wrappers that write to `_parameters` replace tensors without notifying the layer.
 
         Raises:
-            RuntimeError: a transform of torch.func is over the layer's own tensors.
+            RuntimeError: a torch.func transform is applied over the layer's own tensors.
         """
         try:
             addresses = self.tensor_addresses()
@@ -847,25 +848,25 @@ class FusedMoE(MoELayer):
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
     def supports_cuda_graph(self) -> bool:
-        """Whether a pass can be captured in a CUDA graph while other ranks run eagerly; makes backend and experts
-        ready."""
+        """Whether a pass can be captured in a CUDA graph while other ranks run eagerly; creates backend and experts if
+        needed."""
         # A captured dispatch asks no rank for its number of tokens.
         return not self.parallel_config.use_all2all and self.parts_support_cuda_graph()
 
     def parts_support_cuda_graph(self) -> bool:
-        """Whether a pass can be captured where all ranks replay it together."""
+        """Whether a pass can be captured if all ranks replay it together."""
         return self.prepare_finalize.supports_cuda_graph() and self.modular_kernel.fused_experts.supports_cuda_graph()
 
     def check(self) -> None:
-        """Raises DispatchTimeoutError if a finished kernel of this rank waited for another rank in vain; never waits.
+        """Raises DispatchTimeoutError if a finished kernel of this rank timed out on another rank; never waits.
 
-        Eager passes begin with it. Code that replays a CUDA graph calls it after waiting for the results."""
+        Eager passes begin with this check. Code that replays a CUDA graph calls it after waiting for the results."""
         for backend in self.dispatcher.backends():
             backend.check()
 
     @property
     def input_rows(self) -> InputRows:
-        """The rows that the experts compute with, and why."""
+        """The dtype of the rows that the experts compute with, and the reason for it."""
         return self.quant_method.input_rows(self)
 
     @property
@@ -875,7 +876,7 @@ class FusedMoE(MoELayer):
         return experts.quant_config.input_dtype if experts.may_round_rows() else None
 
     def must_reduce_shared_expert_outputs(self) -> bool:
-        """Whether the combine step returns complete sums. No all-reduce follows it then, so partial sums of shared
+        """Whether the combine step returns complete sums. If so, no all-reduce follows it, and partial sums of shared
         experts must be reduced separately."""
         return self.prepare_finalize.output_is_reduced()
 
@@ -911,12 +912,12 @@ class FusedMoE(MoELayer):
             Whether a local expert took it, if return_success is set; None otherwise.
 
         Raises:
-            ValueError: an unknown parameter, id or shard, a tensor of another shape or dtype or without values, or what
-                is none.
+            ValueError: an unknown parameter, id or shard, a value that is not a tensor, or a tensor without values or
+                of another shape or dtype.
             RuntimeError: the parameters were already processed and freed, or experts are moving.
         """
         self._check_at_rest()
-        # By identity and not by an attribute, so that another layer's parameter of the same name is refused.
+        # Compares identities, so that another layer's parameter of the same name is refused.
         param_name = next((name for name, own in self._parameters.items() if own is param), "")
         taken = self.loader.load(param_name, param, loaded_weight, weight_name, shard_id, expert_id)
         return taken if return_success else None
@@ -926,7 +927,7 @@ class FusedMoE(MoELayer):
 
         Raises:
             ValueError: the layer was made without expert_mapping, or has no parameter for a name.
-            TypeError: a dict in place of its items(), or what is no pair of a name and a tensor.
+            TypeError: a dict in place of its items(), or an entry that is not a pair of a name and a tensor.
             RuntimeError: as `weight_loader`.
         """
         self._check_at_rest()
@@ -962,10 +963,10 @@ class FusedMoE(MoELayer):
                     f"to_empty(device=...), and load them"
                 )
             if not self._processed:
-                # Ordinary tensors of the checkpoint's dtypes, whatever mode the first pass runs in.
+                # Creates ordinary tensors in the checkpoint's dtypes, whatever mode the first pass runs in.
                 with torch.inference_mode(False), torch.no_grad(), without_autocast():
                     self.quant_method.process_weights_after_loading(self)
-                self.quant_method.input_rows(self)  # refuses what these weights do not go with
+                self.quant_method.input_rows(self)  # raises if input_dtype does not fit these weights
                 self.loader.complete()
                 self._processed, self._reloading = True, False
 
@@ -987,7 +988,7 @@ class FusedMoE(MoELayer):
         self._processed, self._reloading = False, True
 
     def _check_at_rest(self) -> None:
-        """RuntimeError where experts are moving."""
+        """Raises RuntimeError if experts are moving."""
         if self.eplb_state is not None and self.eplb_state.is_moving():
             raise RuntimeError(
                 f"experts are still moving, and the weights of {self.layer_name} cannot be loaded again meanwhile; "
@@ -995,11 +996,11 @@ class FusedMoE(MoELayer):
             )
 
     def check_open(self, what: str) -> None:
-        """Raises RuntimeError, naming what was to be loaded, if the parameters were processed and freed already."""
+        """Raises RuntimeError if the parameters were processed and freed already; `what` names the tensor to load."""
         self.loader.check_open(what)
 
     def refuse(self, why: str) -> None:
-        """Lets nothing run any more with weights that would give wrong results."""
+        """Makes every later pass raise, because its weights would give wrong results."""
         self._refused = why
 
     def check_not_refused(self) -> None:
@@ -1061,14 +1062,14 @@ class FusedMoE(MoELayer):
 
     @torch.inference_mode(False)
     def place(self, physical_to_logical: Sequence[int]) -> None:
-        """Says which logical expert each physical one is, before the layer is loaded.
+        """Sets the logical expert of each physical one, before the layer is loaded.
 
         Args:
-            physical_to_logical: as many as the layer has physical experts, slots in rank order; -1 for an empty slot.
+            physical_to_logical: one entry per physical expert of the layer, in rank order; -1 for an empty slot.
 
         Raises:
             ConfigError: the layer was made without enable_eplb.
-            RuntimeError: the layer has weights, or some of them, which this would not move.
+            RuntimeError: weights were loaded already, which this call would not move.
             ValueError: another number of physical experts, or a logical expert that does not exist.
         """
         state = self._state_of_eplb()
@@ -1087,7 +1088,7 @@ class FusedMoE(MoELayer):
 
     @torch.inference_mode(False)
     def relabel_slots(self, physical_to_logical: Sequence[int]) -> None:
-        """As `place`, also of a layer with weights, which stay where they are: the caller loads what is missing."""
+        """Like `place`, also for a layer with weights. They stay where they are: the caller loads what is missing."""
         state = self._state_of_eplb()
         state.place(physical_to_logical, self.num_experts, state.expert_load_view.device)
 
@@ -1098,12 +1099,12 @@ class FusedMoE(MoELayer):
         process_group: dist.ProcessGroup | None,
         physical_to_logical: Sequence[int],
     ) -> None:
-        """Goes on over other ranks; this rank keeps its slots and what is in them.
+        """Moves the layer to other ranks; this rank keeps its slots and their contents.
 
-        Every rank calls it, when none has the layer in a pass, and the next pass makes the backend: a collective step.
+        Every rank calls it while no rank runs a pass of the layer. The next pass makes the backend, a collective step.
 
         Args:
-            parallel_config: of as many slots per rank as before.
+            parallel_config: the new ranks, with as many slots per rank as before.
             process_group: the new ranks; None for this process alone.
             physical_to_logical: as in `place`, over the slots of the new ranks.
 
@@ -1148,8 +1149,8 @@ class FusedMoE(MoELayer):
 
     @staticmethod
     def _check_not_sharded(name: str, tensor: object) -> None:
-        """Raises ConfigError if `fully_shard` would make one tensor of what each rank has of its own."""
-        # Code that makes such a tensor has imported the module.
+        """Raises ConfigError if `fully_shard` would treat each rank's own experts as shards of one tensor."""
+        # Code that makes such a tensor has imported the module already.
         tensors = sys.modules.get("torch.distributed.tensor")
         if tensors is not None and isinstance(tensor, tensors.DTensor):
             raise ConfigError(
@@ -1176,21 +1177,21 @@ class FusedMoE(MoELayer):
         self._wrapper = id(wrapper)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is a separate layer and gets a name of its own."""
+        """Gives a copy, which is a separate layer, its own name."""
         super().__setstate__(state)
-        # A shallow copy comes with those of the original, which keeps its name.
+        # A shallow copy shares them with the original, which keeps its name.
         self.loader, self.dispatcher = copy.copy(self.loader), copy.copy(self.dispatcher)
         self.layer_name = self.loader.name = self.dispatcher.layer_name = register_layer(self, self.layer_name)
 
 
 def _expert_map(parallel: FusedMoEParallelConfig, num_physical: int, num_shared: int) -> torch.Tensor | None:
-    """The layer's map `[physical + shared]`: it has the shared experts' part where the mask is asked for too."""
+    """The layer's map `[physical + shared]`; `determine_expert_map` adds the shared experts' part with the mask."""
     size, rank, strategy = parallel.ep_size, parallel.ep_rank, parallel.expert_placement_strategy
     return determine_expert_map(size, rank, num_physical, strategy, num_shared, return_expert_mask=True)[1]
 
 
 def _check_router(router: Router, routing: RoutingConfig, bias: object) -> None:
-    """Raises unless `router` is one, and no argument describes another."""
+    """Raises unless `router` is a router and the routing arguments are left at their defaults."""
     if not isinstance(router, Router):
         raise TypeError(f"router is {router!r}; it must be a moe_ep.routing.Router")
     if routing != RoutingConfig(top_k=routing.top_k) or bias is not None:

@@ -1,4 +1,7 @@
-"""A MoE layer as quantization methods, custom ops and batch balancing see it, which `fused_moe.py` imports."""
+"""The interface of a MoE layer for quantization methods, custom ops and batch balancing.
+
+It is separate from `fused_moe.py`, which imports those.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from moe_ep.modular_kernel import FusedMoEModularKernel
 
 
 class MoELayer(FixedTensors, ABC):
-    """What `FusedMoE` has; its parameters are the experts of this rank, `[El, ...]`.
+    """The attributes and methods of `FusedMoE` that its parts use; its parameters are this rank's experts `[El, ...]`.
 
     Attributes:
         slots: which local slot holds which expert.
@@ -24,7 +27,7 @@ class MoELayer(FixedTensors, ABC):
         expert_map: int32 `[physical + shared]`, global -> local, -1 if not local; None if every expert is local.
         eplb_state: maps and loads of EPLB; None without EPLB.
         experts: the registry name of the implementation that computes the experts, or "auto".
-        input_dtype: the rows that were asked for: torch.int8, torch.float8_e4m3fn, "checkpoint" or "none".
+        input_dtype: the requested dtype of rows: torch.int8, torch.float8_e4m3fn, "checkpoint" or "none".
     """
 
     layer_name: str

@@ -1,9 +1,9 @@
 """CUDA graphs of a layer's calls: a call that recurs is captured, and replayed from then on.
 
-Launching the kernels of a call one by one takes the host several times longer than the GPU needs for few tokens. Over
-ranks the number of tokens changes from pass to pass, so calls are filled up to one of a few numbers of rows, and sizes
-stay on the device. Code that captures the whole model makes fewer calls than are made before a capture here, and needs
-no graphs of its layers.
+For few tokens the host needs several times longer to launch a call's kernels one by one than the GPU needs to run them.
+With several ranks the number of tokens changes from pass to pass, so calls are padded to one of a few numbers of rows,
+and sizes stay on the device. Code that captures the whole model warms up with fewer calls than a capture here requires,
+so its layers make no graphs.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from moe_ep.modular_kernel.workspace import current_stream
 
 logger = logging.getLogger(__name__)
 
-# Eager calls of a kind before its capture; they compile and allocate what is needed once.
+# Eager calls of a kind before its capture; they do one-time compilation and allocation.
 EAGER_CALLS = 4
-# Kinds that a layer captures at most; calls of further kinds run eagerly.
+# The most kinds that a layer captures; calls of further kinds run eagerly.
 MOST_KINDS = 24
 
-# The key of a graph: the caller's own part, the stream, and shapes, dtypes and devices of the inputs.
+# The key of a graph: the caller's part, the stream, and shapes, dtypes and devices of the inputs.
 Kind = tuple[object, ...]
-# Of a mask of the rows that count, bool `[rows]`, or None where all do; then of the inputs `[rows, ...]`.
+# Takes a mask of the valid rows, bool `[rows]`, or None if all are valid; then the inputs `[rows, ...]`.
 Function = Callable[..., torch.Tensor]
 
 
 @functools.cache
 def bucket(num_tokens: int) -> int:
-    """The number of rows that a call is filled up to: a power of two, or 1.5 times one.
+    """Returns the number of rows to which a call is padded: a power of two, or 1.5 times one.
 
     Example: 1 to 9 tokens take 1, 2, 3, 4, 6, 6, 8, 8 and 12 rows.
     """
@@ -52,9 +52,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class CallGraphs:
     """The CUDA graphs of one layer's calls, by kind.
 
-    The first calls of a kind run eagerly, the next one is captured, and later ones are replays: inputs are copied to
-    where the graph reads them, and the result is a copy of what it wrote, so callers see no difference. Graphs of one
-    stream run one after the other and share this memory across layers. A copy of the layer begins without graphs.
+    The first calls of a kind run eagerly, the next one is captured, and later ones are replayed. A replay copies the
+    inputs to where the graph reads them and returns a copy of what it wrote, so callers see no difference. Graphs of
+    one stream run one after the other and share this memory across layers. A copy of the layer starts without graphs.
     """
 
     def __init__(self) -> None:
@@ -75,16 +75,17 @@ class CallGraphs:
         """Runs or replays function(mask, *inputs) once, and returns its tensor.
 
         Args:
-            inputs: on the GPU.
-            which: tells calls apart that do not run the same kernels.
+            inputs: tensors on the GPU.
+            which: distinguishes calls that do not run the same kernels.
             of: what graphs depend on besides the inputs, such as addresses of tables; if it differs from that of the
                 previous call, all graphs are dropped.
-            num_rows: rows that graphs are filled up to, which the mask leaves out; None for exactly those there are.
-            around: a context manager for replays of a function that is collective; None for any other.
-            may_capture: whether the function can be captured, asked where there is no graph.
+            num_rows: the number of rows to which graphs are padded; the mask excludes the padding. None means no
+                padding.
+            around: a context manager for replays of a collective function; None for any other.
+            may_capture: returns whether the function can be captured; called only if there is no graph.
 
         Raises:
-            RuntimeError: a collective function cannot be captured. Any other runs eagerly then.
+            RuntimeError: a collective function cannot be captured. Any other function then runs eagerly.
         """
         if of != self._made_for:
             self.clear()
@@ -127,10 +128,10 @@ class CallGraphs:
 
 @dataclass
 class Inputs:
-    """Where graphs of one kind of calls read.
+    """The tensors that graphs of one kind of calls read.
 
     Attributes:
-        mask: bool `[rows]`, of the first `num_marked`; None where all rows count.
+        mask: bool `[rows]`, True for the first `num_marked` rows; None if all rows are valid.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -142,7 +143,7 @@ class Inputs:
         for to, tensor in zip(self.tensors, inputs, strict=True):
             (to if to.size(0) == num_rows else to[:num_rows]).copy_(tensor)
         if self.mask is not None and num_rows != self.num_marked:
-            # Once for all layers of a pass, whose graphs read the same.
+            # Written once for all layers of a pass, whose graphs read the same mask.
             self.mask[:num_rows] = True
             self.mask[num_rows:] = False
             self.num_marked = num_rows
@@ -161,10 +162,10 @@ class StreamGraphs:
 
     Attributes:
         stream: the handle of that stream.
-        side: the stream that they are captured on, whose scratch they use.
-        pool: the graphs' memory.
-        first: keeps the pool, which ends with its last graph.
-        held: inputs and outputs of graphs that exist, by their shapes and dtypes.
+        side: the stream on which graphs are captured, whose scratch they use.
+        pool: the graphs' memory pool.
+        first: a graph that keeps the pool alive, which is freed with its last graph.
+        held: inputs and outputs of existing graphs, by their shapes and dtypes.
     """
 
     stream: int
@@ -177,7 +178,8 @@ class StreamGraphs:
     def capture(
         self, function: Function, inputs: tuple[torch.Tensor, ...], num_rows: int | None
     ) -> tuple[torch.Tensor, CapturedCall | RuntimeError]:
-        """Runs function(mask, *inputs) once, and captures it; returns the result, and a graph or what prevents one."""
+        """Runs function(mask, *inputs) once and captures it; returns the result, and the graph or the error that
+        prevented it."""
         made: CapturedCall | RuntimeError
         with self.lock, torch.inference_mode(False), torch.no_grad():
             held = self._inputs(inputs, num_rows)
@@ -246,13 +248,14 @@ class StreamGraphs:
 
 
 def _give_up(reason: RuntimeError, *, is_alone: bool) -> None:
-    """Stops capturing for this process: what fails once, as without torch's caching allocator, fails always."""
+    """Stops capturing in this process: a capture that fails once, for example without torch's caching allocator, always
+    fails."""
     global is_possible
     is_possible = False
     story = "as one of them cannot be captured in a CUDA graph"
     if is_alone:
         logger.warning("calls of few tokens run eagerly, %s: %s", story, reason)
-    else:  # A collective call may have stopped half way.
+    else:  # A collective call may have stopped halfway.
         raise RuntimeError(
             f"calls of few tokens cannot be replayed, {story}; set MOE_EP_REPLAY_MAX_TOKENS=0: {reason}"
         ) from reason
@@ -269,7 +272,7 @@ def may_capture(device: torch.device) -> bool:
 
 
 def stream_graphs(device: torch.device) -> StreamGraphs:
-    """The place of the device's current stream."""
+    """Returns the graph state of the device's current stream."""
     key = (device, current_stream(device))
     place = _places.get(key)
     if place is None:

@@ -3,8 +3,8 @@
     stack = MoEStack(reader, model_spec(reader.config, reader), parallel_config, dtype=torch.bfloat16, device="cuda:0")
     hidden_states = stack(hidden_states)        # [T, K] -> [T, K], a collective step of all EP ranks
 
-Layer l computes x <- x + moe(rmsnorm(x)), with the checkpoint's norm, router, experts and shared experts. Where it has
-a norm behind the experts too, or a residual multiplier, what is added goes through them.
+Layer l computes x <- x + moe(rmsnorm(x)), with the checkpoint's norm, router, experts and shared experts. If the
+checkpoint also has a norm after the experts, or a residual multiplier, they are applied to the summand.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ class SharedExperts(nn.Module):
 
 
 class LatentProjections(nn.Module):
-    """The projections before and after experts of another width than the model; whole on every rank.
+    """The projections around experts whose width differs from the model's; complete on every rank.
 
     Nemotron 3 Super and Kimi-K3 have such experts: they read and write `[T, L]` in a model of `[T, K]`, so that
     narrower rows are dispatched.
 
     Args:
-        weights: down `[L, K]`, up `[K, L]`, and the weight `[L]` of an RMS norm of the experts' sum, or None.
+        weights: down `[L, K]`, up `[K, L]`, and the weight `[L]` of an RMS norm on the experts' sum, or None.
     """
 
     def __init__(self, weights: LatentWeights, eps: float, dtype: torch.dtype) -> None:
@@ -131,11 +131,11 @@ class LatentProjections(nn.Module):
         _copy_all(zip(own, (weights.down, weights.up, weights.norm), strict=True))
 
     def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """From `[T, K]` to the experts' `[T, L]`."""
+        """Maps `[T, K]` to the experts' `[T, L]`."""
         return self.down(hidden_states)
 
     def leave(self, output: torch.Tensor) -> torch.Tensor:
-        """From the experts' sum `[T, L]` to `[T, K]`."""
+        """Maps the experts' sum `[T, L]` to `[T, K]`."""
         if self.norm_weight is not None:
             output = rms_norm(output.float(), output.shape[-1:], self.norm_weight.float(), self._eps).to(output.dtype)
         return self.up(output)
@@ -213,38 +213,38 @@ class MoEBlock(FixedTensors):
             shared.load(weights)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        """RMS norm of `[T, K]`, computed in f32; a layer norm where the family has those."""
+        """Applies the block's norm to `[T, K]` in f32: an RMS norm, or a layer norm if the family uses one."""
         if self._has_layer_norm:
             normalized = layer_norm(x.float(), x.shape[-1:], self.norm_weight, self.norm_bias, self.rms_norm_eps)
             return normalized.to(x.dtype)
         return self.rms_norm(x, self.norm_weight)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMS norm of `[T, K]` with weights `[K]`, computed in f32."""
+        """Applies an RMS norm with weights `[K]` to `[T, K]` in f32."""
         values = x.float()
         values = values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + self.rms_norm_eps)
         return (values * weight).to(x.dtype)
 
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """f32 `[T, E]`, identity experts included."""
+        """Returns the router's logits, f32 `[T, E]`, identity experts included."""
         return linear(hidden_states.float(), self.router_weight, self.router_bias)
 
     def _logits(self, hidden_states: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
         if given is None:
             return self.router_logits(hidden_states)
-        # Nothing goes to identity experts.
+        # Given logits do not cover identity experts: no token goes to them.
         return pad(given, (0, self._num_identities), value=float("-inf"))
 
     def choices(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router's (weights, logical ids) `[T, top_k]` for MoE inputs `[T, K]`, or for the given logits; identity
-        experts have ids from E on."""
+        """Returns the router's (weights, logical ids) `[T, top_k]` for MoE inputs `[T, K]` or for the given logits;
+        identity experts have ids from E on."""
         with invariant_ops(self.moe.batch_invariant):
             return self.moe.router.choose(hidden_states, self._logits(hidden_states, router_logits))
 
     def _experts(self, hidden_states: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """From `[T, K]` to `[T, K]`, shared experts included."""
+        """Maps `[T, K]` to `[T, K]` through routed and shared experts."""
         if self.latent is None:
             return self.moe(hidden_states, logits)
         output = self.latent.leave(self.moe(self.latent.enter(hidden_states), logits))
@@ -277,8 +277,8 @@ class MoEStack(nn.Module):
         dtype: dtype of the activations and of weights that are not quantized.
         quantize: "int4", "int8" or "fp8" quantizes plain experts while they are loaded; "none" keeps them as they are.
         num_redundant_experts: if given, even as 0, enables EPLB with that many physical experts beyond E.
-        slots: of a gang whose ranks come and go (docs/elastic.md); its `parallel_config` is the one to give, and no
-            batches are balanced.
+        slots: the slots of a gang whose ranks join and leave (docs/elastic.md). Pass its `parallel_config` too; batches
+            are not balanced.
         on_layer: called with (layers loaded, all layers) while loading progresses.
         layer: further arguments of `FusedMoE`, such as max_num_tokens, process_group, input_dtype and batch_balance.
 
@@ -357,9 +357,9 @@ class MoEStack(nn.Module):
             router_logits: f32 `[T, E]` for each layer, used instead of its router's.
 
         Raises:
-            ValueError: another shape, dtype or device, or router logits that are no tensors or of another number of
-                layers.
-            TypeError: an observer that is no function.
+            ValueError: another shape, dtype or device, or router logits that are not tensors or whose number differs
+                from the number of layers.
+            TypeError: an observer that is not callable.
         """
         layers = self.layers()
         check_tensors(x=x)
@@ -376,7 +376,7 @@ class MoEStack(nn.Module):
 
 
 def _check_logits(router_logits: Sequence[torch.Tensor | None], num_layers: int) -> None:
-    """Raises ValueError unless each layer has a tensor `[T, E]`, or None for its router's."""
+    """Raises ValueError unless there is one entry per layer: a tensor `[T, E]`, or None for the router's logits."""
     is_whole = isinstance(router_logits, torch.Tensor) and router_logits.dim() > 0
     if not is_whole and not isinstance(router_logits, Sequence):
         kind = type(router_logits).__name__
@@ -394,7 +394,7 @@ def _check_logits(router_logits: Sequence[torch.Tensor | None], num_layers: int)
 
 
 def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:
-    """How the experts of a checkpoint are quantized, in the checkpoint or on load; see `layer_quant_config`.
+    """Returns how the experts of a checkpoint are quantized, in the checkpoint or on load; see `layer_quant_config`.
 
     Raises:
         ValueError: `quantize` is not one of `QUANTIZE`.
@@ -417,10 +417,10 @@ def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:
 def layer_quant_config(
     quantization: Any, spec: MoEModelSpec, layer_index: int, reader: CheckpointReader | None = None
 ) -> Any:
-    """The `quant_config` of one layer, from the result of `expert_quantization` for the model.
+    """Returns the `quant_config` of one layer, given the result of `expert_quantization` for the model.
 
     Args:
-        reader: of the checkpoint, whose tensors decide where the config says something else of them.
+        reader: a reader of the checkpoint; where its tensors contradict the config, the tensors decide.
 
     Raises:
         CheckpointError: the layer's experts are quantized in different ways that one layer cannot combine.
@@ -452,7 +452,7 @@ def _shared_experts(
 def _norms_and_router(
     reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, router: RouterWeights
 ) -> dict[str, torch.Tensor | None]:
-    """A block's tensors beside its experts, by the names of its buffers."""
+    """Returns a block's norm and router tensors by the names of its buffers."""
     return {
         "norm_weight": load_norm(reader, spec, layer_index),
         "norm_bias": load_norm_bias(reader, spec, layer_index),
@@ -463,7 +463,7 @@ def _norms_and_router(
 
 
 def _copy_all(pairs: Iterable[tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
-    """Writes each second tensor into the first, in place, where both are there."""
+    """Copies the second tensor of each pair into the first, in place, unless one is None."""
     for held, value in pairs:
         if held is not None and value is not None:
             held.data.copy_(value)

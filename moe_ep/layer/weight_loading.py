@@ -45,7 +45,7 @@ class ParamLayout:
         halves_dim: the dimension along which gate and up are the two halves; None if they share the whole and must
             agree.
         tp_dim: the dimension that tensor parallelism divides; None if every TP rank takes the whole.
-        first_tp_rank_only: zero on all other TP ranks, since the all-reduce would add it once for each.
+        first_tp_rank_only: zero on all other TP ranks, because the all-reduce would add it once per rank.
         optional: keeps its initial value if the checkpoint has no such tensor.
     """
 
@@ -114,13 +114,13 @@ class ExpertWeightLoader:
         self._pending.clear()
 
     def reopen(self) -> None:
-        """Marks the storage as present again, to load all experts or some; a slot must then get all tensors or none."""
+        """Marks the storage as allocated again, to load some or all experts; each slot must get all tensors or none."""
         self._closed, self._again, self._has_begun = False, True, False
         self._pending = {piece for param_name in self._declared for piece in self._required(param_name)}
         self._loaded.clear()
 
     def check_open(self, what: str) -> None:
-        """RuntimeError, which names what was to be loaded, where the parameters' storage is freed."""
+        """Raises RuntimeError if the parameters' storage is freed; `what` names the tensor to load."""
         if self._closed:
             raise RuntimeError(
                 f"{what}: the parameters of {self.name} were processed and freed already; call begin_reload to load "
@@ -129,7 +129,7 @@ class ExpertWeightLoader:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a tensor was given to be loaded, since `reopen` if that was called."""
+        """Whether any tensor was passed to `load` since the last `reopen`, or ever without one."""
         return self._has_begun
 
     @property
@@ -138,7 +138,7 @@ class ExpertWeightLoader:
         return sorted({slot for _, slot, _ in self._loaded}) if self._again else None
 
     def missing(self) -> list[str]:
-        """What has not arrived, as "w13_weight of local expert 3 (shard w1)"; empty before loading begins."""
+        """What is still missing, such as "w13_weight of local expert 3 (shard w1)"; empty before loading begins."""
         if not (self._has_begun and self._pending):
             return []
         again, empty = self.slots_loaded_again, self.empty_slots
@@ -150,7 +150,7 @@ class ExpertWeightLoader:
 
     @property
     def empty_slots(self) -> list[int]:
-        """The local slots that hold no expert at present, and need none."""
+        """The local slots that hold no expert, and so need no weights."""
         return [slot for slot, expert in enumerate(self.slots.local_experts) if expert < 0]
 
     def load(
@@ -179,7 +179,7 @@ class ExpertWeightLoader:
             )
         self._check_shard(weight_name, param_name, shard_id)
         self._has_begun = True
-        # A tensor of all experts has as many dimensions as the parameter; a single number is never one.
+        # A tensor of all experts has as many dimensions as the parameter; a scalar is never one.
         if getattr(loaded_weight, "ndim", 0) == param.ndim and loaded_weight.numel() > 1:
             return self._load_all(param_name, param, loaded_weight, weight_name, shard_id)
         slots = self.slots.of_id(expert_id)
@@ -234,7 +234,7 @@ class ExpertWeightLoader:
     def targets(
         self, param_name: str, param: nn.Parameter, weight: torch.Tensor, shard_id: str, expert_id: int
     ) -> list[torch.Tensor] | None:
-        """Where `load` copies one expert's tensor, as it is, and does nothing else; None where it does."""
+        """Returns the tensors into which `load` copies one expert's tensor as it is; None if it does more than that."""
         layout = self._declared.get(param_name)
         if self._tp_size > 1 or layout is None or (layout.halves_dim is None and len(self._shards(layout)) > 1):
             return None
@@ -302,7 +302,7 @@ def make_expert_params_mapping(
     Example: `("experts.w13_", "experts.3.gate_proj.", 3, "w1")`.
 
     Raises:
-        ValueError: no experts, or a name that is missing or no text.
+        ValueError: no experts, or a name that is missing or not a string.
         TypeError: a number that is not whole.
     """
     required = {"ckpt_gate_proj_name": ckpt_gate_proj_name, "ckpt_down_proj_name": ckpt_down_proj_name}

@@ -1,4 +1,4 @@
-"""The contract of quantization methods, and the steps that they have in common."""
+"""The contract of quantization methods, the steps that they share, and the method of plain weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moe_ep.modular_kernel.choice import REFERENCE, ExpertsNames, choose_experts
 from moe_ep.quantization.input_rows import CHECKPOINT, NONE, InputRows, dtype_name, log_once
 from moe_ep.registry import EXPERTS, QUANT_METHODS
 
-# The mean |difference| / mean |reference| of two correct results that rounding and the order of sums can cause.
+# The largest mean |difference| / mean |reference| that rounding and the order of sums cause between correct results.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _DISPATCH_TOLERANCES = {None: 0.0, torch.int8: 2e-2, torch.float8_e4m3fn: 5e-2}
 _INPUT_TOLERANCES = {None: 0.0, torch.int8: 3e-2, torch.float8_e4m3fn: 8e-2}
@@ -36,8 +36,8 @@ _INPUT_TOLERANCES = {None: 0.0, torch.int8: 3e-2, torch.float8_e4m3fn: 8e-2}
 def tolerance(
     dtype: torch.dtype, dispatch_dtype: torch.dtype | None = None, input_dtype: torch.dtype | None = None
 ) -> float:
-    """The largest `relative_error` of two layers with the same weights, for these dtypes of activations and wire, and
-    what experts may round rows to."""
+    """The largest `relative_error` of two layers with the same weights, for these dtypes of activations, of rows on the
+    wire, and of rounded rows in the experts."""
     return max(_TOLERANCES[dtype], _DISPATCH_TOLERANCES[dispatch_dtype] + _INPUT_TOLERANCES[input_dtype])
 
 
@@ -63,8 +63,7 @@ class FusedMoEMethodBase(ABC):
 
     @property
     def supports_eplb(self) -> bool:
-        """Whether experts can be moved while serving, for which `expert_tensors` must be everything that belongs to
-        one."""
+        """Whether experts can be moved while serving; `expert_tensors` must then be everything that belongs to one."""
         return True
 
     def uses_weight_scale_2_pattern(self) -> bool:
@@ -84,15 +83,15 @@ class FusedMoEMethodBase(ABC):
         """Adds the parameters `[num_experts, ...]` to the layer; ValueError for unsuitable sizes."""
 
     def process_weights_after_loading(self, layer: MoELayer) -> None:
-        """Converts loaded parameters to the form that the experts read. Nothing to do for plain weights.
+        """Converts loaded parameters to the form that the experts read; does nothing for plain weights.
 
-        Called once, and again after each `begin_reload`, when the slots that were loaded
-        (`layer.loader.slots_loaded_again`) must be written in place into the tensors in use.
+        The layer calls it once after loading. After each `begin_reload` it calls it again, to write the slots that were
+        loaded (`layer.loader.slots_loaded_again`) in place into the tensors in use.
         """
         return
 
     def loads_in_place(self) -> bool:
-        """Whether the experts read the very parameters that a checkpoint is loaded into, so that copying is loading."""
+        """Whether the experts read the same parameters that a checkpoint is loaded into, without a conversion."""
         own, base = type(self), FusedMoEMethodBase
         return (own.process_weights_after_loading, own.begin_reload) == (
             base.process_weights_after_loading,
@@ -104,7 +103,7 @@ class FusedMoEMethodBase(ABC):
         return
 
     def reload_bytes(self, layer: MoELayer) -> int:
-        """Memory that `begin_reload` takes beside the weights, about, in bytes."""
+        """The approximate memory that `begin_reload` needs in addition to the weights, in bytes."""
         return 0
 
     @abstractmethod
@@ -116,7 +115,7 @@ class FusedMoEMethodBase(ABC):
         """The configuration with the processed scales, zero points and biases."""
 
     def expert_kwargs(self, layer: MoELayer) -> dict[str, Any]:
-        """Arguments of the experts' constructor in addition to the two configurations."""
+        """The arguments of the experts' constructor beyond the two configurations."""
         return {}
 
     @abstractmethod
@@ -155,18 +154,18 @@ class FusedMoEMethodBase(ABC):
         return make_experts(name, self.moe_config, quant_config, **kwargs)
 
     def checkpoint_input_dtype(self) -> torch.dtype | None:
-        """The activations that the checkpoint was made for, if they are int8 or e4m3."""
+        """The dtype of activations that the checkpoint was made for, if it is int8 or e4m3."""
         return None
 
     def asked_input_dtype(self, layer: MoELayer) -> torch.dtype | None:
-        """The 8-bit rows that the layer or its checkpoint asks for; its experts may refuse them."""
+        """The 8-bit dtype of rows that the layer or its checkpoint asks for; its experts may refuse it."""
         asked = layer.input_dtype
         if isinstance(asked, str):
             return None if asked == NONE else self.checkpoint_input_dtype()
         return asked
 
     def packed_input_dtype(self, layer: MoELayer) -> torch.dtype | None:
-        """The 8-bit rows that weights are packed for: those asked for, unless the layer sends others."""
+        """The 8-bit dtype of rows that weights are packed for: the one asked for, unless the layer sends another."""
         asked = self.asked_input_dtype(layer)
         return None if _sends_others(layer, asked) else asked
 
@@ -174,7 +173,7 @@ class FusedMoEMethodBase(ABC):
         """The rows that the experts of a processed layer compute with.
 
         Raises:
-            ConfigError: a dtype was named that does not go with the weights, or for which there is no kernel.
+            ConfigError: the requested dtype does not fit the weights, or has no kernel.
         """
         asked, dtype = layer.input_dtype, self.asked_input_dtype(layer)
         if asked == NONE:
@@ -217,7 +216,7 @@ class FusedMoEMethodBase(ABC):
         """Runs the modular kernel; returns `[T, K]`, or (shared, `[T, K]`) with shared experts.
 
         Args:
-            more: `pending` and `most_tokens` of `Routing`, only where they are known.
+            more: `pending` and `most_tokens` of `Routing`, if they are known.
         """
         kernel = layer.modular_kernel
         w1, w2 = self.gemm_weights(layer)
@@ -256,16 +255,16 @@ class FusedMoEMethodBase(ABC):
         return [*self.weight_tensors(layer), *(bias for bias in biases if bias is not None)]
 
     def rebuild_derived_state(self, layer: MoELayer, slots: Sequence[int]) -> None:
-        """Updates what the method keeps besides `expert_tensors` after other experts have moved into local slots.
+        """Updates the method's state outside of `expert_tensors` after other experts have moved into local slots.
 
-        Called between two steps, in stream order; must work in place and not wait for the device. Nothing to do if
-        everything that is derived from an expert moves with it.
+        It is called between two steps, in stream order; it must work in place and not wait for the device. By default
+        it does nothing, for methods whose derived state moves with the expert.
         """
         return
 
 
 def _sends_others(layer: MoELayer, dtype: torch.dtype | None) -> bool:
-    """Whether a layer sends rows in 8 bits that are not those of `dtype`."""
+    """Whether a layer sends rows in an 8-bit dtype other than `dtype`."""
     return layer.parallel_config.use_all2all and layer.dispatch_dtype not in (None, dtype)
 
 
@@ -276,7 +275,7 @@ def w13_rows(moe_config: FusedMoEConfig) -> int:
 
 
 def make_method(moe_config: FusedMoEConfig, quant_config: Any = None) -> FusedMoEMethodBase:
-    """Creates the method that `quant_config.quant_method` names in the registry; for None, that of plain weights.
+    """Creates the method that `quant_config.quant_method` names in the registry; None means plain weights.
 
     Raises:
         TypeError: a quant_config without a quant_method.
@@ -288,9 +287,7 @@ def make_method(moe_config: FusedMoEConfig, quant_config: Any = None) -> FusedMo
     return QUANT_METHODS.load(name)(moe_config, quant_config)
 
 
-# ==== Plain weights ====
-#
-# Plain weights in f32, f16 or bf16.
+# ==== Plain weights in f32, f16 or bf16 ====
 
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):

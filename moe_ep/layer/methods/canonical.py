@@ -1,4 +1,4 @@
-"""The steps between loaded weights and experts that all quantized weights share, whether they come quantized or not.
+"""The steps from loaded weights to experts that all quantized weights share, quantized in the checkpoint or on load.
 
 A subclass unpacks the loaded parameters to `CanonicalWeights`, and the chosen experts convert those to their own
 layout. The layer holds the fields `[El, ...]` of that layout (`ExpertWeights`) for each GEMM as buffers
@@ -46,13 +46,14 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
 
     @abstractmethod
     def unpack(self, layer: MoELayer, gemm: str) -> CanonicalWeights:
-        """The loaded parameters of "w13" or "w2", with the leading dimension El."""
+        """Returns the loaded parameters of "w13" or "w2" in the canonical form, with the leading dimension El."""
 
     def process_weights_after_loading(self, layer: MoELayer) -> None:
-        """Unpacks both GEMMs, brings them to one number type, packs them for the experts, and frees what was loaded.
+        """Unpacks both GEMMs, converts them to one number type, packs them for the experts, and frees the loaded
+        parameters.
 
         Raises:
-            RuntimeError: torch.export is tracing the layer, with tensors without values.
+            RuntimeError: torch.export is tracing the layer, with tensors that have no values.
         """
         if any(is_fake(param) for param in layer.parameters(recurse=False)):
             raise RuntimeError(
@@ -62,7 +63,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         params = {name: param for name, param in layer.named_parameters(recurse=False) if not name.endswith("_bias")}
         again, empty = layer.loader.slots_loaded_again, layer.loader.empty_slots
         if again is None and empty:
-            # An empty slot has some expert's tensors, so that all of them are valid; no map names it.
+            # An empty slot gets some expert's tensors, so that its values are valid; no map names it.
             filled = next((slot for slot in range(layer.slots.num_local) if slot not in empty), None)
             for param in params.values() if filled is not None else ():
                 if param.stride(0):  # otherwise all slots share one value
@@ -114,7 +115,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
                     delattr(layer, name)
 
     def _pack_again(self, layer: MoELayer, w13: CanonicalWeights, w2: CanonicalWeights, slots: list[int]) -> None:
-        """Overwrites the weights in use of some slots, in the same layout."""
+        """Overwrites the weights in use in the given slots, in the same layout."""
         experts = EXPERTS.load(self.experts_names(layer)[FusedMoEActivationFormat.Standard])
         device = self.gemm_weights(layer)[0].device
         parts = [
@@ -136,7 +137,8 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         self.rebuild_derived_state(layer, slots)
 
     def experts_names(self, layer: MoELayer) -> ExpertsNames:
-        """The experts that the weights were packed for; unpacked ones that moved to another device are packed there."""
+        """The experts that the weights were packed for. Weights in canonical form that moved to another device are
+        packed for it first."""
         if self._experts_names is None:
             raise RuntimeError(
                 f"the weights of {layer.layer_name} are not processed; call process_weights_after_loading"
@@ -202,7 +204,7 @@ def _processed(layer: MoELayer) -> tuple[ExpertWeights, ExpertWeights]:
     return w13, w2
 
 
-# ==== Plain weights that are quantized to 4- or 8-bit integers or 8-bit floats once all of them are loaded ====
+# ==== Plain weights, quantized on load to 4- or 8-bit integers or 8-bit floats ====
 
 GROUP_SIZES = (128, 64, 32)
 
@@ -223,7 +225,7 @@ class OnlineConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineIntConfig(OnlineConfig):
-    """Quantize on load to integers: round to nearest, symmetric.
+    """Quantization on load to integers: symmetric, round to nearest.
 
     Attributes:
         bits: 4 or 8.
@@ -258,7 +260,7 @@ class OnlineIntConfig(OnlineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineFp8Config(OnlineConfig):
-    """Quantize on load to e4m3 with one scale per row."""
+    """Quantization on load to e4m3 with one scale per row."""
 
     quant_method: ClassVar[str] = "online_fp8"
 
@@ -278,7 +280,7 @@ ONLINE: dict[str, OnlineConfig] = {
 
 
 class OnlineFusedMoEMethod(CanonicalFusedMoEMethod):
-    """Has the parameters of plain weights until they are processed, and canonical weights from then on."""
+    """A method with the parameters of plain weights until they are processed, and quantized weights from then on."""
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: OnlineConfig) -> None:
         super().__init__(moe_config, quant_config)
@@ -292,5 +294,5 @@ class OnlineFusedMoEMethod(CanonicalFusedMoEMethod):
         return self.quant_config.quantize(layer.get_parameter(f"{gemm}_weight").data, self.group_size)
 
     def as_quantized(self, weight: torch.Tensor) -> torch.Tensor:
-        """The f32 values to which the layer quantizes a plain weight `[N, K]` of the checkpoint."""
+        """The values, in f32, to which the layer quantizes a plain weight `[N, K]` of the checkpoint."""
         return dequantize(self.quant_config.quantize(weight.to(self.moe_config.in_dtype), self.group_size))

@@ -17,7 +17,7 @@ from moe_ep.quantization.canonical_weights import CanonicalWeights, concatenate_
 
 
 class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
-    """Parameters of all local experts with the names, dtypes and shapes of the checkpoint.
+    """A method whose parameters have the names, dtypes and shapes of the checkpoint, for all local experts.
 
     A linear layer's tensor `weight_packed` becomes `w13_weight_packed` and `w2_weight_packed`, `[El, ...]`; w13 holds
     the tensors of gate and up side by side, along the output dimension. They are unpacked separately and their rows
@@ -101,7 +101,7 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
                     f"{layer.layer_name} is made on the meta device, which cannot hold what {gemm}_{name} is where a "
                     f"checkpoint leaves it out; make the layer on the device that it is to run on"
                 )
-            # The value if the checkpoint has no such tensor: this rank's part of the default.
+            # If the checkpoint lacks this tensor, the value is this rank's part of the default.
             default, size = whole.default(), local.shape[0]  # type: ignore[misc]
             data.copy_(default.narrow(0, self._tp_rank * size, size) if tp_dim is not None else default)
         optional = local.default is not None
