@@ -91,7 +91,7 @@ class FusedMoEParallelConfig:
 
         Raises:
             ValueError: sizes below 1 or that do not match each other, or a rank out of range.
-            TypeError: what is not a whole number.
+            TypeError: a size or rank that is not a whole number.
         """
         given = {"tp_size": tp_size, "dp_size": dp_size, "ep_size": ep_size}
         check_at_least(1, **{name: size for name, size in given.items() if size is not None})
@@ -115,7 +115,7 @@ class FusedMoEParallelConfig:
                 f"tp_size ({tp_size}) * dp_size ({dp_size}) asks for {ranks} ranks and there are {world_size}; "
                 f"start {ranks} processes or lower the sizes"
             )
-        if ranks == 1:  # every rank holds a whole layer of its own
+        if ranks == 1:  # every rank holds its own complete layer
             rank = 0
         if not 0 <= rank < ranks:
             raise ValueError(
@@ -166,7 +166,7 @@ class FusedMoEParallelConfig:
 
 
 def check_keeps_batch_invariant(backend: str) -> None:
-    """Raises ConfigError for a backend of which results may depend on the batch."""
+    """Raises ConfigError for a backend whose results may depend on the batch."""
     varies = {name: ALL2ALL_BACKENDS.load(name).depends_on_batch() for name in ALL2ALL_BACKENDS}
     if varies[backend] is not None:
         raise ConfigError(
@@ -181,7 +181,7 @@ class RoutingConfig:
 
     Raises:
         ValueError: settings that do not fit together.
-        TypeError: a count that is not a whole number, or a routing function that is none.
+        TypeError: a count that is not a whole number, or a routing function that is not callable.
     """
 
     top_k: int
@@ -236,7 +236,7 @@ class RoutingConfig:
         return self.num_expert_group, self.topk_group
 
     def check(self, num_columns: int, e_score_correction_bias: torch.Tensor | None) -> None:
-        """Raises ValueError unless the settings and the bias fit router logits of so many columns."""
+        """Raises ValueError unless the settings and the bias fit router logits with num_columns columns."""
         if self.top_k > num_columns:
             raise ValueError(
                 f"top_k is {self.top_k}; it must be at least 1 and at most the columns of router_logits ({num_columns})"
@@ -311,7 +311,7 @@ class ExpertsConfig:
                 f"or leave the redundant experts out"
             )
         for name in ("num_experts", "hidden_size", "intermediate_size", "num_redundant_experts"):
-            object.__setattr__(self, name, int(getattr(self, name)))  # a number of numpy lacks methods of int
+            object.__setattr__(self, name, int(getattr(self, name)))  # a numpy integer lacks methods of int
         EXPERTS.check(self.implementation, also=("auto",))
         object.__setattr__(self, "input_dtype", resolve_input_dtype(self.input_dtype, self.params_dtype))
         object.__setattr__(self, "activation", MoEActivation.parse(self.activation))
@@ -351,8 +351,8 @@ class FusedMoEConfig:
         max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
         swiglu_limit: clamp limit of gate and up (`moe_ep.activation.gate_limit`); None for the activation's own.
         num_fused_shared_experts: experts that every rank holds after its routed slots; their ids start at num_experts.
-        batch_invariant: a token's result has the same bits whatever tokens are beside it and wherever its experts are.
-            Experts in the Standard format then leave one row for each slot, and the token's rank adds them up.
+        batch_invariant: a token's result has the same bits whatever the other tokens are and wherever its experts are.
+            Experts in the Standard format then write one row per slot, and the token's rank adds them up.
     """
 
     num_experts: int
@@ -428,7 +428,7 @@ class FusedMoEConfig:
 
 
 def check_row_dtypes(**dtypes: torch.dtype | None) -> None:
-    """Raises ValueError for a dtype that rows are not rounded to."""
+    """Raises ValueError for a dtype that rows cannot be rounded to."""
     for name, dtype in dtypes.items():
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in INPUT_DTYPES):
             raise ValueError(
@@ -452,8 +452,8 @@ class FusedMoEQuantConfig:
             torch.int8 (with one f32 scale per 128 columns, or per row where input_dtype is the same).
         input_dtype: torch.int8 or torch.float8_e4m3fn if experts round rows to it: always on CPUs, on GPUs where that
             is faster. None: rows are not rounded.
-        faster_rows_only: on GPUs, of input_dtype only what was measured to be faster there: nothing else is taken for
-            a checkpoint's sake.
+        faster_rows_only: on GPUs, round to input_dtype only where that was measured to be faster there. Set if the
+            checkpoint and not the user asks for it.
     """
 
     quant_type_id: int | None = None
@@ -494,7 +494,7 @@ class FusedMoEQuantConfig:
         return self.quant_type_id is not None
 
     def refuses_rows_of(self, dtype: torch.dtype) -> str | None:
-        """Why rows of int8 or e4m3 do not go with these weights, in one clause; None if they do."""
+        """Why int8 or e4m3 rows do not fit these weights, in one clause; None if they do."""
         w2_type = self.quant_type_id if self.w2_quant_type_id is None else self.w2_quant_type_id
         for type_id, scales in ((self.quant_type_id, self.w1_scale), (w2_type, self.w2_scale)):
             if type_id is None or scales is None:
@@ -504,5 +504,5 @@ class FusedMoEQuantConfig:
         return None
 
     def with_input_dtype(self, dtype: torch.dtype | None, faster_only: bool = False) -> FusedMoEQuantConfig:
-        """The same configuration with rows that experts round to another dtype, or not."""
+        """Returns this configuration with another dtype that experts round rows to, or None for no rounding."""
         return replace(self, input_dtype=dtype, faster_rows_only=faster_only)

@@ -1,7 +1,8 @@
-"""How the modular kernel calls a backend and experts: by their structs, whichever form of the contract they implement.
+"""Adapters through which the modular kernel calls backends and experts with structs, whichever form of the contract
+they implement.
 
-What a class returns is checked against its contract in every pass, and the error names the class, unless the class says
-`unchecked=True`, as those of moe_ep do. Only what the host knows is looked at, so that nothing waits for the device.
+They check in every pass that what a class returns fits its contract, with errors that name the class, unless the class
+sets `unchecked=True`, as those of moe_ep do. The checks use only what the host knows and never wait for the device.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def as_dispatcher(backend: FusedMoEPrepareAndFinalize) -> Any:
 
 
 def as_experts(experts: FusedMoEPermuteExpertsUnpermute) -> Any:
-    """Returns an object with `run` and the methods about sizes and scratch for these experts.
+    """Returns an object with `run` and the size and scratch methods of these experts.
 
     Raises:
         TypeError: as `check_experts`.
@@ -54,7 +55,7 @@ def as_experts(experts: FusedMoEPermuteExpertsUnpermute) -> Any:
 
 
 def _implements(kind: type, method: str, others: tuple[str, ...]) -> bool:
-    """Whether the class implements the contract by this method; of several forms the most derived class decides."""
+    """Whether the class implements this form of the contract; if it has several forms, the most derived one decides."""
     for base in kind.__mro__:
         if method in vars(base):
             return True
@@ -139,10 +140,10 @@ class _CheckedExperts:
 
 
 def check_backend(backend: Any) -> None:
-    """Checks what a backend says of itself.
+    """Checks what a backend's methods state about it.
 
     Raises:
-        TypeError: no instance of the contract, or an answer of another type.
+        TypeError: not an instance of the contract, or a method returns another type.
         ValueError: a capacity below 1.
     """
     if not isinstance(backend, FusedMoEPrepareAndFinalize):
@@ -157,10 +158,10 @@ def check_backend(backend: Any) -> None:
 
 
 def check_experts(experts: Any) -> None:
-    """Checks what experts say of themselves.
+    """Checks what the methods of experts state about them.
 
     Raises:
-        TypeError: no instance of the contract, or an answer of another type.
+        TypeError: not an instance of the contract, or a method returns another type.
     """
     if not isinstance(experts, FusedMoEPermuteExpertsUnpermute):
         raise TypeError(f"fused_experts is {experts!r}; it must be an instance of a FusedMoEPermuteExpertsUnpermute")
@@ -181,11 +182,11 @@ def check_experts(experts: Any) -> None:
 def check_dispatched(
     backend: FusedMoEPrepareAndFinalize, method: str, dispatched: Any, hidden_states: torch.Tensor
 ) -> Dispatched:
-    """Returns what a backend dispatched for this rank's tokens.
+    """Checks and returns what a backend dispatched for this rank's tokens.
 
     Raises:
-        TypeError: something that is no such struct.
-        ValueError: tensors of other shapes and dtypes than the backend's format has.
+        TypeError: a value that is not a `Dispatched`.
+        ValueError: tensors whose shapes or dtypes do not fit the backend's format.
     """
     if not isinstance(dispatched, Dispatched):
         raise TypeError(f"{_of(backend, method)} a {type(dispatched).__name__}; it must be a Dispatched")
@@ -221,7 +222,7 @@ def check_dispatched(
 
 
 def check_workspace_shapes(experts: FusedMoEPermuteExpertsUnpermute, shapes: Any) -> list[tuple[int, ...]]:
-    """Returns the three shapes that `workspace_shapes` returned; TypeError or ValueError where they are none."""
+    """Returns the three shapes that `workspace_shapes` returned; raises TypeError or ValueError if they are not."""
     try:
         found = [tuple(shape) for shape in shapes]
     except TypeError:
@@ -237,7 +238,7 @@ def check_workspace_shapes(experts: FusedMoEPermuteExpertsUnpermute, shapes: Any
 
 
 def check_wrote(part: Any, method: str, returned: Any, output: torch.Tensor) -> None:
-    """TypeError where a method that writes `output` in place returned another tensor: output was hardly written."""
+    """Raises TypeError if a method that must write `output` in place returned another tensor: it probably did not."""
     if returned is not None and returned is not output and isinstance(returned, torch.Tensor):
         raise TypeError(
             f"{_of(part, method)} a tensor; it must write output in place, as output.copy_(...), and return nothing"
@@ -258,7 +259,7 @@ def _check_format(part: Any) -> None:
 def _check_choices(
     returned: str, num_rows: int, ids: torch.Tensor | None, weights: torch.Tensor | None, num_tokens: int
 ) -> None:
-    """Ids and weights of the received rows; None for both leaves this rank's own."""
+    """Checks ids and weights of the received rows; both may be None, which means those of this rank."""
     if ids is None and weights is None:
         if num_rows != num_tokens:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The only place that turns "auto" of all2all_backend and of experts into names, and checks names that were given."""
+"""Resolves "auto" for all2all_backend and for experts to registry names, and checks names that were given."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _best(moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -
 
 
 def _obstacle_of_any(name: str, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> str | None:
-    """Why these ranks cannot use an NVSHMEM backend, because of this rank or another; None on all ranks or on none."""
+    """Why some rank cannot use an NVSHMEM backend; None if all can. All ranks agree on whether it is None."""
     if num_hosts(process_group) > 1:
         return "the ranks are on several hosts"
     if moe_config.batch_invariant and ALL2ALL_BACKENDS.load(name).depends_on_batch() is not None:
@@ -118,7 +118,7 @@ GROUPED: ExpertsNames = {
     FusedMoEActivationFormat.Standard: "grouped",
     FusedMoEActivationFormat.BatchedExperts: "batched_grouped",
 }
-# Computes every kind of layer on every device.
+# These experts compute every kind of layer on every device.
 REFERENCE: ExpertsNames = {
     FusedMoEActivationFormat.Standard: "reference",
     FusedMoEActivationFormat.BatchedExperts: "batched_reference",
@@ -130,7 +130,7 @@ def choose_experts(
 ) -> ExpertsNames:
     """Returns a registry name for each activation format.
 
-    Logs what "auto" chose and why, as a warning if experts on a GPU have to run without GPU kernels.
+    Logs what "auto" chose and why; the log is a warning if experts on a GPU have to run without GPU kernels.
 
     Args:
         asked: "auto", or a registry name, which is then used for both formats.
@@ -171,5 +171,5 @@ def _refusal(
 
 @cache
 def _warn_once(message: str) -> None:
-    """Logs a message once and not for every layer of a model."""
+    """Logs a message once per process, not for every layer of a model."""
     logger.warning(message)

@@ -1,10 +1,10 @@
 """The two contracts of a MoE layer, the structs that pass between them, and the two activation formats.
 
 A dispatch backend moves rows between ranks, experts compute them, and neither knows the other. Each contract has two
-forms. `Dispatcher` and `Experts` take and return structs, and what the combine needs is in an explicit handle:
-`Dispatched`. `FusedMoEPrepareAndFinalize` and `FusedMoEPermuteExpertsUnpermute` are the same contracts in the
-signatures that this field knows; a class may implement either form, and the modular kernel runs both
-(`moe_ep.modular_kernel.adapters`). A `Dispatcher` answers `prepare` and `finalize` too, and `Experts` answer `apply`.
+forms. `Dispatcher` and `Experts` take and return structs, and `Dispatched` holds an explicit handle for the combine.
+`FusedMoEPrepareAndFinalize` and `FusedMoEPermuteExpertsUnpermute` are the same contracts with vLLM's signatures. A
+class may implement either form, and the modular kernel runs both (`moe_ep.modular_kernel.adapters`). A `Dispatcher` has
+`prepare` and `finalize` too, and `Experts` have `apply`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FusedMoEActivationFormat(Enum):
     """The layout of rows between dispatch and experts.
 
     Standard: `[num_recv_tokens, K]`, each row with its topk_ids and topk_weights.
-    BatchedExperts: `[num_local_experts, max_tokens, K]`; of expert e the first expert_num_tokens[e] rows count.
+    BatchedExperts: `[num_local_experts, max_tokens, K]`; the first expert_num_tokens[e] rows of expert e are valid.
     """
 
     Standard = "standard"
@@ -53,7 +53,7 @@ class ExpertTokensMetadata:
 
     Attributes:
         expert_num_tokens: int32 `[El]`, on the device.
-        expert_num_tokens_cpu: the same on the host, if it is known without a synchronisation.
+        expert_num_tokens_cpu: the same on the host, if it is known without a synchronization.
         expert_row_ids: int32 `[El, max_rows]`. If given, the input is batched by reference: hidden_states is
             `[num_rows, K]` and expert e's i-th row is `expert_row_ids[e, i]`; the output is batched as usual.
     """
@@ -67,8 +67,8 @@ class ExpertTokensMetadata:
         """Creates the metadata from counts that are known on the host.
 
         Raises:
-            TypeError: counts is no list of whole numbers.
-            ValueError: a count below 0 or too large for int32, or no device.
+            TypeError: counts is not a list of whole numbers.
+            ValueError: a count below 0 or too large for int32, or an invalid device.
         """
         if isinstance(counts, str) or not isinstance(counts, Sequence):
             raise TypeError(f"counts is {counts!r}; it must be a list of whole numbers, one for each local expert")
@@ -105,15 +105,15 @@ class Routing:
 
     Attributes:
         topk_weights: f32 `[T, topk]`.
-        topk_ids: `[T, topk]`, global (physical) ids; -1 is sent nowhere.
+        topk_ids: `[T, topk]`, global (physical) ids; -1 for no expert, for which no row is sent.
         num_experts: number of ids that can occur, over all ranks.
         expert_map: int32 `[num_experts]`, global -> local, -1 if not local; None if all are local, or if the backend
             knows where they are.
         apply_router_weight_on_input: multiply rows by their weight before they are sent; topk must be 1.
-        pending: the choice where it is still to be made, of as many tokens as `most_pending_tokens` says; weights and
-            ids have no values before its `settle`.
-        most_tokens: what no rank has more tokens than, the same on every rank; None where that is not known.
-        experts_combine: the experts are ready to combine the batch, if it is one of `peer_build`.
+        pending: the router's choice if it is still to be made, for at most `most_pending_tokens` tokens; weights and
+            ids have no values until its `settle` was called.
+        most_tokens: an upper bound on the tokens of each rank, the same on every rank; None if it is unknown.
+        experts_combine: whether the experts can combine the batch, if the backend offers that (`peer_build`).
     """
 
     topk_weights: torch.Tensor
@@ -132,18 +132,19 @@ class Dispatched:
 
     Attributes:
         rows: Standard `[num_recv, K]`; BatchedExperts `[El, capacity, K]`, or `[num_rows, K]` if batched by reference.
-        row_scales: f32 `[..., 1]` or `[..., ceil(K / 128)]`, of int8 and e4m3 rows; None for rows of the activations'
+        row_scales: f32 `[..., 1]` or `[..., ceil(K / 128)]` for int8 and e4m3 rows; None for rows in the activations'
             dtype.
         expert_tokens_meta: how many rows each local expert has; always given with BatchedExperts.
         topk_ids: `[num_recv, topk]`, Standard only: global ids of the rows, -1 where the expert is not on this rank.
-            None leaves this rank's own.
+            None means those of this rank's tokens.
         topk_weights: f32 `[num_recv, topk]`, Standard only.
-        rows_are_weighted: rows were multiplied by their weight before they were sent.
-        arrival: rows are still to be sent, and the experts wait for each (`overlaps_experts`); None if all are here.
-        pending: as in `Routing`, where rows stay and the choice is left to the experts.
-        peers: the batch, where the experts combine it and so write the layer's output; `rows` are this rank's own then,
+        rows_are_weighted: whether rows were multiplied by their weight before they were sent.
+        arrival: state of rows in flight, by which the experts wait for each row (`overlaps_experts`); None if all rows
+            have arrived.
+        pending: as in `Routing`, if rows stay on this rank and the experts make the choice.
+        peers: the batch, if the experts combine it and so write the layer's output; `rows` are then this rank's own,
             and there are no counts.
-        handle: what the backend keeps for the combine; opaque to everything else, and good for one combine.
+        handle: what the backend keeps for the combine; opaque to everything else, and valid for one combine.
     """
 
     rows: torch.Tensor
@@ -162,9 +163,9 @@ class Pending(NamedTuple, Generic[Result]):
     """An exchange in flight.
 
     Attributes:
-        wait: waits for the data, on a GPU in stream order of the stream that is current then; may be called again.
-        receive: returns the result, after waiting if that was not done; may be called once.
-        start: sends what was not sent yet. `wait` and `receive` do so too.
+        wait: waits for the data; on a GPU the stream that is current at the call waits. May be called again.
+        receive: returns the result, waiting first if `wait` was not called. May be called once.
+        start: sends what was not sent yet; `wait` and `receive` do so too.
     """
 
     wait: Callable[[], None]
@@ -176,9 +177,9 @@ class Copied(NamedTuple):
     """Experts that were copied for one batch.
 
     Attributes:
-        total, here: between all ranks, and into this rank's scratch slots.
-        release: to be called on every rank, once: what follows on the current stream may change this rank's experts,
-            which no rank copies for the batch any more.
+        total, here: the number of copies on all ranks, and of those into this rank's scratch slots.
+        release: must be called once on every rank. Later work on the current stream may then change this rank's
+            experts, because no rank still copies them for the batch.
     """
 
     total: int
@@ -193,8 +194,8 @@ class ExpertCopies(Protocol):
         """Starts copying; a collective step.
 
         Args:
-            sources: integer `[R, spare_slots]`, where the counts were: the slot that is copied into each scratch slot,
-                numbered over all ranks in their order; -1 for none.
+            sources: integer `[R, spare_slots]` on the device of the counts: the slot that is copied into each scratch
+                slot, numbered over all ranks in rank order; -1 for none.
         """
 
 
@@ -202,10 +203,10 @@ class BatchExchange(Protocol):
     """A backend's exchanges for balancing a batch, beside dispatch and combine; `gather` is a collective step.
 
     Attributes:
-        rank, size: of this process among the EP ranks.
-        on_device: counts and plan stay on the GPU, and the host waits for nothing.
-        opens_together: `open` is a collective step too, because peers keep the addresses of a rank's experts. Before
-            each batch the ranks then agree on the host whether any of them must open it again.
+        rank, size: this process's rank among the EP ranks, and their number.
+        on_device: whether counts and plan stay on the GPU, so that the host never waits.
+        opens_together: whether `open` is a collective step too, because peers keep the addresses of a rank's experts.
+            Before each batch the ranks then agree on the host whether any of them must open it again.
     """
 
     rank: int
@@ -218,11 +219,11 @@ class BatchExchange(Protocol):
 
         Args:
             resident, scratch: each tensor of an expert as uint8 `[slots, bytes]`, in this rank's slots.
-            num_slots: resident ones of all ranks; the first ranks have one more where they do not divide evenly.
+            num_slots: resident slots of all ranks; if they do not divide evenly, the first ranks have one more.
         """
 
     def gather(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """How many of `ids` are each expert, on every rank: integer `[R, E]`, on the host or where `ids` are."""
+        """Counts the `ids` of each expert on every rank: integer `[R, E]`, on the host or on the device of `ids`."""
 
 
 # (rows, their scales, metadata, global physical ids of the rows or None, their weights or None)
@@ -237,14 +238,14 @@ class Compilation(Protocol):
     def __hash__(self) -> int: ...
 
     def compile_ahead(self, device: torch.device) -> None:
-        """Compiles it into the cache on disk, unless it is there."""
+        """Compiles the kernel into the cache on disk, unless it is there already."""
 
 
 class ModularPart(ABC):
-    """What both contracts have in common.
+    """Base of both contracts.
 
     Class arguments:
-        unchecked: the modular kernel does not check what this class returns, because tests of its own do; not
+        unchecked: the modular kernel does not check what this class returns, because the class has its own tests; not
             inherited.
     """
 
@@ -263,9 +264,10 @@ class ModularPart(ABC):
     def compilations(
         cls, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, device: torch.device
     ) -> Sequence[Compilation]:
-        """The kernels that such a layer compiles on its first pass on this device, the slowest first; none by default.
+        """The kernels that a layer of this configuration compiles in its first pass on this device, slowest first; none
+        by default.
 
-        A warm-up calls `compile_ahead` of each, in any process that shares MOE_EP_CACHE_DIR.
+        A warm-up calls `compile_ahead` on each, in any process that shares MOE_EP_CACHE_DIR.
         """
         return ()
 
@@ -290,7 +292,7 @@ class FusedMoEPrepareAndFinalize(ModularPart):
 
     @classmethod
     def refuses(cls, moe_config: FusedMoEConfig) -> str | None:
-        """Why this backend cannot move the rows of a layer like this, in one line; None if it can."""
+        """Why this backend cannot move the rows of a layer with this configuration, in one line; None if it can."""
         return None
 
     @classmethod
@@ -321,48 +323,48 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         return False
 
     def supports_cuda_graph(self) -> bool:
-        """Whether a step can be captured: static shapes, no host synchronisation."""
+        """Whether a step can be captured: static shapes, no host synchronization."""
         return False
 
     def around_replay(self) -> AbstractContextManager[None] | None:
         """Returns a context manager that must wrap a CUDA-graph replay of one whole call, after `check`. Peers may run
         the same call eagerly.
 
-        None if such a replay cannot stand in for an eager call, or not while another batch is between prepare and
-        finalize. The graph must have been captured while this returned a context manager.
+        Returns None if such a replay cannot stand in for an eager call, or cannot while another batch is between
+        prepare and finalize. The graph must have been captured while this returned a context manager.
         """
         return None
 
     def most_pending_tokens(self) -> int:
-        """The most tokens whose choice `dispatch` takes while it is still to be made (`Routing.pending`), to make or
-        hand it on."""
+        """The most tokens for which `dispatch` accepts a choice that is still to be made (`Routing.pending`); it makes
+        the choice or passes it on."""
         return 0
 
     def peer_build(self) -> Any:
-        """What experts are compiled with that combine the batches of this backend (`Dispatched.peers`); None where it
-        leaves no combine to them."""
+        """The build options for experts that combine the batches of this backend (`Dispatched.peers`); None if the
+        backend always combines itself."""
         return None
 
     def overlaps_experts(self) -> bool:
-        """Whether `dispatch` leaves rows in flight (`Dispatched.arrival`), and `combine` takes slots
-        `[num_recv, topk, K]` that the experts have not finished. Joined with experts that do not refuse it."""
+        """Whether `dispatch` leaves rows in flight (`Dispatched.arrival`), and `combine` accepts slots
+        `[num_recv, topk, K]` that the experts have not finished. Used only with experts that do not refuse it."""
         return False
 
     def sums_slots(self) -> bool:
         """Whether `combine` weights and sums slots `[num_recv, topk, K]` while it moves rows, which saves the experts a
-        pass over memory. Experts that can are asked to leave them (`leave_slots`)."""
+        pass over memory. The modular kernel then calls the experts' `leave_slots`."""
         return False
 
     def most_rows(self) -> int | None:
-        """Number of rows that prepare returns under CUDA-graph capture, if that is more than actually arrived, as it
-        returns in eager mode; scratch is always allocated for this many. None if the two do not differ."""
+        """The number of rows that prepare returns under CUDA-graph capture, if it differs from eager mode, in which
+        prepare returns the rows that arrived; otherwise None. Scratch is always allocated for this many rows."""
         return None
 
     def accepts_f32_output(self) -> bool:
-        """Whether finalize takes expert outputs in f32 beside f16 activations, and keeps them in range up to the sum.
+        """Whether finalize accepts f32 expert outputs with f16 activations, and keeps them in range until the sum.
 
-        An expert's own output, or one rank's part of a sum, may exceed 65504 although the layer's result does not. So
-        in f16 layers rows are combined in f32. A backend that returns False gets f16 rows.
+        An expert's own output, or one rank's part of a sum, may exceed 65504 although the layer's result does not, so
+        f16 layers combine rows in f32. A backend that returns False gets f16 rows.
         """
         return False
 
@@ -374,21 +376,22 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         return
 
     def batch_exchange(self) -> BatchExchange | None:
-        """The exchange by which batches are balanced by their own counts; None where the backend has none."""
+        """The exchange for balancing a batch by its own counts; None if the backend has none."""
         return None
 
     def pad_rows(self) -> None:
-        """From now on `dispatch` may return rows behind those that arrived, with ids of -1, also where no CUDA graph is
-        captured, if that spares the host a wait. Called for experts in the Standard format, which skip such ids."""
+        """Allows `dispatch` to return padding rows with ids of -1 after those that arrived, also outside of CUDA-graph
+        capture, if that saves the host a wait. Called for experts in the Standard format, which skip such ids."""
         return
 
     def hand_over_row_ids(self) -> None:
-        """Called if the experts accept rows by reference (expert_row_ids): pass them that way if it saves a copy."""
+        """Allows `dispatch` to pass rows by reference (expert_row_ids) if it saves a copy; called if the experts accept
+        them."""
         return
 
     def report_failure(self, error: Exception) -> None:
-        """Called when a pass fails on this rank between or before its collective steps, so that ranks which wait for it
-        end with an error that names it. Does nothing by default."""
+        """Called when a pass fails on this rank before or between its collective steps. Makes the ranks that wait for
+        this one fail with an error that names it. Does nothing by default."""
         return
 
     def supports_async(self) -> bool:
@@ -406,7 +409,7 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> PrepareResult:
-        """Dispatches this rank's rows, quantized for the wire if asked for.
+        """Dispatches this rank's rows, quantized for the wire if requested.
 
         Args:
             a1: `[T, K]`, this rank's tokens; T may differ between ranks and be 0.
@@ -435,8 +438,8 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         """Weights and sums the results and returns them to the tokens' ranks; writes `output` `[T, K]` in place."""
 
     def prepare_async(self, *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
-        """prepare in two halves: takes its arguments, starts sending and returns (hook, receiver). `hook()` waits for
-        the data, `receiver()` returns what prepare would have returned.
+        """Splits prepare: takes the same arguments, starts sending and returns (hook, receiver). `hook()` waits for the
+        data, `receiver()` returns what prepare would have returned.
 
         Raises:
             RuntimeError: the backend has no asynchronous form.
@@ -444,7 +447,7 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         self._refuse_async()
 
     def finalize_async(self, *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-        """finalize in two halves: takes its arguments, starts sending and returns (hook, receiver); `receiver()` writes
+        """Splits finalize: takes the same arguments, starts sending and returns (hook, receiver). `receiver()` writes
         `output`.
 
         Raises:
@@ -461,9 +464,9 @@ class FusedMoEPrepareAndFinalize(ModularPart):
 class Dispatcher(FusedMoEPrepareAndFinalize):
     """A dispatch backend whose combine takes the handle that its dispatch returned.
 
-    `prepare` and `finalize` are thin entry points over the two. Their signatures have no place for a handle, so the
-    backend remembers what it dispatched for them, by the topk_ids that `finalize` will be given: the tensor itself, not
-    its values. Where a single batch is open, any tensor will do.
+    `prepare` and `finalize` are thin entry points over `dispatch` and `combine`. Their signatures have no place for a
+    handle, so the backend remembers what it dispatched, keyed by the topk_ids tensor (its identity, not its values)
+    that `finalize` will be given. If a single batch is open, any tensor finds it.
     """
 
     @abstractmethod
@@ -472,8 +475,8 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
 
         Args:
             hidden_states: `[T, K]`, this rank's tokens; T may differ between ranks and be 0.
-            quant_config: of the experts; its dispatch_dtype is the wire's where the backend was made without one. Rows
-                that are sent in its input_dtype stay as they are sent, and come with their scales.
+            quant_config: the experts' configuration. Its dispatch_dtype applies if the backend was made without one.
+                Rows that are sent in its input_dtype are returned in that dtype, with their scales.
 
         Raises:
             ValueError: T above the capacity, before anything is sent; wrong shapes or dtypes.
@@ -491,8 +494,8 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
         """Weights and sums the experts' results and returns them to the tokens' ranks; a collective step.
 
         Args:
-            output: `[T, K]` of the tokens that were dispatched, written in place.
-            expert_output: of all rows that arrived, as `reduce_impl` expects it.
+            output: `[T, K]` for the tokens that were dispatched, written in place.
+            expert_output: the results of all rows that arrived, in the shape that `reduce_impl` expects.
             dispatched: what `dispatch` returned for the batch.
 
         Raises:
@@ -503,8 +506,8 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
     def dispatch_async(
         self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig
     ) -> Pending[Dispatched]:
-        """`dispatch` in two halves, so that a caller can compute between sending and receiving. Tensors that are handed
-        over must not be written before `wait` was called; RuntimeError unless `supports_async`."""
+        """Starts `dispatch`, so that the caller can compute between sending and receiving. The tensors passed in must
+        not be written before `wait` was called. Raises RuntimeError unless `supports_async`."""
         self._refuse_async()
 
     def combine_async(
@@ -514,7 +517,7 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
         dispatched: Dispatched,
         reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
-        """`combine` in two halves; RuntimeError unless `supports_async`."""
+        """Starts `combine`, like `dispatch_async`; raises RuntimeError unless `supports_async`."""
         self._refuse_async()
 
     def prepare(self, *args: Any, **kwargs: Any) -> PrepareResult:
@@ -538,7 +541,7 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
         return pending.wait, pending.receive
 
     def _dispatch_call(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Routing, FusedMoEQuantConfig]:
-        """The arguments of prepare, as dispatch takes them."""
+        """Converts the arguments of prepare to those of dispatch."""
         call = _bound(FusedMoEPrepareAndFinalize.prepare, self, *args, **kwargs)
         given = ("topk_weights", "topk_ids", "num_experts", "expert_map", "apply_router_weight_on_input")
         routing = Routing(**{name: getattr(call, name) for name in given})
@@ -559,12 +562,12 @@ class Dispatcher(FusedMoEPrepareAndFinalize):
         return rows, scales, meta, dispatched.topk_ids, dispatched.topk_weights
 
     def _forget_batches(self) -> None:
-        """Drops the batches between `prepare` and `finalize`, which were given up."""
+        """Drops the batches between `prepare` and `finalize` after they were abandoned."""
         self._remembered_batches = ()
 
     @contextmanager
     def _remembered(self, call: Any) -> Iterator[Dispatched]:
-        """The batch that is finalized; it stays open if its results are refused with a ValueError."""
+        """Yields the batch that a `finalize` call belongs to; it stays open if the block raises ValueError."""
         open_batches = self._remembered_batches
         found = next((pair for pair in open_batches if pair[0] is call.topk_ids), None)
         if found is None and len(open_batches) == 1:
@@ -589,7 +592,7 @@ _signature = functools.cache(inspect.signature)
 
 
 def _bound(method: Callable[..., Any], *args: Any, **kwargs: Any) -> SimpleNamespace:
-    """The arguments of a method of the seeds' signatures, by name."""
+    """Binds a method's arguments and returns them by name."""
     return SimpleNamespace(**_signature(method).bind(*args, **kwargs).arguments)
 
 
@@ -612,7 +615,8 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
     def refuses(
         cls, moe_config: FusedMoEConfig, weights: tuple[CanonicalWeights, ...], device: torch.device
     ) -> str | None:
-        """Why these experts cannot compute a layer like this on this device, in one line; None if they can.
+        """Why these experts cannot compute a layer with this configuration on this device, in one line; None if they
+        can.
 
         Args:
             weights: w13 and w2 in the canonical quantized form; empty if they are plain.
@@ -636,7 +640,7 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         """Converts canonical quantized weights `[El, out, in]` to the layout of these experts; unchanged by default.
 
         Args:
-            input_dtype: int8 or e4m3 if rows may be rounded to it; the weights must serve rows of in_dtype too.
+            input_dtype: int8 or e4m3 if rows may be rounded to it; the weights must also work with rows of in_dtype.
         """
         first, second = (
             ExpertWeights(part.codes, part.scales, part.zero_points, part.g_idx, global_scales=part.global_scales)
@@ -646,14 +650,14 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
 
     @abstractmethod
     def supports_expert_map(self) -> bool:
-        """Whether ids of experts on other ranks may occur, as told by expert_map."""
+        """Whether topk_ids may contain experts of other ranks, which expert_map marks."""
 
     @abstractmethod
     def supports_chunking(self) -> bool:
         """Whether the rows may be computed in several chunks of M."""
 
     def num_local_experts(self, w1: torch.Tensor) -> int:
-        """Number of local experts: those of w1, unless the class has weights of others too."""
+        """The number of local experts: those of w1, unless the class holds further weights."""
         return w1.size(0)
 
     def supports_row_ids(self) -> bool:
@@ -661,25 +665,26 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         return False
 
     def most_pending_tokens(self) -> int:
-        """The most tokens whose choice `run` takes while it is still to be made (`ExpertsCall.pending`)."""
+        """The most tokens for which `run` accepts a choice that is still to be made (`ExpertsCall.pending`)."""
         return 0
 
     def combines_batches(self, build: Any) -> bool:
-        """Whether `run` can combine a batch of this `peer_build` now (`ExpertsCall.peers`); asked before each pass."""
+        """Whether `run` can now combine a batch of a backend with this `peer_build` (`ExpertsCall.peers`); called
+        before each pass."""
         return False
 
     def refuses_overlap(self) -> str | None:
-        """Why these experts cannot begin before their rows are here (`ExpertsCall.arrival`), in one clause; None if
+        """Why these experts cannot start before their rows have arrived (`ExpertsCall.arrival`), in one clause; None if
         they can."""
         return "they need all rows before they begin"
 
     def leave_slots(self) -> None:
-        """Called where the backend's combine weights and sums slots: from then on `run` may leave them to it, and must
-        where rows are still in flight (`arrival`)."""
+        """Allows `run` to leave weighting and summing of slots to the backend's combine, which it must do if rows are
+        still in flight (`arrival`). Called if the backend sums slots."""
         return
 
     def supports_cuda_graph(self) -> bool:
-        """Whether a pass can be captured: static shapes, no host synchronisation."""
+        """Whether a pass can be captured: static shapes, no host synchronization."""
         return True
 
     @classmethod
@@ -690,7 +695,7 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         can. The dtype goes with the weights (`moe_ep.quantization.input_rows`).
 
         Args:
-            kwargs: further arguments of the constructor.
+            kwargs: further constructor arguments.
         """
         return f"{cls.__name__} computes rows as they are"
 
@@ -699,8 +704,8 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         return False
 
     def takes_quantized_rows(self) -> bool:
-        """Whether rows that were sent in `quant_config.input_dtype` may come as they were sent: int8 or e4m3 codes with
-        f32 scales (`row_scales`)."""
+        """Whether rows that were sent in `quant_config.input_dtype` may be passed as they were sent: int8 or e4m3 codes
+        with f32 scales (`row_scales`)."""
         return False
 
     @abstractmethod
@@ -719,27 +724,29 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation | str,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of workspace13 (for the outputs of both GEMMs), workspace2 (for the activation's) and the output."""
+        """Returns the shapes of workspace13 (outputs of both GEMMs), workspace2 (the activation's output) and the
+        output."""
 
     def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
         """The dtype of the two workspaces and, unless it is f32 (`supports_f32_output`), of the output."""
         return act_dtype
 
     def supports_f32_output(self) -> bool:
-        """Whether `apply` can write an f32 output beside f16 activations (see `accepts_f32_output` of the backends).
+        """Whether `apply` can write an f32 output with f16 activations (see `accepts_f32_output` of the backends).
 
-        Experts keep what lies between their GEMMs in f16's range in any case.
+        Experts keep the values between their GEMMs in f16's range in any case.
         """
         return False
 
     def activation(self, activation: MoEActivation | str, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Applies the activation: input `[..., 2N]` (or N), output `[..., N]`."""
+        """Applies the activation to `input`, `[..., 2N]` (`[..., N]` if ungated), and writes `output` `[..., N]`."""
         apply_activation(activation, input, output, clamp_limit=self.moe_config.swiglu_limit)
 
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
-        """Returns (E, M, N, K, topk): N is w1.size(1), all its rows, and M the rows, per expert if they are batched."""
+        """Returns (E, M, N, K, topk). N is w1.size(1), gate and up together; M is the number of rows, per expert if
+        they are batched."""
         E, N = w1.size(0), w1.size(1)
         M = a1.size(1) if a1.dim() == 3 else a1.size(0)
         return E, M, N, a1.size(-1), topk_ids.size(-1)
@@ -763,7 +770,7 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Computes the experts and writes `output` in place; of batched input only the rows that count are read and
+        """Computes the experts and writes `output` in place; only the valid rows of batched input are read and
         written."""
 
 
@@ -771,16 +778,16 @@ class ExpertsCall(NamedTuple):
     """The input of experts and the output that they write.
 
     Attributes:
-        output: written, of the activations' dtype or f32. Standard: `[M, K]`, the weighted sums of the experts on this
-            rank; where the config is batch_invariant `[M, topk, K]`, the slots of those, unweighted. BatchedExperts:
-            `[El, max_rows, K]`, the results of the rows that count, unweighted.
+        output: written, in the activations' dtype or f32. Standard: `[M, K]`, the weighted sums over the experts on
+            this rank; if the config is batch_invariant, `[M, topk, K]`, their unweighted results by slot.
+            BatchedExperts: `[El, max_rows, K]`, the unweighted results of the valid rows.
         hidden_states: `[M, K]`; batched `[El, max_rows, K]`, or `[num_rows, K]` if rows come by reference.
         w1, w2: in the experts' layout.
         topk_weights: f32 `[M, topk]`, Standard only; 1 where the rows were weighted before they were dispatched.
         topk_ids: `[M, topk]`, global ids, -1 for no expert.
         expert_map: int32, global -> local, -1 if not local; None if the ids are local.
-        scratch: workspace13 and workspace2, of the shapes that `workspace_shapes` asked for, or larger.
-        meta: the number of rows of each expert, and where they are; batched rows have it.
+        scratch: workspace13 and workspace2, of the shapes that `workspace_shapes` returned, or larger.
+        meta: the number of rows of each expert, and where they are; always given for batched rows.
         row_scales: as in `Dispatched`.
         global_num_experts: number of ids that can occur.
         rows_are_weighted, arrival, pending, peers: as in `Dispatched`.
@@ -805,7 +812,7 @@ class ExpertsCall(NamedTuple):
 
     @property
     def batch(self) -> ExpertTokensMetadata:
-        """The metadata of batched rows; ValueError without it."""
+        """The metadata of batched rows; raises ValueError if there is none."""
         if self.meta is None:
             raise ValueError(
                 "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
@@ -815,14 +822,14 @@ class ExpertsCall(NamedTuple):
 
 
 class Experts(FusedMoEPermuteExpertsUnpermute):
-    """Experts that take their arguments as one struct; `apply` is the entry point with all of them."""
+    """Experts that take their arguments as one struct; `apply` takes them one by one and calls `run`."""
 
     @abstractmethod
     def run(self, call: ExpertsCall) -> None:
-        """Writes `call.output`; of batched input only the rows that count are read and written."""
+        """Computes the experts and writes `call.output`; only the valid rows of batched input are read and written."""
 
     def apply(self, *args: Any, **kwargs: Any) -> None:
-        """a2_scale is part of the quant_config of these experts."""
+        """Calls `run`; a2_scale is ignored, because it is part of these experts' quant_config."""
         call = _bound(FusedMoEPermuteExpertsUnpermute.apply, self, *args, **kwargs)
         weights = call.topk_weights
         if call.apply_router_weight_on_input and self.activation_format() is FusedMoEActivationFormat.Standard:

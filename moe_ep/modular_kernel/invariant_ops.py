@@ -1,17 +1,17 @@
-"""Operations of torch whose results for a row do not depend on the rows beside it.
+"""Torch operations whose result for a row does not depend on the other rows.
 
-A BLAS library chooses its kernel, its blocking and how it splits K by the number of rows and of threads, and torch
-computes the last elements of a tensor on a CPU by other code than the rest. Inside `invariant_ops` such operations run
-in a form that is fixed by the shape of the weights alone:
+A BLAS library chooses its kernel, its blocking and its split of K by the number of rows and threads, and on a CPU torch
+computes the last elements of a tensor with other code than the rest. Inside `invariant_ops` these operations run in a
+form that depends only on the shape of the weights:
 
     products         on a CPU tiles of exactly TILE_ROWS rows, padded with zeros, each computed by one thread; on a GPU
                      one Triton kernel with a fixed tile, which adds up K in order (`moe_ep.kernels.invariant`)
-    transcendental   whole vectors on a CPU: tensors are padded, and cut where torch would give a part to another thread
+    transcendental   on a CPU whole vectors: tensors are padded, and split where torch would start another thread's part
     means of rows    on a GPU the product with a column of ones, because torch's reduction depends on the number of rows
 
-Everything else that the layers and the supported models use computes every row alike: other elementwise operations
-round exactly, and sums, norms and softmax along the last dimension add up each row in one order. Not covered are
-products of two batches of matrices (attention), einsum and convolutions.
+All other operations of the layers and the supported models treat every row alike: other elementwise operations round
+exactly, and sums, norms and softmax along the last dimension add up each row in one order. Products of two batches of
+matrices (attention), einsum and convolutions are not covered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moe_ep.registry import choose_form
 
 # Whole vectors of f32 on any CPU, so that no element of a tile is computed by scalar code.
 TILE_ROWS = 32
-# Elements that torch's vectorized loops take at a time, at most; and those that it gives to one thread.
+# The most elements that torch's vectorized loops take at a time, and the number that it gives to one thread.
 _VECTORS, _ONE_THREADS_ELEMENTS = 64, 32768
 _TRANSCENDENTAL = frozenset(
     ("silu", "gelu", "sigmoid", "tanh", "softplus", "exp", "log", "cos", "sin", "erf", "mish", "logsigmoid")
@@ -42,7 +42,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def invariant_ops(enabled: bool = True) -> AbstractContextManager[None]:
-    """A block in which a row's results do not depend on the other rows; does nothing unless enabled."""
+    """Returns a context manager in which a row's results do not depend on the other rows; no effect unless enabled."""
     return _block() if enabled and not _is_active.get() else _NOTHING
 
 
@@ -62,7 +62,7 @@ class _InvariantOps(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         form = _FORMS.get(getattr(func, "__name__", ""))
-        # Here torch has switched the mode off, also for all that an operator of Python calls, such as a layer's node.
+        # Torch has turned the mode off here, also for everything that a Python operator calls, such as a layer's node.
         token = _is_active.set(False)
         try:
             if form is not None and args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
@@ -112,7 +112,7 @@ _FORMS: dict[str, Callable[..., Any]] = {
 
 
 def invariant_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`[..., out]` of inputs `[..., in]`, weights `[out, in]` and a bias `[out]`: the bits of a row depend on no other.
+    """Multiplies inputs `[..., in]` by weights `[out, in]` and adds a bias `[out]`; each row's bits depend on no other.
 
     Each row of the result is rounded once to the input's dtype.
     """
@@ -126,13 +126,13 @@ def _linear_in_tiles(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 def invariant_products(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`[B, n, out]` of rows `[B, n, in]` and weights `[B, out, in]` on a CPU: the bits of a row depend on no other."""
+    """Multiplies rows `[B, n, in]` by weights `[B, out, in]` on a CPU; each row's bits depend on no other row."""
     transposed = weights.transpose(1, 2)
     return _in_tiles(rows, lambda tile: torch.bmm(tile, transposed))
 
 
 def _in_tiles(rows: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """multiply(rows) for rows `[..., n, in]`, in tiles of TILE_ROWS."""
+    """Computes multiply(rows) for rows `[..., n, in]` in tiles of TILE_ROWS rows."""
     num_rows = rows.size(-2)
     if num_rows == 0:
         return multiply(rows)
@@ -145,9 +145,9 @@ def _in_tiles(rows: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tenso
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """A block in which this thread alone computes: MKL and oneDNN split K by the number of threads. Ranks of a gang
-    have a share of the cores each, so that number depends on the number of ranks."""
-    with _lock:  # The number is one for all threads of the process.
+    """Limits torch to one thread within the block, because MKL and oneDNN split K by the number of threads. Each rank
+    of a gang has a share of the cores, so that number depends on the number of ranks."""
+    with _lock:  # The number of threads is a setting of the whole process.
         before = torch.get_num_threads()
         if before == 1:
             yield

@@ -1,4 +1,4 @@
-"""Joins a dispatch backend with experts, and creates either by name.
+"""The modular kernel, which joins a dispatch backend with experts, and factories that create either by name.
 
 `FusedMoEModularKernel` runs dispatch -> experts -> combine and owns the scratch in between. The contracts of the two
 sides are in `moe_ep.modular_kernel.contracts`, the reduce strategies in `moe_ep.modular_kernel.weight_and_reduce`.
@@ -39,17 +39,17 @@ from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 class FusedMoEModularKernel(nn.Module):
     """Joins a prepare/finalize backend with experts of the same activation format.
 
-    What a user-defined backend or experts return is checked against the contract in every pass, and the error names the
-    class (`moe_ep.modular_kernel.adapters`).
+    Every pass checks what a user-defined backend or experts return against the contract, and errors name the class
+    (`moe_ep.modular_kernel.adapters`).
 
     Args:
-        f32_partial_sums: return f32 beside f16 activations, if the experts can: of a sum over TP ranks, each rank's
-            part may exceed 65504 although the whole does not.
+        f32_partial_sums: return f32 for f16 activations if the experts can: a rank's part of a sum over TP ranks may
+            exceed 65504 although the sum does not.
 
     Raises:
-        ValueError: their formats differ.
-        TypeError: one of them is no instance of its contract, or its answers are of other types; shared_experts is no
-            module.
+        ValueError: the formats of backend and experts differ.
+        TypeError: one of them is not an instance of its contract, or a method returns another type; shared_experts is
+            not a module.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class FusedMoEModularKernel(nn.Module):
                 f"overlap is True and fused_experts is {type(fused_experts).__name__}: {refusal}; choose overlap=False "
                 f"(MOE_EP_OVERLAP=0)"
             )
-        # Rows computed at a time; None for all at once.
+        # The most rows computed at a time; None for all at once.
         is_chunked = rows_as is FusedMoEActivationFormat.Standard and fused_experts.supports_chunking() and not overlaps
         self._chunk_size = env.CHUNK_SIZE.get() if is_chunked else None
         self._most_rows = prepare_finalize.most_rows()
-        # The slots of all chunks would take more memory than the chunks are there to save.
+        # The slots of all chunks would take more memory than chunking saves.
         is_whole = self._chunk_size is None or (self._most_rows or self._chunk_size) <= self._chunk_size
         if overlaps or (prepare_finalize.sums_slots() and is_whole):
             fused_experts.leave_slots()
@@ -105,7 +105,7 @@ class FusedMoEModularKernel(nn.Module):
         is_f16 = fused_experts.moe_config.in_dtype is torch.float16
         can_return_f32 = is_f16 and self._finished_rows and fused_experts.supports_f32_output()
         self._f32_partial_sums = f32_partial_sums and can_return_f32
-        # The most tokens whose choice may be made by a kernel of backend or experts.
+        # The most tokens for which a kernel of the backend or experts may make the router's choice.
         self.most_pending_tokens = prepare_finalize.most_pending_tokens()
         if self._standard:
             self.most_pending_tokens = min(self.most_pending_tokens, fused_experts.most_pending_tokens())
@@ -114,7 +114,7 @@ class FusedMoEModularKernel(nn.Module):
         quant_config = fused_experts.quant_config
         keeps_codes = fused_experts.takes_quantized_rows()
         self._quant_config = quant_config if keeps_codes else quant_config.with_input_dtype(None)
-        # Size of the scratch for that many rows, by the shapes that determine it.
+        # The scratch size for the largest number of rows, by the shapes that determine it.
         self._least_bytes: dict[tuple[object, ...], int] = {}
         self._side_stream: torch.cuda.Stream | None = None
 
@@ -154,7 +154,7 @@ class FusedMoEModularKernel(nn.Module):
         Raises:
             ValueError: more ids than w1 has experts, and no expert_map; a map on the host that names other experts than
                 w1 has.
-            TypeError: inplace or apply_router_weight_on_input is neither True nor False.
+            TypeError: inplace or apply_router_weight_on_input is not a bool.
             RuntimeError: hidden_states or topk_weights requires a gradient, and gradients are enabled.
         """
         try:
@@ -193,7 +193,7 @@ class FusedMoEModularKernel(nn.Module):
                 dispatched = self._dispatcher.dispatch(hidden_states, routing, self._quant_config)
             with stage("experts"), invariant_ops(experts.moe_config.batch_invariant):
                 target = None if inplace and dispatched.peers is None else output
-                # Weights may require gradients, and scratch must not keep a graph.
+                # Weights may require gradients, but scratch must not keep an autograd graph.
                 with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                     dtype = hidden_states.dtype
                     expert_output = self._run_experts(target, dtype, routing, dispatched, w1, w2, activation)
@@ -230,7 +230,8 @@ class FusedMoEModularKernel(nn.Module):
         """Runs the experts on all rows that arrived, in chunks of at most MOE_EP_CHUNK_SIZE rows where they allow it.
 
         Args:
-            target: the layer's output, if it may be written before all rows were read; written directly if it fits.
+            target: the layer's output, if it may be written before all rows are read; it is written directly if it has
+                the right shape and dtype.
         """
         rows, meta = dispatched.rows, dispatched.expert_tokens_meta
         ids = routing.topk_ids if dispatched.topk_ids is None else dispatched.topk_ids
@@ -247,8 +248,8 @@ class FusedMoEModularKernel(nn.Module):
             target = None
 
         def requests(num_rows: int) -> tuple[Request, ...]:
-            """Scratch for one chunk of that many rows, and the output for all of them."""
-            if dispatched.peers is not None:  # experts that combine a batch take what they need
+            """Requests scratch for one chunk of that many rows, and the output of all chunks."""
+            if dispatched.peers is not None:  # experts that combine a batch allocate what they need
                 return ((0,), dtype), ((0,), dtype), ((M, K) if target is None else (0,), output_dtype)
             sizes = (N, K, topk, routing.num_experts, E, meta, activation)
             rows_at_once = num_rows if limit is None else min(num_rows, limit)
@@ -279,7 +280,7 @@ class FusedMoEModularKernel(nn.Module):
             call.pending.settle()
         scales = dispatched.row_scales
         for part in (slice(start, start + limit) for start in range(0, M, limit)):
-            # The metadata describes all rows together.
+            # The metadata describes all rows, so chunks do without it.
             experts.run(
                 call._replace(
                     output=output[part],
@@ -329,8 +330,8 @@ def make_prepare_finalize(
     Raises:
         ValueError: an unknown name (the known ones are listed), a group whose size is not ep_size, or one that this
             process is not in.
-        BackendUnavailableError: it cannot run on this machine; with the pip line where a package is missing.
-        TypeError: moe_config is no configuration, or process_group no group.
+        BackendUnavailableError: it cannot run on this machine; the message has the pip line of a missing package.
+        TypeError: moe_config is not a FusedMoEConfig, or process_group not a process group.
     """
     _check_moe_config(moe_config)
     check_member(process_group)
@@ -352,7 +353,7 @@ def make_experts(
 
     Raises:
         ValueError: an unknown name; the known ones are listed.
-        TypeError: moe_config or quant_config is no configuration.
+        TypeError: moe_config or quant_config has another type.
     """
     _check_moe_config(moe_config)
     return EXPERTS.load(name)(moe_config, quant_config, **kwargs)

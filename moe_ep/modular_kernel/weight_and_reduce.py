@@ -1,7 +1,7 @@
 """Strategies for multiplying expert outputs by the router weights and summing them.
 
-Through `finalize_weight_and_reduce_impl()` experts name the strategy that fits the form of their output;
-prepare/finalize backends apply it, or use their own if it is delegated to them.
+Experts return the strategy that fits the shape of their output from `finalize_weight_and_reduce_impl()`. The
+prepare/finalize backend applies it, or uses its own if the experts delegate the step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _accumulator(fused_expert_output: torch.Tensor, num_tokens: int) -> torch.Te
 
 
 def _check_slots(fused_expert_output: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    """ValueError unless ids and weights are those of the same slots, and the experts' output a float tensor."""
+    """Raises ValueError unless ids and weights have the same slots, and the experts' output is a float tensor."""
     check_tensors(fused_expert_output=fused_expert_output, topk_weights=topk_weights, topk_ids=topk_ids)
     if topk_ids.dim() != 2 or topk_ids.dtype not in INTEGERS:
         raise ValueError(f"topk_ids is {topk_ids.dtype} {tuple(topk_ids.shape)}; it must be (T, topk) of integers")
@@ -89,7 +89,7 @@ def _deliver(total: torch.Tensor, output: torch.Tensor | None, dtype: torch.dtyp
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """Leaves it to the prepare/finalize backend, which does it in its own way while it moves the rows."""
+    """Delegates weighting and summing to the prepare/finalize backend, which does both while it moves the rows."""
 
     def apply(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise RuntimeError(
@@ -99,7 +99,7 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
-    """For experts that do it themselves: their output is `[T, K]`, and is copied if `output` is another tensor."""
+    """For experts that weight and sum themselves: their output `[T, K]` is copied if `output` is another tensor."""
 
     def apply(
         self, output: torch.Tensor | None, fused_expert_output: torch.Tensor, *args: Any, **kwargs: Any
@@ -127,8 +127,8 @@ class _SlotSum(TopKWeightAndReduce):
 
     @abstractmethod
     def _sum(self, results: torch.Tensor, weights: torch.Tensor | None, topk_ids: torch.Tensor) -> torch.Tensor:
-        """f32 `[T, K]`; a plain sum without weights. Slots of id -1 were never written and may hold NaN, so they are
-        left out and not multiplied by zero."""
+        """Returns the weighted sum, f32 `[T, K]`; the plain sum if weights is None. Slots with id -1 were never written
+        and may hold NaN, so they are left out instead of being multiplied by zero."""
 
 
 class TopKWeightAndReduceContiguous(_SlotSum):
@@ -180,10 +180,10 @@ class TopKWeightAndReduceNaiveBatched(_SlotSum):
 
 
 def undelegated(weight_and_reduce_impl: TopKWeightAndReduce) -> TopKWeightAndReduce:
-    """The strategy that a backend without one of its own applies: experts that delegate left one row for each slot.
+    """Returns the strategy to apply in a backend without its own. Experts that delegate leave one row per slot.
 
     Raises:
-        ValueError: it is none.
+        ValueError: weight_and_reduce_impl is not a strategy.
     """
     if not isinstance(weight_and_reduce_impl, TopKWeightAndReduce):
         raise ValueError(

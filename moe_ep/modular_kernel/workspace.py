@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 _ALIGNMENT = 256
-# Batches of experts that take what arrives differ from pass to pass, by little.
+# Bounds the cache of views: the number of rows that arrive, and so the requests, vary from pass to pass.
 _MOST_KEPT = 256
 
 Request = tuple[tuple[int, ...], torch.dtype]
@@ -27,13 +27,13 @@ Request = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class _Scratch:
-    """A buffer and views of it, kept by their requests because other layers and passes ask for the same."""
+    """A buffer and views of it, cached by request because other layers and passes make the same requests."""
 
     buffer: torch.Tensor
     kept: dict[tuple[Request, ...], tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def add(self, requests: tuple[Request, ...]) -> tuple[torch.Tensor, ...]:
-        """Makes the views of these requests, one after the other in the buffer, and keeps them."""
+        """Creates and caches views for these requests, one after the other in the buffer."""
         views, start = [], 0
         for shape, dtype in requests:
             strides = [math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)]
@@ -63,7 +63,7 @@ class WorkspaceManager:
         self._captured: list[torch.Tensor] = []
 
     def get(self, device: torch.device, *requests: Request, least_bytes: int = 0) -> tuple[torch.Tensor, ...]:
-        """Uninitialised tensors of the given shapes and dtypes, side by side in the scratch of this stream.
+        """Returns uninitialized tensors of the given shapes and dtypes, side by side in this stream's scratch.
 
         Args:
             least_bytes: make the buffer at least this large, for later requests.
@@ -77,7 +77,7 @@ class WorkspaceManager:
         views = None if scratch is None or scratch.buffer.numel() < least_bytes else scratch.kept.get(requests)
         if scratch is None or views is None:
             del scratch  # and its views, so that a buffer that is too small can be freed
-            # Ordinary tensors, which passes can write to whether or not they run in inference mode.
+            # Ordinary tensors, which passes can write to in and out of inference mode.
             with torch.inference_mode(False):
                 scratch = self._with_room(key, max(num_bytes(*requests), least_bytes), capturing)
                 views = scratch.add(requests)
@@ -91,12 +91,12 @@ class WorkspaceManager:
         return sum(scratch.buffer.numel() for (where, _), scratch in held if device is None or where == device)
 
     def _with_room(self, key: tuple[torch.device, int], num_bytes: int, capturing: bool) -> _Scratch:
-        """The present scratch if it is large enough, and larger one otherwise."""
+        """Returns the current scratch if it is large enough, otherwise a larger one."""
         held = self._of_thread.scratch
         if key in held and held[key].buffer.numel() >= num_bytes:
             return held[key]
         if capturing:
-            # Not kept here: this stream may run eagerly later, at the same time as the one that it borrows from.
+            # Not cached: this stream may run eagerly later, at the same time as the stream that it borrows from.
             return _Scratch(self._borrow(num_bytes, key[0]))
         # Freed first, unless a graph needs it, so that the larger one can take its memory.
         held.pop(key, None)
@@ -131,8 +131,8 @@ def current_stream(device: torch.device) -> int:
 
 
 def outside_of_pools(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """make(), with memory that may be kept longer than a pass: where torch.compile warms up a CUDA graph, all memory
-    that the thread allocates comes from the graph's own pool and must be given back. So another thread allocates."""
+    """Calls make() so that its memory may outlive the pass. While torch.compile warms up a CUDA graph, all memory that
+    the thread allocates comes from the graph's own pool and must be given back, so another thread allocates."""
     if device.type != "cuda":
         return make()
     stream = torch.cuda.current_stream(device)
