@@ -23,10 +23,10 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
     """Standard format, any number of tokens; for prefill, and across hosts.
 
     The ranks exchange row counts, the only host synchronization (in prepare_async too), while the rows are packed. One
-    collective then writes the rows to where the experts read them, ordered by (source rank, token), and another the ids
-    and weights, 8 * topk bytes a row. The combine returns one row for each received one, the weighted sum of the rank's
-    experts, and the owner adds those in rank order in f32. The send buffer has room for min(R, topk) rows a token. In a
-    batch-invariant layer one row comes back for each slot.
+    collective then writes the rows to where the experts read them, ordered by (source rank, token); another sends the
+    ids and weights, 8 * topk bytes per row. The combine returns one row for each received one, the weighted sum of the
+    rank's experts, and the owner adds them in rank order in f32. The send buffer has room for min(R, topk) rows per
+    token. In a batch-invariant layer the combine returns one row per slot.
     """
 
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -59,7 +59,7 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
         send_meta = batch.topk_ids.new_empty((num_sent, 2 * topk))
         pack_rows(rows, batch.topk_ids, batch.topk_weights, batch.owners, slots, send_rows, send_meta)
 
-        # By rank: its rows, and in a batch-invariant layer its slots.
+        # For each rank: its number of rows, and in a batch-invariant layer its number of slots.
         (sent, *returning), (received, *slots_here) = (
             list(map(list, zip(*of_ranks, strict=True))) for of_ranks in counts_on_host.get()
         )

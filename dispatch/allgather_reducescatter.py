@@ -1,4 +1,4 @@
-"""The allgather_reducescatter backend: every rank gathers the tokens of all."""
+"""The allgather_reducescatter backend: every rank gathers the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class _Sent(NamedTuple):
 
 
 class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
-    """Standard format; the simplest thing that works on any transport.
+    """Standard format; the simplest backend that works on any transport.
 
-    Rows, ids and weights of all ranks are gathered, padded to the largest T of the step, which the hosts agree on;
-    under CUDA-graph capture to the capacity, max_num_tokens, and a larger T is refused. Padding has ids of -1.
+    Every rank gathers the rows, ids and weights of all ranks, padded to the largest T of the step, which the hosts
+    agree on. Under CUDA-graph capture they are padded to the capacity, max_num_tokens, and a larger T is refused.
+    Padding has ids of -1.
 
     The reduction is an all-to-all of partial sums and an addition in rank order in f32 at the owner, not a
     reduce_scatter. Both move the same bytes to and from every rank, but reduce_scatter adds in the rows' own dtype, in
     an order that the transport chooses by size and topology, and would read rows that a rank's experts never wrote.
-    In a batch-invariant layer one row comes back for each slot; the host waits for their number, so such a layer cannot
-    be captured.
+    In a batch-invariant layer the combine returns one row per slot. The host waits for their number, so such a layer
+    cannot be captured.
     """
 
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -46,7 +47,7 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
         steps = self.ranks.steps("dispatch", batch.rows.device)
         padded_tokens = self._largest_num_tokens(num_tokens, batch.rows.device)
         rows = batch.wire_rows()
-        if num_tokens < padded_tokens:  # what is behind them is not initialised
+        if num_tokens < padded_tokens:  # the padding is uninitialized memory
             padded = rows.new_empty((padded_tokens, rows.size(1)))
             padded[:num_tokens] = rows
             rows = padded
@@ -109,7 +110,7 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unc
         return max(steps.on_host(everybody).get())
 
     def _ids_for_this_rank(self, ids: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """-1 where the expert is elsewhere; a shared expert's tokens are computed where they come from."""
+        """Replaces ids of experts on other ranks by -1; a shared expert's tokens are computed on their own rank."""
         rank, num_routed = self.ranks.rank, self.moe_config.num_experts
         mine = ids_for_rank(ids, owners, rank)
         if self.moe_config.num_fused_shared_experts:

@@ -20,16 +20,16 @@ class Batch(NamedTuple):
     """The input of a dispatch: one rank's tokens.
 
     Attributes:
-        rows: `[T, K]`, contiguous, of the activations' dtype, multiplied by their weights where that is asked for; or
-            codes of code_dtype, of any strides.
-        scales: f32 `[T, 1]`, of codes.
+        rows: `[T, K]`, contiguous, in the activations' dtype, multiplied by their weights if that is requested; or
+            codes of code_dtype, with any strides.
+        scales: f32 `[T, 1]`, the scales of codes.
         topk_ids: int32 `[T, topk]`, `side_by_side` like the rows.
         topk_weights: f32 `[T, topk]`, contiguous.
         owners: int32 `[E]`.
         expert_map: int32 `[E]`: index of each id on this rank, -1 where it is on another.
-        code_dtype: rows are transferred in int8 or e4m3; None for their own dtype.
-        keeps_codes: the experts read rows as they were transferred, so they are handed over with their scales.
-        pending, experts_combine: as in `Routing`, for backends that take it.
+        code_dtype: dtype in which rows are transferred, int8 or e4m3; None for their own.
+        keeps_codes: whether the experts read rows as they were transferred, which are then returned with their scales.
+        pending, experts_combine: as in `Routing`, for backends that support them.
         most_tokens: as in `Routing`.
     """
 
@@ -46,11 +46,11 @@ class Batch(NamedTuple):
     experts_combine: bool = False
 
     def wire_rows(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows as they are transferred: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`), one scale
-        a row where experts read them so.
+        """Returns rows as they are transferred: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`),
+        with one scale per row if the experts read them that way.
 
         Args:
-            out: as of `quantize_rows` and `join_rows`.
+            out: as in `quantize_rows` and `join_rows`.
         """
         if self.scales is not None:
             return join_rows(self.rows, self.scales, out)
@@ -59,7 +59,7 @@ class Batch(NamedTuple):
         )
 
     def received(self, wire_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows `[..., K]` and their scales, from rows as they were transferred; without scales of the batch's dtype."""
+        """Converts transferred rows to rows `[..., K]` and their scales, or to the batch's dtype without scales."""
         hidden_size = self.rows.size(1)
         if self.code_dtype is None:
             return wire_rows, None
@@ -69,7 +69,8 @@ class Batch(NamedTuple):
 
 
 def keep_for(stream: torch.cuda.Stream, value: object) -> None:
-    """Memory of CUDA tensors in tuples, lists and dataclasses is not used again before `stream` is done with it."""
+    """Keeps the memory of CUDA tensors in tuples, lists and dataclasses from being reused until `stream` is done with
+    it."""
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             value.record_stream(stream)
@@ -82,9 +83,9 @@ def keep_for(stream: torch.cuda.Stream, value: object) -> None:
 
 
 def side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of two dimensions as kernels read them: contiguous, and aligned to 16 bytes."""
+    """Returns two-dimensional rows as kernels read them: contiguous, and aligned to 16 bytes."""
     rows = rows.contiguous()
-    # Where there are no rows, or one column, torch calls any strides contiguous.
+    # If there are no rows, or one column, torch calls any strides contiguous.
     if rows.stride(1) == 1 and rows.data_ptr() % _ALIGNMENT == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
@@ -98,7 +99,7 @@ def check_arguments(
     known_ids: int,
     capacity: int | None = None,
 ) -> None:
-    """ValueError for a batch that cannot be dispatched; looks at shapes and dtypes, and never at values on a GPU.
+    """Raises ValueError for a batch that cannot be dispatched; checks shapes and dtypes, never values on a GPU.
 
     Args:
         capacity: the most tokens; None for any number.
@@ -127,7 +128,7 @@ def check_arguments(
 
 
 def check_made_for(config: FusedMoEConfig, a1: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    """ValueError for a batch of another hidden size, number of slots or dtype than the layer's."""
+    """Raises ValueError for a batch whose hidden size, number of slots or dtype is not the layer's."""
     given = (a1.size(1), topk_ids.size(1), a1.dtype)
     made_for = (config.hidden_dim, config.experts_per_token + config.num_fused_shared_experts, config.in_dtype)
     if given != made_for:
@@ -145,10 +146,10 @@ def check_tensor(
     device: torch.device,
     contiguous: bool = False,
 ) -> None:
-    """ValueError for a tensor of another shape or dtype, or in another place.
+    """Raises ValueError for a tensor of another shape or dtype, or on another device.
 
     Args:
-        contiguous: kernels read it, 16 bytes at a time.
+        contiguous: require a contiguous, 16-byte aligned tensor, because kernels read it 16 bytes at a time.
     """
     check_tensors(**{name: tensor})
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
@@ -163,14 +164,13 @@ def check_tensor(
 
 
 def wire_dtype(act_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of results on the wire. Beside f16 activations it is f32: a rank's part of a token's sum may exceed
-    65504 although the sum does not."""
+    """Returns the dtype of results on the wire. For f16 activations it is f32, because a rank's part of a token's sum
+    may exceed 65504 although the sum does not."""
     return torch.float32 if act_dtype is torch.float16 else act_dtype
 
 
 def check_results(results: torch.Tensor, shape: tuple[int, ...], output: torch.Tensor) -> None:
-    """ValueError for expert outputs of another shape than `shape`, or that are neither of the output's dtype nor of
-    that on the wire."""
+    """Raises ValueError unless expert outputs have the given shape, and the dtype of the output or of the wire."""
     check_tensors(fused_expert_output=results)
     wire = wire_dtype(output.dtype)
     check_tensor("fused_expert_output", results, shape, wire if results.dtype == wire else output.dtype, output.device)

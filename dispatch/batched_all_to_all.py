@@ -30,10 +30,10 @@ from moe_ep.registry import operator
 #     header   int32 [E]: how many tokens of the sender go to each expert here, 0 for experts elsewhere
 #     C rows   the row itself, then int32 [topk] ids, int32 [topk] positions, f32 [topk] weights
 #
-# Row t is the sender's token t. Its ids are -1 where the expert is not the receiver's, and all are -1 where the token
-# is not for the receiver or does not exist; such a row's first part is neither written nor read. A position says how
-# many earlier tokens of the sender chose the same expert; with the headers of all senders the receiver knows an
-# expert's row for every token without looking at any other (`payload.make_batch_plan`).
+# Row t is the sender's token t. An id is -1 if its expert is not on the receiver. All ids are -1 if the token does not
+# go to the receiver or does not exist; the first part of this row is then neither written nor read. A position is the
+# number of earlier tokens of the sender that chose the same expert. From it and the headers of all senders the receiver
+# computes the token's row in the expert's batch without reading other tokens (`payload.make_batch_plan`).
 
 # Rows and headers begin at multiples of this, so that kernels may read 16 bytes at a time from any of them.
 _ALIGNMENT = 64
@@ -62,7 +62,7 @@ class MessageLayout:
 
     @property
     def meta_offset(self) -> int:
-        """Bytes of a row before its ids."""
+        """The number of bytes of a row before its ids."""
         return _align(self.row_bytes, 16)
 
     @property
@@ -74,19 +74,19 @@ class MessageLayout:
         return self.header_bytes + self.capacity * self.row_stride
 
     def empty(self, num_ranks: int, device: torch.device) -> torch.Tensor:
-        """Room for a message to or from every rank, uint8 `[R, message_bytes]`."""
+        """Allocates a message to or from every rank, uint8 `[R, message_bytes]`."""
         return torch.empty((num_ranks, self.message_bytes), dtype=torch.uint8, device=device)
 
     def header(self, messages: torch.Tensor) -> torch.Tensor:
-        """A view: int32 `[R, E]`."""
+        """Returns a view of the headers, int32 `[R, E]`."""
         return messages[:, : self.header_bytes].view(torch.int32)[:, : self.num_experts]
 
     def rows(self, messages: torch.Tensor) -> torch.Tensor:
-        """A view: uint8 `[R, C, row_bytes]`."""
+        """Returns a view of the rows, uint8 `[R, C, row_bytes]`."""
         return self._body(messages)[:, :, : self.row_bytes]
 
     def meta(self, messages: torch.Tensor) -> torch.Tensor:
-        """A view: int32 `[R, C, 3, topk]` of ids, positions and the bits of the weights."""
+        """Returns a view of ids, positions and the bits of the weights, int32 `[R, C, 3, topk]`."""
         meta = self._body(messages)[:, :, self.meta_offset : self.meta_offset + 12 * self.topk]
         return meta.view(torch.int32).unflatten(2, (3, self.topk))
 
@@ -113,7 +113,7 @@ def pack_messages(
         messages: uint8 `[R, message_bytes]`.
 
     Returns:
-        slots int32 `[T, R]`: where the combine's row for token t comes back from rank r, in `[R * C, K]`; -1 for none.
+        slots int32 `[T, R]`: the row in `[R * C, K]` that the combine returns for token t from rank r; -1 for none.
     """
     num_ranks, num_tokens = messages.size(0), topk_ids.size(0)
     positions, counts = expert_positions(topk_ids, layout.num_experts)
@@ -166,14 +166,14 @@ def open_messages(
     batch: torch.Tensor,
     code_dtype: torch.dtype | None,
 ) -> OpenedMessages:
-    """Copies received rows to the experts that asked for them; one kernel on CUDA.
+    """Copies received rows to the batches of their experts; one kernel on CUDA.
 
     Args:
         messages: uint8 `[R, message_bytes]`, one from every rank.
         expert_map: int32 `[E]`, global -> local.
-        batch: `[El, R * C, K]`, written: an expert's rows by (source rank, token), nothing behind them.
-        code_dtype: rows are int8 or e4m3 with scales and are dequantized to the batch's dtype; None for rows that are
-            copied as they are.
+        batch: `[El, R * C, K]`, written: each expert's rows by (source rank, token); the rest is left unwritten.
+        code_dtype: int8 or e4m3 if rows are codes with scales, to be dequantized to the batch's dtype; None for rows
+            that are copied as they are.
     """
     num_local_experts, max_rows, hidden_size = batch.shape
     meta = layout.meta(messages)
@@ -208,15 +208,15 @@ class _Sent(NamedTuple):
 
 
 class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
-    """BatchedExperts format with room for max_num_tokens of every rank; for decode, and captured in CUDA graphs.
+    """BatchedExperts format with room for max_num_tokens of every rank; for decode, capturable in CUDA graphs.
 
-    One message of fixed size goes to every rank (`dispatch.messages`), so that a dispatch is two kernels around one
+    One message of fixed size goes to every rank (`MessageLayout`), so that a dispatch is two kernels around one
     collective, whatever the routing: pack, all-to-all, open. Opening copies a received row to each of its experts on
-    this rank; an expert's rows are ordered by (source rank, token). The combine reverses that: the weighted
-    sum of a row's experts here in slot order, one row back, and the owner adds rows in rank order, all in f32.
+    this rank; an expert's rows are ordered by (source rank, token). The combine reverses that: each rank sums a row's
+    experts, weighted and in slot order, and returns one row; the owner adds the rows in rank order, all in f32.
 
-    In a batch-invariant layer each slot's row comes back, and the owner adds them in slot order. That takes topk times
-    the bytes: all slots of a token may be on one rank, and no host knows which are.
+    In a batch-invariant layer the combine returns each slot's row, and the owner adds them in slot order. That takes
+    topk times the bytes, because all slots of a token may be on one rank and no host knows which are.
 
     Bytes on the wire follow the capacity and not T: choose max_num_tokens as the largest decode batch. Before a
     capture, run once outside: NCCL sets up its communicator then.
@@ -246,7 +246,7 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=
         steps.all_to_all(incoming, outgoing)
 
         def arrived() -> Dispatched:
-            # Rows that keep their codes are copied as they came.
+            # Rows that stay codes are copied as they arrived.
             code_dtype = None if batch.keeps_codes else batch.code_dtype
             width, dtype = (hidden_size, batch.rows.dtype) if not batch.keeps_codes else (rows.size(1), rows.dtype)
             shape = (self.moe_config.num_local_experts, num_ranks * capacity, width)
@@ -269,7 +269,7 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=
         there: torch.Tensor | None = None
         slots = sent.opened.slots
         if self.moe_config.batch_invariant:
-            # Every slot is a row of its own, which is copied as it is.
+            # Every slot is a separate row, which is copied as it is.
             slots, here, there = slots.view(-1, 1), None, sent.weights
         if dispatched.rows_are_weighted:
             here = there = None
@@ -282,7 +282,7 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=
 
 
 def _returned_slots(topk_ids: torch.Tensor, owners: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Row of what comes back, `[R * capacity * topk, K]`, for each slot: int32 `[T, topk]`, -1 for none.
+    """Returns the row of each slot in the returned results `[R * capacity * topk, K]`: int32 `[T, topk]`, -1 for none.
 
     Example: owners [0, 1], ids [[1, 0]], capacity 4: [[8, 1]].
     """

@@ -21,9 +21,9 @@ from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, undeleg
 class NoEPPrepareFinalize(Dispatcher, unchecked=True):
     """Passes this rank's rows to its own experts, and returns their sum.
 
-    Standard format, any number of tokens. Rows are not quantized, since they stay where they are, unless the layer is
-    batch-invariant and so has the bits of one over several ranks. With an expert_map, ids of experts on other ranks
-    become -1, and the output is this rank's partial sum.
+    Standard format, any number of tokens. Rows are not quantized, because they are not sent, unless the layer is
+    batch-invariant: it then gives the same bits as over several ranks. With an expert_map, ids of experts on other
+    ranks become -1, and the output is this rank's partial sum.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._moe_config = moe_config
-        # A batch-invariant layer has the bits that it has over several ranks.
+        # A batch-invariant layer gives the same bits as over several ranks.
         self._rounds_to: torch.dtype | None = None
         if moe_config.batch_invariant and quant_config is not None:
             self._rounds_to = quant_config.dispatch_dtype

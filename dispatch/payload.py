@@ -1,13 +1,13 @@
 """The index logic of dispatch and combine: which rows go to which rank, and back, in plain torch.
 
-A token goes at most once to every rank, whatever the number of its experts there. The plan is one tensor,
-`slots [T, R]`: token t is row slots[t, r] of what this rank sends to all ranks together, -1 where rank r has none of
-its experts. The combine brings a row back for each of them to the same place, so the same tensor undoes the dispatch.
+A token goes at most once to every rank, however many of its experts are there. The plan is one tensor,
+`slots [T, R]`: token t is row slots[t, r] of all rows that this rank sends, -1 if rank r has none of its experts. The
+combine returns each row to the same position, so the same tensor describes both directions.
 
 Plans have two forms. Exact: rows are ordered by (rank, token), without gaps. Fixed: rank r's part begins at row
-r * capacity and token t is row t of it; nothing needs to be counted, and no rank waits for another's numbers.
+r * capacity and token t is row t of it; nothing needs to be counted, and no rank waits for another's counts.
 
-The functions that have a Triton form call it for CUDA tensors; what is written here is the reference, bit for bit.
+The functions that have a Triton form call it for CUDA tensors; the code here is the reference, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SendPlan(NamedTuple):
 def make_send_plan(
     topk_ids: torch.Tensor, owners: torch.Tensor, num_ranks: int, capacity: int | None = None
 ) -> SendPlan:
-    """Which token goes to which rank, and as which row.
+    """Plans which token goes to which rank, and as which row.
 
     Example: owners [0, 0, 1, 1], ids [[0, 1], [2, 0], [-1, 3]], two ranks: exact slots [[0, -1], [1, 2], [-1, 3]] with
     counts [2, 2]; with capacity 4 slots [[0, -1], [1, 5], [-1, 6]].
@@ -70,9 +70,9 @@ def send_plan_reference(
 
 
 def make_slot_plan(topk_ids: torch.Tensor, owners: torch.Tensor, num_ranks: int) -> SendPlan:
-    """Where the results of single slots come back, each in a row of its own, ordered by (rank, token, slot).
+    """Plans the return of single slots' results, each in its own row, ordered by (rank, token, slot).
 
-    A token's rank then adds them up in slot order, wherever the experts are.
+    The token's rank then adds them up in slot order, wherever the experts are.
 
     Example: owners [0, 0, 1, 1], ids [[2, 0], [-1, 1]], two ranks: slots [[2, 0], [-1, 1]], counts [2, 1].
 
@@ -113,7 +113,7 @@ class ExpertPositions(NamedTuple):
 
 
 def expert_positions(topk_ids: torch.Tensor, num_experts: int) -> ExpertPositions:
-    """Positions by (token) within each expert.
+    """Returns the position of each token within each of its experts, in token order.
 
     Example: ids [[0, 2], [2, -1], [0, 2]], E=3: positions [[0, 0], [1, 0], [1, 2]], counts [2, 0, 3].
     """
@@ -127,7 +127,7 @@ def expert_positions(topk_ids: torch.Tensor, num_experts: int) -> ExpertPosition
 
 
 class BatchPlan(NamedTuple):
-    """Where received rows lie in the experts' batch `[El, max_rows, K]`, seen as `[El * max_rows, K]`.
+    """The positions of received rows in the experts' batch `[El, max_rows, K]`, viewed as `[El * max_rows, K]`.
 
     Attributes:
         slots: int32 `[num_received, topk]`: batch row of each received row and slot, -1 for none.
@@ -146,7 +146,7 @@ def make_batch_plan(
     num_local_experts: int,
     max_rows: int,
 ) -> BatchPlan:
-    """The rows of an expert ordered by (source rank, token), from what each source said about its own tokens.
+    """Orders the rows of each expert by (source rank, token), from what each source sent about its own tokens.
 
     Example: two sources, one expert, counts [[2], [1]]: the second source's row at position 0 is batch row 2.
 
@@ -163,7 +163,7 @@ def make_batch_plan(
     local = torch.where(ids >= 0, local_of[column], -1)
     rows = local * max_rows + before[source, column] + positions
     slots = torch.where(local >= 0, rows, -1).to(torch.int32)
-    # Experts elsewhere are added to a column behind the local ones.
+    # Experts on other ranks are counted in an extra column after the local ones.
     totals = torch.zeros(num_local_experts + 1, dtype=torch.int32, device=ids.device)
     totals.index_add_(0, torch.where(local_of >= 0, local_of, num_local_experts), counts.sum(dim=0, dtype=torch.int32))
     return BatchPlan(slots.view(-1, ids.size(2)), totals[:num_local_experts])

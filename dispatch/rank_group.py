@@ -1,11 +1,11 @@
 """The ranks of a backend: their collectives, with a deadline, and errors that name the failed ranks.
 
-On the CPU (gloo) a step is started and then waited for at most until the deadline; a failure becomes a
-DispatchTimeoutError. On CUDA (NCCL) a step is queued on the current stream, and the host does not wait for it: where
-a backend needs a number on the host anyway (`HostCopy`), that wait has the deadline. Otherwise a step that never
-finishes ends with NCCL's own watchdog, which ends the process at the group's timeout; until then a thread logs the name
-of a rank that failed. `moe_ep.distributed.failure_detection` finds the failed ranks. After a DispatchTimeoutError the
-group's state is not known: end the process, or make a new group.
+On the CPU (gloo) the host waits for a step at most until the deadline; a failure becomes a DispatchTimeoutError. On
+CUDA (NCCL) a step is queued on the current stream, and the host does not wait for it. If a backend needs a number on
+the host anyway (`HostCopy`), that wait has the deadline. Otherwise NCCL's watchdog ends the process at the group's
+timeout if a step never finishes; before that a thread logs a rank that failed. `moe_ep.distributed.failure_detection`
+finds the failed ranks. After a DispatchTimeoutError the group's state is undefined: end the process, or make a new
+group.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class RankGroup:
     """The EP ranks of one backend.
 
     Attributes:
-        rank, size: of this process in the group, in ep_rank order.
-        ep_ranks: what messages call the ranks of the group; other numbers only after `is_part_of`.
-        timeout_s: the group's timeout, or MOE_EP_DISPATCH_TIMEOUT_S where that is shorter.
-        have_agreed: must_agree found nothing that differs.
+        rank, size: this process's rank in the group, in ep_rank order, and the group's size.
+        ep_ranks: the numbers of the group's ranks in messages; they differ from 0..size-1 only after `is_part_of`.
+        timeout_s: the group's timeout, or MOE_EP_DISPATCH_TIMEOUT_S if that is shorter.
+        have_agreed: whether must_agree found no difference between the ranks.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         ValueError: the group's size is not ep_size, this process has another rank there than its ep_rank, or tokens
             have more experts than rows between ranks can name.
     """
@@ -83,22 +83,22 @@ class RankGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """RuntimeError once it was destroyed."""
+        """The process group; raises RuntimeError once it was destroyed."""
         return self._group()
 
     def is_part_of(self, ep_group: dist.ProcessGroup) -> None:
-        """Error messages number ranks as in `ep_group` from now on, which contains this group. Failures are looked for
-        in all of it: a rank may wait for one that waits for another."""
+        """Declares this group a part of `ep_group`, whose rank numbers error messages use from now on. Failures are
+        searched in all of `ep_group`, because a rank may wait for one that waits for another."""
         self.ep_ranks = [dist.get_group_rank(ep_group, rank) for rank in dist.get_process_group_ranks(self.group)]
         self.detector = FailureDetector.of(ep_group)
 
     def must_agree(self, settings: dict[str, int], device: torch.device) -> None:
-        """Refuses ranks whose layers differ, before they exchange rows of other sizes than they expect.
+        """Checks that all ranks have the same settings, before they exchange rows of unexpected sizes.
 
-        A collective step with a wait for the GPU; nothing while a CUDA graph is captured.
+        It is a collective step that waits for the GPU. It does nothing while a CUDA graph is captured.
 
         Raises:
-            ConfigError: a setting that is not the same everywhere, said on all ranks alike.
+            ConfigError: a setting differs between ranks; raised on all of them.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
@@ -116,7 +116,7 @@ class RankGroup:
         self.have_agreed = True
 
     def steps(self, name: str, device: torch.device) -> Steps:
-        """The collective steps of one dispatch or combine, whose arguments were checked."""
+        """Returns the collective steps of one dispatch or combine, whose arguments were checked already."""
         # Withdrawn before the first wait for peers, which end theirs soon while this rank refuses a batch.
         self.detector.take_part()
         if device.type == "cuda":
@@ -126,8 +126,8 @@ class RankGroup:
         return Steps(self, name, device)
 
     def _connect(self, name: str, device: torch.device) -> None:
-        """Makes NCCL's communicator, as its first collective does, and waits on the host: where a rank dies meanwhile,
-        nothing ends that call, and it keeps a thread of its own."""
+        """Creates NCCL's communicator, as its first collective would, in a separate thread with a deadline: if a rank
+        dies meanwhile, nothing ends that call, and the thread stays blocked in it."""
         group = self.group
 
         def connect() -> None:
@@ -144,14 +144,15 @@ class RankGroup:
         _connected.add(group)
 
     def wait_for_sizes(self, name: str, have_come: Callable[[], bool]) -> None:
-        """Waits on the host; DispatchTimeoutError if they do not come before the deadline, or a rank has failed."""
+        """Waits on the host for sizes; raises DispatchTimeoutError if they do not arrive before the deadline, or if a
+        rank has failed."""
         try:
             self.detector.wait_until(self.timeout_s, have_come)
         except RuntimeError as error:
             raise self.failed(name, f"{error} while the GPU waits for the ranks' sizes") from None
 
     def failed(self, name: str, cause: object) -> DispatchTimeoutError:
-        """The error for a step that failed or took too long, with the failed ranks where that is known."""
+        """Returns the error for a step that failed or timed out; it names the failed ranks if they are known."""
         story = f"the {name} did not finish on EP rank {self.ep_ranks[self.rank]} (deadline {self.timeout_s:g} s)"
         return self.detector.error(story, cause)
 
@@ -172,17 +173,17 @@ class Steps:
         output_sizes: list[int] | None = None,
         input_sizes: list[int] | None = None,
     ) -> None:
-        """Rows of `input`, in rank order, to all ranks; sizes are rows for each, None for equal parts."""
+        """Sends rows of `input`, in rank order, to all ranks; sizes are rows per rank, None for equal parts."""
         self._start(dist.all_to_all_single, output, input, output_sizes, input_sizes)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """`input` of every rank, in rank order."""
+        """Gathers `input` of every rank into `output`, in rank order."""
         # all_gather_single is the name from torch 2.13 on.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._start(gather, output, input)
 
     def wait(self) -> None:
-        """Raises DispatchTimeoutError where a peer did not take part; may be called again."""
+        """Waits for the steps; raises DispatchTimeoutError if a peer did not take part. May be called again."""
         if self._error is not None:
             raise self._error
         deadline = time.monotonic() + self._ranks.timeout_s
@@ -196,7 +197,7 @@ class Steps:
             self._works.pop(0)
 
     def then(self, finish: Callable[[], Result]) -> Pending[Result]:
-        """The result of `finish`, which is called once, when the data is there."""
+        """Returns a Pending whose result is that of `finish`, which is called once, when the data is there."""
         results: list[Result] = []
 
         def wait() -> None:
@@ -240,7 +241,7 @@ class HostCopy:
             self._event.record()
 
     def get(self) -> Sequence:
-        """The numbers as (nested) lists; DispatchTimeoutError where they do not come before the deadline."""
+        """Returns the numbers as (nested) lists; raises DispatchTimeoutError if they miss the deadline."""
         if self._event is not None:
             self._ranks.wait_for_sizes(self._name, self._event.query)
         return self._numbers.tolist()
@@ -277,8 +278,8 @@ class Placement:
         return found
 
     def expert_map(self, device: torch.device) -> torch.Tensor:
-        """int32 `[E + shared]`: the index of each id among those of this rank, in their order; -1 where it is on
-        another."""
+        """int32 `[E + shared]`: the index of each id among this rank's ids, in id order; -1 if it is on another
+        rank."""
         found = self._maps.get(device)
         if found is None:
             here = self.owners(device) == self._rank
@@ -286,13 +287,13 @@ class Placement:
         return found
 
     def checksum(self, num_experts: int) -> int:
-        """A number that is the same on ranks that send the first num_experts ids alike."""
+        """Returns a checksum of the owners of the first num_experts ids, which must be the same on all ranks."""
         return zlib.crc32(self.on_host[:num_experts].numpy().tobytes())
 
     def check(self, expert_map: torch.Tensor) -> None:
-        """ValueError where rows would be sent to other ranks than those whose maps have their experts.
+        """Raises ValueError if expert_map contradicts the ranks that rows are sent to.
 
-        Each map is read once, with a wait for the GPU where it lies on one; none is while a CUDA graph is captured.
+        Each map is read once, which waits for the GPU if the map is on one; not while a CUDA graph is captured.
         """
         known = self._known_maps.get(id(expert_map))
         if known is not None and known() is expert_map:
@@ -311,7 +312,7 @@ class Placement:
 
 
 def owners_of(moe_config: FusedMoEConfig) -> torch.Tensor:
-    """int32 `[E + shared]`: the rank that this one sends each id to, by the layer's placement."""
+    """Returns the rank to which this rank sends each id, int32 `[E + shared]`, by the layer's placement."""
     return expert_owner_table(
         moe_config.ep_size,
         moe_config.num_experts,
@@ -322,7 +323,7 @@ def owners_of(moe_config: FusedMoEConfig) -> torch.Tensor:
 
 
 def _experts(expert_map: torch.Tensor) -> str:
-    """The experts of this rank in the order of their local indices, as text. Example: [1, 0, -1] gives "1, 0"."""
+    """Formats this rank's experts in the order of their local indices. Example: [1, 0, -1] gives "1, 0"."""
     order = expert_map.argsort(stable=True)
     numbers = order[expert_map[order] >= 0].tolist()
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -1,13 +1,13 @@
 """Base of the backends on torch.distributed: checks, the handle of a batch, and the asynchronous forms.
 
-A backend says how a batch is dispatched and how it is combined, each as a `Pending`: the collective steps are in flight
-when it is made, `wait()` waits for the data and queues what is left to do with it, and `receive()` returns the result.
-`dispatch` and `combine` do all of it at once, `dispatch_async` and `combine_async` hand the `Pending` to the caller.
+A backend implements dispatch and combine, each as a `Pending`: the collective steps are in flight when it is made,
+`wait()` waits for the data and queues the remaining work on it, and `receive()` returns the result. `dispatch` and
+`combine` do all of it at once, `dispatch_async` and `combine_async` return the `Pending` to the caller.
 
-On the CPU these are asynchronous collectives. On CUDA the asynchronous forms run on a stream of the backend's own,
-which waits for the caller's stream when they are called; `wait()` makes the stream that is current then wait for them.
-Several batches may be in flight; all ranks must make the calls of all batches in one order. Tensors handed to an
-asynchronous form must not be written before `wait()` was called.
+On the CPU these are asynchronous collectives. On CUDA the asynchronous forms run on the backend's own stream, which
+waits for the caller's stream when they are called; `wait()` makes the stream that is current at that time wait for
+them. Several batches may be in flight; all ranks must make the calls of all batches in the same order. Tensors passed
+to an asynchronous form must not be written before `wait()` was called.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class SlotsSent(NamedTuple):
     Attributes:
         slots: int32 `[T, topk]`: the returned row of each of this rank's slots (`payload.make_slot_plan`).
         weights: f32 `[T, topk]`.
-        returning: rows that come back from each rank.
-        arrived: slots of each rank's tokens that have their expert here.
+        returning: the number of rows that each rank returns.
+        arrived: for each rank, the slots of its tokens whose expert is on this rank.
     """
 
     slots: torch.Tensor
@@ -101,15 +101,15 @@ class TorchDistributedPrepareFinalize(Dispatcher):
 
     Args:
         moe_config: shapes, placement and, in max_num_tokens, the capacity per rank; the same on every rank.
-        quant_config: its dispatch_dtype is that of rows on the wire, on every rank; None leaves it to prepare's.
+        quant_config: its dispatch_dtype is the dtype of rows on the wire, on every rank; None leaves it to prepare.
         process_group: the EP ranks in ep_rank order; None for the default group.
-        owners: int32 `[E + shared]`, the rank of the group that each id goes to; None for that of the placement.
+        owners: int32 `[E + shared]`, the rank of the group that each id goes to; None for the placement's.
 
     Attributes:
-        side_stream: of the asynchronous forms on CUDA, from their first call on.
+        side_stream: the stream of the asynchronous forms on CUDA, from their first call on.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         ValueError: a group whose size is not ep_size, or num_local_experts that does not fit the placement.
     """
 
@@ -139,7 +139,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         return None
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """The dtype that it computes with; any other integer dtype is converted."""
+        """The dtype of ids that the backend computes with; other integer dtypes are converted."""
         return torch.int32
 
     def num_dispatchers(self) -> int:
@@ -199,8 +199,8 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         return self._in_flight(output.device, lambda: self._begin_combine(call), call[:3])
 
     def combine_slots(self, output: torch.Tensor, expert_output: torch.Tensor, dispatched: Dispatched) -> None:
-        """The combine of a batch-invariant layer without its sum: `output` `[T, topk, K]` gets the result of each slot,
-        unweighted, and zeros where a slot has no expert."""
+        """Runs the combine of a batch-invariant layer without its sum: `output` `[T, topk, K]` gets the unweighted
+        result of each slot, and zeros if a slot has no expert."""
         handle: Handle = dispatched.handle
         if not isinstance(handle.sent, SlotsSent):
             raise ConfigError(
@@ -214,20 +214,20 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         handle.is_combined = True
 
     def passes_codes(self, dtype: torch.dtype | None) -> bool:
-        """Whether `pass_on` takes codes of that dtype."""
+        """Whether `pass_on` accepts codes of this dtype."""
         return True
 
     def pass_on(self, arrived: Dispatched, routing: Routing) -> Dispatched:
-        """Dispatches rows that another backend handed over as codes, without dequantizing them."""
+        """Dispatches rows that another backend returned as codes, without dequantizing them."""
         return self._begin(arrived.rows, routing, FusedMoEQuantConfig.unquantized(), arrived.row_scales).receive()
 
     @abstractmethod
     def _send(self, batch: Batch) -> Pending[Dispatched]:
-        """Sends a batch; the handle of what it receives is the backend's own."""
+        """Sends a batch; the result's handle is the backend's own type."""
 
     @abstractmethod
     def _return(self, sent: Any, call: CombineCall) -> Pending[None]:
-        """Sends results back to the tokens' ranks; receiving them writes the output.
+        """Sends results back to the tokens' ranks; `receive` writes the output.
 
         Args:
             sent: the backend's handle.
@@ -236,10 +236,10 @@ class TorchDistributedPrepareFinalize(Dispatcher):
     def _in_flight(
         self, device: torch.device, begin: Callable[[], Pending[Result]], inputs: Sequence[object]
     ) -> Pending[Result]:
-        """Starts `begin`; on CUDA on a stream of the backend's own, behind the work of the current stream.
+        """Starts `begin`; on CUDA on the backend's own stream, after the work of the current stream.
 
         Args:
-            inputs: what `begin` reads and writes.
+            inputs: the tensors that `begin` reads and writes.
         """
         if device.type != "cuda":
             return begin()
@@ -283,7 +283,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         """Checks a batch and sends it.
 
         Args:
-            scales: of hidden_states that are codes, as `pass_on` has them.
+            scales: the scales of hidden_states if they are codes, as in `pass_on`.
         """
         weights, ids, is_weighted = routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input
         pending_choice = routing.pending
@@ -348,10 +348,10 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             return pending
 
     def _reduced(self, call: CombineCall, num_rows: int, contiguous: bool = False) -> torch.Tensor:
-        """The sum of this rank's experts for every received row, `[num_rows, K]`, contiguous; Standard format.
+        """Returns the sum of this rank's experts for every received row, contiguous `[num_rows, K]`; Standard format.
 
-        Experts that reduced already (NoOP) are not copied if the dtype is right; experts that delegate left one row for
-        each slot.
+        Outputs that the experts reduced already (NoOP) are not copied if the dtype is right; experts that delegate
+        left one row per slot.
         """
         output, expert_output, dispatched, reduce_impl = call
         check_tensors(fused_expert_output=expert_output)
@@ -368,8 +368,8 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         return rows
 
     def _return_slots(self, sent: SlotsSent, call: CombineCall) -> Pending[None]:
-        """The combine of a batch-invariant layer, Standard format: every slot's row returns to the token's rank, which
-        weights and adds them in slot order. So no sum depends on the placement of experts."""
+        """Runs the combine of a batch-invariant layer, Standard format: every slot's row returns to the token's rank,
+        which weights and adds them in slot order. So no sum depends on the placement of experts."""
         output, expert_output, dispatched, _ = call
         ids: Any = dispatched.topk_ids
         dtype, hidden_size = wire_dtype(output.dtype), output.size(1)
@@ -385,7 +385,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
         return quant_config if self.quant_config is None else self.quant_config
 
     def _must_agree(self, quant_config: FusedMoEQuantConfig, is_weighted: bool, device: torch.device) -> None:
-        """ConfigError on every rank if they differ in what their messages, or the results of a token, follow from."""
+        """Raises ConfigError on every rank if a setting that determines messages or results differs between ranks."""
         if self.ranks.have_agreed:
             return
         config = self.moe_config
@@ -444,7 +444,7 @@ class _RankCopies:
             for scratch, slot in enumerate(of_rank)
             if slot >= 0
         ]
-        # In the order of the other rank on both sides, and of slots there.
+        # Both sides order copies by the other rank, and then by its slots.
         sends = [(to, slot - owners.index(rank)) for source, to, _, slot in sorted(copies) if source == rank]
         receives = [(source, scratch) for source, to, scratch, _ in sorted(copies) if to == rank]
         rows = torch.empty(len(sends), self._resident.row_bytes, dtype=torch.uint8, device=self._resident.device)
@@ -469,7 +469,7 @@ def _stream_of(tensor: torch.Tensor) -> int:
 
 
 def check_delegated(backend: str, reduce_impl: TopKWeightAndReduce) -> None:
-    """ValueError unless the experts leave weighting and reducing to the backend, as batched experts must."""
+    """Raises ValueError unless the experts leave weighting and reducing to the backend, as batched experts must."""
     if not isinstance(reduce_impl, TopKWeightAndReduceDelegate):
         raise ValueError(
             f"weight_and_reduce_impl is {reduce_impl!r}; {backend} weights and reduces itself, so batched experts must "

@@ -1,9 +1,9 @@
-"""Across hosts in two levels: a token goes once to each host over the network, and from there over NVLink.
+"""Two-level dispatch across hosts: a token goes once to each host over the network, and from there over NVLink.
 
-Two backends of the Standard format, one inside the other. `across` joins the ranks with the same local rank on every
-host; to it, an expert is on a host. `within` joins the ranks of one host and dispatches what arrived. So a token with
-experts on several ranks of another host crosses the network once, to the rank with its sender's local rank, and the
-results of a host are added up there before one row goes back. docs/across_hosts.md derives the traffic.
+It nests two backends of the Standard format. `across` joins the ranks with the same local rank on every host; to it,
+a host is the owner of an expert. `within` joins the ranks of one host and dispatches what arrived. So a token with
+experts on several ranks of another host crosses the network once, to the rank with its sender's local rank. The results
+of a host are added up there before one row goes back. docs/across_hosts.md derives the traffic.
 
 Example: 2 hosts of 2 ranks; a token of rank 0 with experts on ranks 2 and 3 goes to rank 2 (local rank 0 of the other
 host), which keeps a copy and sends one to rank 3; rank 2 adds both results and sends one row to rank 0.
@@ -41,7 +41,7 @@ _PREFERRED, _ANYWHERE = "nvshmem_high_throughput", "all_to_all"
 
 
 class Grid(NamedTuple):
-    """Where ranks are.
+    """The ranks of a group by host and local rank.
 
     Attributes:
         members: `[H][L]`, the group's ranks by host and local rank. Hosts are in the order of their ranks with this
@@ -54,7 +54,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, hosts: Sequence[str], rank: int) -> Grid:
-        """The grid of ranks whose hosts these are.
+        """Returns the grid of ranks, given the host of each.
 
         Example: hosts ["a", "b", "a", "b"] and rank 3 give ((0, 2), (1, 3)), host 1, local rank 1; hosts ["a", "b",
         "b", "a"] and rank 3 give ((1, 2), (0, 3)), host 1, local rank 1.
@@ -86,7 +86,7 @@ class Grid(NamedTuple):
         return self.members[self.host]
 
     def owners(self, owners: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the rank that has each id, int32: its host, and its local rank here, -1 where it is on another."""
+        """Splits the owner of each id, int32, into its host, and its local rank on this host (-1 if on another)."""
         num_ranks = sum(map(len, self.members))
         hosts, local_ranks = (torch.empty(num_ranks, dtype=torch.int32, device="cpu") for _ in range(2))
         for host, ranks in enumerate(self.members):
@@ -102,7 +102,7 @@ class _Groups(NamedTuple):
     within: dist.ProcessGroup
 
 
-# Groups by the group that they divide and by its hosts; layers share them.
+# The groups of both levels, keyed by the group that they divide and its hosts; layers share them.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _Groups]] = WeakKeyDictionary()
 
 
@@ -126,21 +126,21 @@ class _Handle(NamedTuple):
 class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
     """Standard format across hosts with the same number of ranks each; prefill.
 
-    Rows arrive ordered by (local rank, host, token) of their sources. If rows are quantized, it is for the network
-    alone, unless the experts read them so: then both levels send the same codes. The combine adds the experts of a
-    rank, the ranks of a host in the order of their local ranks, and the hosts in theirs, each sum in f32 and rounded to
-    the activations' dtype: deterministic, one rounding more than `all_to_all`. In a batch-invariant layer one row comes
-    back for each slot, and the token's rank adds them, with the bits of `all_to_all`.
+    Rows arrive ordered by (local rank, host, token) of their sources. Rows are quantized for the network only, unless
+    the experts read codes: then both levels send the same codes. The combine adds the experts of a rank, then the ranks
+    of a host by local rank, then the hosts in order, each sum in f32 and rounded to the activations' dtype. That is
+    deterministic, with one rounding more than `all_to_all`. In a batch-invariant layer the combine returns one row per
+    slot, and the token's rank adds them, with the same bits as `all_to_all`.
 
     Args:
         levels: backends of the Standard format across hosts and within one; None for nvshmem_high_throughput, or
-            all_to_all where that cannot run or the layer is batch-invariant.
+            all_to_all if that cannot run or the layer is batch-invariant.
 
     Attributes:
         by_host: the ranks of each host by local rank, hosts in the order in which they are added up.
 
     Raises:
-        ConfigError: hosts with different numbers of ranks, or levels that are none.
+        ConfigError: hosts with different numbers of ranks, or invalid levels.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
 
 
 def choose_levels(moe_config: FusedMoEConfig, num_ranks: int, group: dist.ProcessGroup) -> str:
-    """The backend of a level of so many ranks, the same on all ranks of the group."""
+    """Returns the name of the backend for a level of num_ranks ranks, the same on all ranks of the group."""
     if moe_config.batch_invariant:
         return _ANYWHERE  # results of single slots pass through both levels
     preferred: Any = ALL2ALL_BACKENDS.load(_PREFERRED)
@@ -275,13 +275,13 @@ def _level(
     group: dist.ProcessGroup,
     passed_dtype: torch.dtype | None = None,
 ) -> Any:
-    """A backend whose ranks, those of the group, are hosts or the ranks of one.
+    """Creates the backend of one level, over the ranks of the group.
 
     Args:
-        passed_dtype: of codes that it may be given to pass on; None for none.
+        passed_dtype: dtype of codes that the backend may be given to pass on; None for none.
 
     Raises:
-        ConfigError: one of another format, or whose experts cannot be on ranks that the caller names.
+        ConfigError: the backend has another format, or does not accept `owners`.
     """
     kind = ALL2ALL_BACKENDS.load(name)
     rank = dist.get_rank(group)

@@ -1,16 +1,17 @@
-"""Memory that every rank of a host can write: symmetric blocks from NVSHMEM, and the address of each peer's copy.
+"""Symmetric memory, which every rank of a host can write: blocks from NVSHMEM, and the address of each peer's copy.
 
-NVSHMEM is initialised once per process, over all ranks of the default group; its unique id is sent through the group's
+NVSHMEM is initialized once per process, over all ranks of the default group; its unique id is sent through the group's
 store. An arena is one process group's view of it, shared by everything in the process that moves rows in that group.
-Allocation is collective over the default group: sub-groups work where they divide it and all allocate alike, and
-anything else ends with an error that names the missing ranks (`moe_ep.distributed.exchange`).
+Allocation is collective over the default group. Sub-groups work if they partition it and all of them make the same
+allocations; otherwise an error names the missing ranks (`moe_ep.distributed.exchange`).
 
-A block is free once nothing refers to its tensor any more. It is given back at the next collective step in which all
-ranks say so, in one order, after their GPUs have finished; `SymmetricArena.close` gives everything back. A process that
-just ends leaves its memory to the driver and waits for no other.
+A block can be freed once nothing refers to its tensor any more. It is freed at the next collective step in which all
+ranks report that, in the same order and after their GPUs have finished; `SymmetricArena.close` frees everything. A
+process that just exits leaves its memory to the driver and waits for no other.
 
-NVSHMEM's ranks are those of its start: allocating, freeing and ending wait for all of them, dead ones too. So the ranks
-of an elastic gang (`moe_ep.distributed.membership`) share memory of CUDA's own instead, anew after each change.
+NVSHMEM's set of ranks is fixed at its start: allocating, freeing and finalizing wait for all of them, dead ones
+included. So the ranks of an elastic gang (`moe_ep.distributed.membership`) share memory through CUDA IPC handles
+instead, and set it up again after each change.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ class SymmetricBlock(NamedTuple):
 
 
 class SymmetricArena:
-    """The symmetric memory of one process group on this process's current device; `of` gives the one there is.
+    """The symmetric memory of one process group on this process's current device; use `of` to get it.
 
     Attributes:
         device: the CUDA device.
-        order: of kernels that wait for other ranks, one for all arenas of the process.
+        order: the order of kernels that wait for other ranks; one for all arenas of the process.
     """
 
     def __init__(self, runtime: Runtime, process_group: dist.ProcessGroup) -> None:
@@ -93,7 +94,7 @@ class SymmetricArena:
 
     @property
     def carries_packets(self) -> bool:
-        """Whether what a warp stores in another rank's memory arrives whole (cuda/protocol.cuh), as over NVLink."""
+        """Whether a warp's store to another rank's memory arrives as a whole (cuda/protocol.cuh), as over NVLink."""
         return self.is_mapped and all(self._runtime.joined[pe] for pe in self._pes)
 
     @classmethod
@@ -103,7 +104,7 @@ class SymmetricArena:
         Raises:
             ImportError: nvshmem4py is missing.
             BackendUnavailableError: no GPU.
-            DispatchTimeoutError: the other ranks did not come.
+            DispatchTimeoutError: the other ranks did not join.
         """
         group = process_group or dist.distributed_c10d._get_default_group()
         runtime = _runtime()
@@ -114,12 +115,13 @@ class SymmetricArena:
 
     @torch.inference_mode(False)
     def reserve(self, nbytes: int, name: str) -> Region:
-        """A new block, zeroed on every rank; collective over the default group, same size and order everywhere.
+        """Allocates a block, zeroed on every rank; collective over the default group, with the same sizes in the same
+        order everywhere.
 
         Raises:
-            ValueError: the ranks ask for different blocks.
-            DispatchTimeoutError: some rank did not come.
-            torch.OutOfMemoryError: there is not that much left.
+            ValueError: the ranks request different blocks.
+            DispatchTimeoutError: some rank did not join.
+            torch.OutOfMemoryError: not enough memory is left.
         """
         local = self._runtime.allocate(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, name)
         peers = [self._runtime.peer_pointer(local.data_ptr(), pe) for pe in self._pes]
@@ -127,10 +129,10 @@ class SymmetricArena:
 
     @staticmethod
     def close() -> None:
-        """Gives back every block and ends NVSHMEM; collective over the default group, before it is destroyed.
+        """Frees every block and finalizes NVSHMEM; collective over the default group, before it is destroyed.
 
-        Tensors of the arena must not be used any more. Where a rank does not come, nothing is given back: the memory
-        goes with the process. Does nothing where there is no arena.
+        Tensors of the arena must not be used any more. If a rank does not join, nothing is freed until the process
+        exits. Does nothing if there is no arena.
         """
         global _the_runtime
         runtime, _the_runtime = _the_runtime, None
@@ -142,7 +144,7 @@ class Runtime(ABC):
     """Symmetric memory of this process and the other ranks of the default group.
 
     Attributes:
-        hosts: of each rank.
+        hosts: the host of each rank.
         joined: whether NVLink joins each rank's GPU to its peers.
     """
 
@@ -152,18 +154,18 @@ class Runtime(ABC):
         self.arenas: dict[tuple[int, ...], SymmetricArena] = {}
 
     def start(self) -> None:
-        """Begins; a collective step of the default group."""
+        """Initializes the runtime; a collective step of the default group."""
         torch.cuda.synchronize(self.device)  # Makes the primary context current.
         told = gather_values("start of symmetric memory", (this_host(), joins_peers(self.device)))
         self.hosts, self.joined = zip(*told, strict=True)
 
     @abstractmethod
     def peer_pointer(self, pointer: int, pe: int) -> int:
-        """Where the copy of another rank is mapped, 0 where it cannot be or must not."""
+        """Returns where another rank's copy is mapped; 0 if it cannot or must not be mapped."""
 
     @abstractmethod
     def _malloc(self, nbytes: int) -> int:
-        """A block of this rank's; 0 if there is no memory left."""
+        """Allocates a block on this rank; returns 0 if no memory is left."""
 
     @abstractmethod
     def _share(self, local: torch.Tensor, name: str) -> None:
@@ -171,14 +173,14 @@ class Runtime(ABC):
 
     @abstractmethod
     def _free(self, pointer: int) -> None:
-        """Gives a block back."""
+        """Frees a block."""
 
     @abstractmethod
     def _end(self) -> None:
-        """Ends what `start` began."""
+        """Undoes `start`."""
 
     def allocate(self, nbytes: int, name: str) -> torch.Tensor:
-        """uint8 `[nbytes]` of zeros, the same on every rank of the default group."""
+        """Allocates zeros, uint8 `[nbytes]`, on every rank of the default group."""
         idle = [index for index, block in enumerate(self.blocks) if block.memory() is None]
         asked, idle_there = zip(*gather_values("symmetric memory", (f"{nbytes} {name}", idle)), strict=True)
         if len(set(asked)) > 1:
@@ -211,7 +213,7 @@ class Runtime(ABC):
         self._end()
 
     def give_back(self, blocks: list[SymmetricBlock]) -> None:
-        """Gives back blocks that no rank uses any more."""
+        """Frees blocks that no rank uses any more."""
         if blocks:
             torch.cuda.synchronize(self.device)
         for block in blocks:
@@ -255,7 +257,7 @@ class NvshmemRuntime(Runtime):
         return int(self._bindings.malloc(nbytes))
 
     def _share(self, local: torch.Tensor, name: str) -> None:
-        """Nothing: NVSHMEM has."""
+        """Does nothing, because NVSHMEM maps its own blocks."""
 
     def _free(self, pointer: int) -> None:
         self._bindings.free(pointer)
@@ -266,11 +268,11 @@ class NvshmemRuntime(Runtime):
 
 
 class EpochRuntime(Runtime):
-    """Memory that the present ranks of an elastic gang share, through CUDA's inter-process handles.
+    """Memory that the current ranks of an elastic gang share through CUDA's inter-process handles.
 
     Args:
-        before: that of the ranks before. It stays until the ranks change again: a rank that was removed may still write
-            there until its process has ended.
+        before: the runtime of the previous ranks. Its memory stays until the ranks change again, because a removed rank
+            may write to it until its process has ended.
     """
 
     def __init__(self, device: torch.device, before: EpochRuntime | None) -> None:
@@ -290,7 +292,7 @@ class EpochRuntime(Runtime):
 
     @property
     def is_present(self) -> bool:
-        """Whether its ranks are the present ones."""
+        """Whether its ranks are the current ones."""
         return self._group() is dist.distributed_c10d._get_default_group()
 
     def peer_pointer(self, pointer: int, pe: int) -> int:
@@ -362,7 +364,7 @@ def joins_peers(device: torch.device) -> bool:
 
 
 def _nvshmem() -> tuple[Any, Any]:
-    """(nvshmem.core, nvshmem.bindings); ImportError with the pip line where they are missing."""
+    """Returns (nvshmem.core, nvshmem.bindings); raises ImportError with the pip line if they are missing."""
     try:
         import nvshmem.core
         from nvshmem import bindings

@@ -1,9 +1,8 @@
 """Base of the backends on symmetric memory: shared buffers, failed waits on the device, and excluded ranks.
 
-A wait in a kernel that takes too long ends with a record in pinned memory (kernels/cuda/deadline.cuh). The host looks
-at it, without waiting for the GPU, whenever it is about to launch the next kernel. Until the record is cleared, kernels
-of the same ranks do not wait any more. Where the ranks change, the host sets a word of the record, which ends the waits
-of running kernels too.
+A kernel whose wait times out writes a record to pinned memory (kernels/cuda/deadline.cuh). The host reads it before it
+launches the next kernel, without waiting for the GPU. Until the record is cleared, kernels of the same ranks do not
+wait any more. When the ranks change, the host sets a word of the record, which also ends the waits of running kernels.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class FailureRecord:
     """The record of one rank, and the error that it stands for.
 
     Args:
-        timeout_s: what the kernels wait at most.
-        words: int32 `[4 + R]`, pinned where kernels write it; None makes it.
+        timeout_s: the longest time that kernels wait.
+        words: int32 `[4 + R]`, pinned if kernels write it; None allocates it.
     """
 
     def __init__(self, ranks: RankGroup, timeout_s: float, words: torch.Tensor | None = None) -> None:
@@ -54,12 +53,12 @@ class FailureRecord:
         self._ended_by = ""
 
     def end(self, why: str) -> None:
-        """Ends all waits for good, also those of running kernels."""
+        """Ends all waits permanently, also those of running kernels."""
         self._ended_by = why
         self._numbers[_ENDED] = 1
 
     def check(self) -> None:
-        """DispatchTimeoutError where a wait has failed or was ended; costs a read of host memory."""
+        """Raises DispatchTimeoutError if a wait has failed or was ended; costs one read of host memory."""
         if self._ended_by:
             raise RanksChangedError(self._ended_by)
         if self._numbers[_FAILED]:
@@ -93,20 +92,20 @@ _made: WeakKeyDictionary[arena.SymmetricArena, WeakValueDictionary[str, Symmetri
 
 
 class SymmetricBuffers(ABC):
-    """Buffers of one shape in symmetric memory, and what this rank's kernels share; the layers of a shape share them.
+    """Buffers of one shape in symmetric memory and the state of this rank's kernels, shared by all layers of the shape.
 
     Args:
-        symmetric: where the buffers are reserved, a collective step of the ranks.
+        symmetric: the arena in which the buffers are reserved, a collective step of the ranks.
 
     Attributes:
-        NAME, INSTEAD: of the backend, and of one that takes what this one refuses.
-        layout: of the buffers.
+        NAME, INSTEAD: the backend's name, and that of a backend for layers that this one refuses.
+        layout: the layout of the buffers.
         region: the buffers.
         record: failed waits, for the host.
         alive: the EP ranks that take part.
-        status: int32 `[2]`, of the kernels' waits: whether one has failed, and the ranks that are alive, a bit each.
-        order: of this process's kernels.
-        recoveries: how often `recover` gave up all open batches.
+        status: int32 `[2]`, state of the kernels' waits: whether one has failed, and a bit mask of the ranks alive.
+        order: the order of this process's kernels.
+        recoveries: how often `recover` abandoned all open batches.
 
     Raises:
         BackendUnavailableError: a rank's memory is out of reach, and NVSHMEM's device library is not used.
@@ -135,15 +134,15 @@ class SymmetricBuffers(ABC):
 
     @classmethod
     def of(cls, layout: BufferLayout, ranks: RankGroup, settings: dict[str, object], *more: torch.dtype) -> Self:
-        """The buffers of this shape, made where any rank has none; a collective step of the ranks.
+        """Returns the buffers of this shape, allocating them if any rank has none; a collective step of the ranks.
 
         Args:
-            settings: what must be the same on every rank.
-            more: further arguments of the constructor.
+            settings: the settings that must be the same on every rank.
+            more: further constructor arguments.
 
         Raises:
             ValueError: the settings differ.
-            DispatchTimeoutError: a rank did not come.
+            DispatchTimeoutError: a rank did not join.
         """
         symmetric = arena.SymmetricArena.of(ranks.group)
         check_agreement(cls.NAME, settings, ranks.group)
@@ -159,12 +158,12 @@ class SymmetricBuffers(ABC):
         return found
 
     def part(self, batch: int, name: str) -> torch.Tensor:
-        """A view: the bytes of a buffer of a batch."""
+        """Returns a view of the bytes of one buffer of a batch."""
         start = batch * self.layout.batch_bytes + self.layout.offsets[name]
         return self.region.local[start : start + self.layout.sizes[name]]
 
     def recover(self, dead: Sequence[int]) -> None:
-        """Goes on without the EP ranks in `dead`; collective over the others, which must give up open batches too."""
+        """Excludes the EP ranks in `dead`; collective over the others, all of which abandon their open batches."""
         alive = [rank for rank in range(self.ranks.size) if rank not in dead]
         torch.cuda.synchronize(self.device)
         mine = " ".join(map(str, self._epochs()))
@@ -187,16 +186,16 @@ class SymmetricBuffers(ABC):
 
     @abstractmethod
     def _epochs(self) -> Sequence[int]:
-        """Numbers of the batches that this rank has come to; the GPU is idle."""
+        """The numbers of this rank's latest batches; called while the GPU is idle."""
 
     @abstractmethod
     def _go_on(self, told: Sequence[Sequence[int]]) -> None:
-        """Frees all buffers, and lets the next batches follow on those of every rank, as `_epochs` told them."""
+        """Frees all buffers, and numbers the next batches after those of every rank, which `_epochs` returned there."""
 
 
 def check_of_batch(memory: SymmetricBuffers) -> Callable[[], None]:
-    """The check of a batch that begins now: it raises RuntimeError once `recover` of any layer that shares the memory
-    has given the batch up."""
+    """Returns the check of a batch that begins now. It raises RuntimeError once `recover` of any layer that shares the
+    memory has abandoned the batch."""
     number = memory.recoveries
 
     def check() -> None:
@@ -215,16 +214,16 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     """A backend whose kernels write into the other ranks' memory; a subclass makes a layout and shares memory.
 
     Attributes:
-        NAME: of the backend.
-        INSTEAD: a backend that takes what this one refuses.
-        MAX_RANKS: of a group.
+        NAME: the backend's name.
+        INSTEAD: the name of a backend for layers that this one refuses.
+        MAX_RANKS: the most ranks of a group.
         LAYOUT: the class of `layout`.
-        memory: what the layers of this shape share.
-        layout: of the buffers in it.
-        kernels: by their names.
+        memory: the buffers and state that the layers of this shape share.
+        layout: the layout of the buffers in it.
+        kernels: the kernels by name.
 
     Raises:
-        ValueError: what the kernels cannot do.
+        ValueError: a layer or group that the kernels do not support.
     """
 
     NAME: ClassVar[str]
@@ -301,38 +300,38 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         return self.memory.order
 
     def check(self) -> None:
-        """DispatchTimeoutError if a wait in a kernel that has ended timed out; no host synchronization."""
+        """Raises DispatchTimeoutError if a wait in a finished kernel timed out; no host synchronization."""
         self.memory.record.check()
 
     def recover(self, dead: Sequence[int]) -> None:
-        """Goes on without the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
+        """Excludes the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
 
-        Those must have ended: a rank that is only late may still write into the others' memory.
+        The processes of dead ranks must have ended: a rank that is only late may still write into the others' memory.
 
-        Batches between dispatch and combine are given up, also those of other layers of this shape, which share the
-        memory that this resets.
+        Batches between dispatch and combine are abandoned, also those of other layers of this shape, because they share
+        the memory that this resets.
         """
         self._forget_batches()
         self.memory.recover(dead)
 
     def tokens_hit(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """bool `[T]`: tokens of which some slot is lost, because its expert's rank was declared dead."""
+        """Returns which tokens lose a slot because its expert's rank was declared dead, bool `[T]`."""
         lost = torch.tensor([rank not in self.memory.alive for rank in range(self.ranks.size)], device=topk_ids.device)
         owners = self.placement.owners(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
 
     def _begin_batch(self) -> Callable[[], None]:
-        """Drops batches that were given up, and returns the check of a new one."""
+        """Drops abandoned batches, and returns the check of a new one."""
         if self._recoveries != self.memory.recoveries:
             self._forget_batches()
             self._recoveries = self.memory.recoveries
         return check_of_batch(self.memory)
 
     def _must_agree(self, quant_config: FusedMoEQuantConfig, is_weighted: bool, device: torch.device) -> None:
-        """Nothing: the ranks have agreed when their backends were made."""
+        """Does nothing, because the ranks agreed when their backends were made."""
 
     def _check_batch(self, batch: Batch) -> None:
-        """ValueError where the batch is not what the kernels were compiled for."""
+        """Raises ValueError if the kernels were not compiled for such a batch."""
         name = "dispatch_dtype" if batch.scales is None else "passed_dtype"
         dtype = self.layout.code_dtype if batch.scales is None else self.layout.passed_dtype
         given, made_for = (batch.code_dtype, batch.rows.device), (dtype, self.memory.order.device)

@@ -1,12 +1,12 @@
 """Kernels that wait for other ranks run in the order of their calls, whatever streams they are queued on.
 
-The buffers of a batch are given to the next when its combine is queued, which must not be overtaken on another stream.
-And a kernel may fill a GPU while it waits: if two ranks began the batches of two streams in different orders, each GPU
-could be full of a kernel that waits for one which has no room on the other, a deadlock. On H200 this was not seen, as
-blocks that have sent make room. All ranks make the calls in one order, and in that order no kernel waits for one behind
-it.
+The next batch gets a batch's buffers as soon as its combine is queued, so work on another stream must not overtake the
+combine. Also, a waiting kernel may fill a GPU: if two ranks started the batches of two streams in different orders,
+each GPU could be full of a kernel that waits for one without room on the other GPU, a deadlock. This was not observed
+on H200, because blocks that have sent make room. All ranks make the calls in the same order, in which no kernel waits
+for a later one.
 
-Work of one stream is in order anyway, and costs nothing here.
+Work of one stream is in order anyway, so a single stream costs nothing here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _Launches:
     """The launches of one capture, or those outside of captures.
 
     Attributes:
-        handle, stream: of the last launch.
-        event: behind the last launch, while there are several streams.
-        left: launches until one stream is taken for the only one.
+        handle, stream: the stream of the last launch.
+        event: recorded after the last launch while there are several streams.
+        left: launches on one stream until it is assumed to be the only one.
     """
 
     handle: int | None = None
@@ -48,10 +48,10 @@ class Order:
         self._now = self._launches[0]
 
     def __enter__(self) -> None:
-        """A launch: what is queued inside runs behind what was queued in launches before.
+        """Begins a launch: work queued inside the block runs after the work of earlier launches.
 
-        A launch that is captured runs behind those of its own capture: graphs must be launched in one order on all
-        ranks, and in the order of the batches that share buffers with theirs.
+        A captured launch runs after the earlier ones of its own capture only: all ranks must launch graphs in the same
+        order, and in the order of the batches that share buffers with theirs.
         """
         capture, handle = number_of_capture(self.device), current_stream(self.device)
         if capture not in self._launches:
