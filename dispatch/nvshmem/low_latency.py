@@ -167,7 +167,7 @@ class Channel(SymmetricBuffers):
         self._timeout_ns = int(self.record.timeout_s * 1e9)
 
     def take(self) -> int:
-        """The first free set of buffers; RuntimeError where all are taken."""
+        """Takes the first free set of buffers; raises RuntimeError if all are taken."""
         for batch, is_free in enumerate(self._free):
             if is_free:
                 self._free[batch] = False
@@ -224,11 +224,11 @@ class Channel(SymmetricBuffers):
 
 
 class Halves:
-    """A kernel launched as one, or first what sends and later what receives, on whatever stream is current then.
+    """A kernel launched at once, or in a sending and a later receiving half, each on the stream current at its launch.
 
     Args:
-        check: raises where it must not run any more.
-        held: what it reads and writes; memory of the stream that is current now.
+        check: raises if the kernel must not run any more.
+        held: the tensors that it reads and writes; memory of the stream that is current now.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Halves:
         self._launch(SEND & self._left)
 
     def receive(self) -> None:
-        """Everything that was not launched yet; may be called again."""
+        """Launches everything that was not launched yet; may be called again."""
         if self._left:
             self._launch(self._left)
             if current_stream(self._order.device) != self._stream:
@@ -328,21 +328,21 @@ def batch_type(num_ranks: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How work is divided; any values give the same bits.
+    """How work is divided among blocks and warps; results have the same bits for any values.
 
     Attributes:
-        packet_parts: blocks that share sending a row as packets, at most.
-        packet_tasks: such parts in all, about: where there are many rows each has fewer.
-        take_parts: warps that share bringing a received row to where it is read, at most.
+        packet_parts: the most blocks that share sending one row as packets.
+        packet_tasks: the approximate total of these parts: with many rows, each row has fewer.
+        take_parts: the most warps that share moving a received row to where it is read.
         output_parts: blocks that share adding up one token.
-        expected_tokens: how many the other ranks are taken to have at least where blocks are counted; what they do have
-            is known on the device alone.
-        list_blocks: blocks that list experts where received rows are copied, at most.
-        blocks: of a kernel, at most.
-        routed_tokens: tokens whose experts the dispatch chooses itself by softmax, at most; with many, a block would
-            choose for several, one after the other. Groups take a warp longer than a kernel of its own.
-        combining_rows: tokens of all ranks together up to which experts that can combine a batch do so, at most
-            MOST_COMBINING_ROWS; as many as a rank may have are counted for each. 0 for none.
+        expected_tokens: the least number of tokens assumed for other ranks when blocks are counted; the actual number
+            is known only on the device.
+        list_blocks: the most blocks that list experts if received rows are copied.
+        blocks: the most blocks of a kernel.
+        routed_tokens: the most tokens for which the dispatch itself chooses experts by softmax; with more, a block
+            would choose for several tokens in turn. Grouped routing takes a warp longer than a separate kernel.
+        combining_rows: the most tokens of all ranks together for which experts combine a batch if they can, at most
+            MOST_COMBINING_ROWS; each rank counts with the most tokens that it may have. 0 for none.
     """
 
     packet_parts: int = 8
@@ -485,7 +485,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         return min(self.tuning.combining_rows, MOST_COMBINING_ROWS)
 
     def _routed_kernel(self, pending: Any) -> jit.Kernel | None:
-        """The dispatch that makes such a choice itself; None before the first pass that is not captured."""
+        """Returns the dispatch kernel that makes the pending choice itself; None before the first uncaptured pass."""
         kernel = self._routed.get(pending.defines)
         if kernel is None and not torch.cuda.is_current_stream_capturing():
             source = kernel_source("low_latency_dispatch", self.layout, self.moe_config.in_dtype)
@@ -496,7 +496,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def _in_flight(
         self, device: torch.device, begin: Callable[[], Pending[Result]], inputs: Sequence[object]
     ) -> Pending[Result]:
-        """The sending half of the kernel is launched at once, the receiving half on the stream that waits."""
+        """Launches the sending half of the kernel at once, and the receiving half on the stream that waits."""
         pending = begin()
         pending.start()
         return pending
@@ -568,7 +568,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         return Pending(launch.receive, receive, launch.send)
 
     def _peers(self, index: int, topk_ids: torch.Tensor, most_tokens: int) -> PeerBatch:
-        """The batch, for experts that combine it."""
+        """Returns the batch in the form for experts that combine it."""
         layout = self.layout
         return PeerBatch(
             params=batch_type(layout.num_ranks)(common=self._common(index, topk_ids, most_tokens)),
