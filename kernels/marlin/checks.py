@@ -71,8 +71,8 @@ def check_weight_pair(
 
 
 def _check_act_order(which: int, weights: Weights) -> None:
-    """Raises ValueError for indices on the host that point out of scales or columns, or give groups other columns than
-    is_k_full says; no others are looked at."""
+    """Raises ValueError for indices on the host that are out of range for scales or columns, or whose groups contradict
+    is_k_full; indices on a GPU are not checked."""
     g_idx, sort_indices, num_groups = weights.g_idx, weights.sort_indices, weights.scales.size(1)
     on_host = [part for part in (g_idx, sort_indices) if part is not None and part.is_cpu and part.numel()]
     if not on_host or torch.compiler.is_compiling():
@@ -153,7 +153,7 @@ def check_tokens(
 ) -> None:
     """Raises ValueError unless tokens, ids, router weights and map fit the experts' weights and each other.
 
-    On a GPU the ids themselves are not looked at; those that the map or w1 does not have are no expert.
+    On a GPU the ids themselves are not checked; ids that the map or w1 does not have count as no expert.
     """
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [T, K]")
@@ -177,13 +177,13 @@ def check_tokens(
             f"global_num_experts is {global_num_experts}, w1 has {pair.num_experts} experts and expert_map is None, "
             f"that is, all are local; pass the map of this rank's experts"
         )
-    # While a graph is traced there are no values; its node comes here again.
+    # While a graph is traced there are no values; its node runs this check again.
     if not torch.compiler.is_compiling():
         _check_values(topk_ids, expert_map, pair.num_experts)
 
 
 def batched_shape(pair: WeightPair, hidden_states: torch.Tensor, row_ids: torch.Tensor | None) -> tuple[int, int, int]:
-    """The shape of the results of batched rows, in place or by reference: `[El, max_tokens, K]`."""
+    """Returns the shape of the results of batched rows, in place or by reference: `[El, max_tokens, K]`."""
     max_rows = hidden_states.size(1) if row_ids is None else row_ids.size(1)
     return pair.num_experts, max_rows, pair.w13.num_columns
 
@@ -231,9 +231,9 @@ def check_scratch(
     that was meant to be used is refused.
 
     Args:
-        num_rows: rows of all experts together, with the room that batched ones have.
-        most_rows: of one expert, where the first buffer holds no results; None where it does.
-        names: of the buffer for both GEMMs' results, and of that for the activation's.
+        num_rows: rows of all experts together, at the full capacity of batched ones.
+        most_rows: the most rows of one expert, if the first buffer holds no results; None if it does.
+        names: the names of the buffer for both GEMMs' results and of that for the activation's output.
     """
     for name, buffer in zip(names, buffers, strict=True):
         if buffer is None:
@@ -252,7 +252,7 @@ def check_scratch(
         if buffer is None or buffer.numel() >= least:
             continue
         if name == names[0] and most_rows is not None:
-            # Only the sums of tiles that several blocks share.
+            # Holds only the partial sums of tiles that several CTAs share.
             least = min(num_rows * max(K, pair.w13.num_rows), 2 * partials_numel(most_rows, pair.device))
         if buffer.numel() < least:
             raise ValueError(
@@ -265,7 +265,7 @@ def check_map_length(expert_map: torch.Tensor | None, global_num_experts: int, n
     """Raises ValueError unless the map, if any, has one entry for each global expert.
 
     Args:
-        global_num_experts: -1 if the map's length says it.
+        global_num_experts: -1 for the map's length.
     """
     check_whole(global_num_experts=global_num_experts)
     if global_num_experts != -1 and global_num_experts < num_local_experts:
@@ -289,7 +289,7 @@ def check_map_length(expert_map: torch.Tensor | None, global_num_experts: int, n
 
 
 def _check_values(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int) -> None:
-    """Raises ValueError for slots of experts that w1 does not have, which nothing would be computed for."""
+    """Raises ValueError for slots of experts that w1 does not have, for which nothing would be computed."""
     if expert_map is None:
         check_ids(topk_ids, num_experts, "w1's experts")
         return

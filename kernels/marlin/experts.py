@@ -1,8 +1,8 @@
 """Packed 4- and 8-bit experts for the modular kernel, one class for each activation format.
 
-Scratch of a pass: `workspace2` holds the activation's output (N numbers per row), and `workspace13` the partial sums
-of tiles that several blocks share, at most 35 MB, and in the Standard format, or beside f16, also one row of K for each
-slot. Gate and up rows need no scratch, since they never leave the kernel.
+Scratch of a pass: `workspace2` holds the activation's output (N values per row), `workspace13` the partial sums of
+tiles that several CTAs share, at most 35 MB. In the Standard format, or for f16 activations, workspace13 also holds one
+row of K values per slot. Gate and up need no scratch, because they never leave the kernel.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SCRATCH = ("workspace13", "workspace2")
 
 
 class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
-    """Base of both formats: the tensors that belong to the weights, and the problem size."""
+    """Base of both formats: handles the scales and other tensors of the weights, and the problem size."""
 
     def __init__(
         self,
@@ -147,10 +147,10 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         groups: tuple[int, int],
         has_act_order: bool,
     ) -> str | None:
-        """Why no kernel of this GPU can compute the layer with rows of 8 bits; None if one can.
+        """Why no kernel for this GPU can compute the layer with 8-bit rows; None if one can.
 
         Args:
-            groups: of scales, in w13 and w2.
+            groups: the numbers of scale groups in w13 and w2.
         """
         if device.type != "cuda":
             return None
@@ -191,12 +191,12 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         sizes = (moe_config.num_local_experts, moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
         activation = MoEActivation.parse(moe_config.activation)
         kind = weight_type(quant_config.quant_type_id)
-        # Of mxfp4 only what is packed for 8-bit rows has anything in the place of zero points.
+        # Among mxfp4 weights, only those packed for 8-bit rows have a tensor in place of zero points.
         if not kind.has_zero_points and quant_config.w1_zp is not None:
             kind = kind.packed_for(size, torch.float8_e4m3fn)
         numbers = (kind, moe_config.in_dtype, scales.dtype, size, activation)
         sources = hopper.kernel_sources(*numbers, sizes, moe_config.swiglu_limit, moe_config.batch_invariant)
-        if moe_config.in_dtype is torch.float16:  # and bf16 for what is out of range
+        if moe_config.in_dtype is torch.float16:  # results out of range are computed again by the bf16 kernels
             return [*sources, *cls.compilations(replace(moe_config, in_dtype=torch.bfloat16), quant_config, device)]
         return sources
 
@@ -219,14 +219,14 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
-        """Returns (E, M, N, K, topk); N is the intermediate size, as packed w2 has N / 16 in its second dimension."""
+        """Returns (E, M, N, K, topk); N is the intermediate size, 16 times the second dimension of packed w2."""
         M = a1.size(1) if a1.dim() == 3 else a1.size(0)
         return w1.size(0), M, w2.size(1) * 16, a1.size(-1), topk_ids.size(-1)
 
     def _weights(
         self, w1: torch.Tensor, w2: torch.Tensor, activation: MoEActivation | str, act_dtype: torch.dtype
     ) -> WeightPair:
-        """The weights with the tensors that belong to them; checked again only if they changed since the last pass."""
+        """Returns the weights with their scales and other tensors, checked only if they changed since the last pass."""
         pair = self._pair
         if (
             pair is None
@@ -249,7 +249,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return self.may_round_rows() and not self.moe_config.batch_invariant
 
     def _rows(self, step: Step) -> tuple[torch.Tensor, torch.dtype]:
-        """The rows, and the dtype of the activations; ValueError for quantized rows that are not taken."""
+        """Returns the rows and the activations' dtype; raises ValueError for quantized rows that are not supported."""
         rows, scales = step.hidden_states, step.row_scales
         if scales is None:
             return rows, rows.dtype
@@ -262,22 +262,22 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return rows, self.moe_config.in_dtype
 
     def _output_dtype(self, step: Step, act_dtype: torch.dtype) -> torch.dtype:
-        """What the output must be: f32 is accepted where the modular kernel may ask for it."""
+        """Returns the dtype that the output must have; f32 is accepted if the modular kernel may ask for it."""
         wide = wide_dtype(act_dtype)
         return wide if self.supports_f32_output() and step.output.dtype == wide else act_dtype
 
     def _partials(self, max_rows: int) -> int:
-        """The scratch for shared tiles, in numbers of the activations' dtype."""
+        """Returns the scratch size for shared tiles, in elements of the activations' dtype."""
         return 2 * partials_numel(max_rows, self._device) if self._device.type == "cuda" else 0
 
 
 class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
-    """BatchedExperts format, rows in place or by reference; no host synchronisation, CUDA-graph capturable.
+    """BatchedExperts format, rows in place or by reference; no host synchronization, CUDA-graph capturable.
 
     Args:
         moe_config: shapes, and the activations' dtype, bf16 or f16.
-        quant_config: quant_type_id, and what belongs to the weights as repack.pack_marlin returns it; group sizes are
-            read off the scales.
+        quant_config: quant_type_id, and the scales and other tensors as repack.pack_marlin returns them; group sizes
+            follow from the shapes of the scales.
         max_num_tokens, num_dispatchers: see BatchedFormat.
         w13_g_idx, w2_g_idx, w13_g_idx_sort_indices, w2_g_idx_sort_indices, is_k_full: act-order, as the arguments of
             functional.batched_fused_marlin_moe.
@@ -352,7 +352,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
         shape = batched_shape(pair, rows, row_ids)
         check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
         check_scratch(pair, rows, shape[0] * shape[1], shape[1], _SCRATCH, *step.scratch)
-        # Tokens of all ranks choose top-k experts of all. A backend's buffers may have room for fewer tokens than come.
+        # The tokens of all ranks choose top-k of all experts. A backend's buffers may have room for fewer tokens.
         most_rows = max(step.output.size(1), self._max_rows) * step.topk_ids.size(-1)
         expected_m = most_rows / self.moe_config.global_num_experts
         given = (pair, step.output, rows, counts, row_ids, step.scratch, expected_m, most_rows)
@@ -360,8 +360,8 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
 
 
 class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
-    """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order; in a
-    batch-invariant layer it leaves the slots to the token's rank, and beside a combine that sums slots to that.
+    """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order. In a
+    batch-invariant layer it leaves the sum to the token's rank, and with a combine that sums slots to that combine.
 
     Arguments and errors are those of BatchedMarlinExperts without max_num_tokens and num_dispatchers. Rows are rounded
     to `quant_config.input_dtype` where functional.fused_marlin_moe rounds them.

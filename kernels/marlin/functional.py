@@ -1,6 +1,6 @@
-"""The experts as functions: for batched rows, in place or by reference, and for tokens with the ids of their experts.
+"""The packed experts as functions: for batched rows, in place or by reference, and for tokens with their expert ids.
 
-On GPUs from sm_80 on, kernels compute them (compute.py chooses which). On the CPU, and if the caller passes an
+On GPUs from sm_80 on they run kernels (compute.py chooses which). On the CPU, and if the caller passes an
 activation_func, the same functions dequantize the weights and multiply in f32 with torch. Arguments are checked before
 anything is launched; a ValueError names the one that does not fit.
 """
@@ -78,20 +78,21 @@ def batched_fused_marlin_moe(
         w1_scale, w2_scale, w1_zeros, w2_zeros: as packed.
         global_scale1, global_scale2: f32 `[El]`; `[El, 2]` for w1 if gate and up differ.
         global_num_experts, expert_map, workspace: not used; rows lie with their local experts already.
-        intermediate_cache13, intermediate_cache2: scratch of the rows' dtype. `El * max_tokens` (or `T * topk`) rows of
-            max(K, 2N) and of N numbers are enough. If one is missing or too small memory is allocated, except that
-            one that is too small is refused under CUDA-graph capture.
+        intermediate_cache13, intermediate_cache2: scratch in the rows' dtype. `El * max_tokens` (or `T * topk`) rows of
+            max(K, 2N) and of N values are enough. If one is missing or too small, memory is allocated, except that a
+            buffer that is too small is refused under CUDA-graph capture.
         output: `[El, max_tokens, K]`, allocated if missing; with inplace results are written over hidden_states. Any
             other memory that it shares with them is refused.
         g_idx1, g_idx2, sort_indices1, sort_indices2: act-order, int32 `[El, K]` and `[El, N]`, as packed: the group of
             each packed column, and the input column that it multiplies. sort_indices alone if sorted columns have their
             groups in order; g_idx alone if the columns are in order already.
-        is_k_full: all groups have the same number of columns, so g_idx is not needed to find them, and on the CPU must
-            agree; False if they have not, or w1 and w2 hold a part of the columns, with the scales of all groups.
+        is_k_full: True if all groups have the same number of columns, so that g_idx is not needed to find them (on the
+            CPU it must agree). False if they do not, or if w1 and w2 hold only a part of the columns with the scales of
+            all groups.
         expert_row_ids: int32 `[El, max_tokens]`, the input row of each of an expert's rows.
-        expected_m: rows that an expert is expected to have in the mean, for the choice of kernels on a GPU; results are
-            right whatever expert_num_tokens says. None: unknown, and the decode and the prefill kernel are launched,
-            as they always are under torch.compile.
+        expected_m: expected mean number of rows per expert, for the choice of kernels on a GPU; results are correct
+            for any expert_num_tokens. None means unknown: the decode and the prefill kernel are both launched, as they
+            always are under torch.compile.
         clamp_limit: clamp limit of gate and up before a gated activation (`moe_ep.activation.gate_limit`).
         input_dtype: as in fused_marlin_moe; no kernel rounds batched rows yet.
 
@@ -182,15 +183,15 @@ def fused_marlin_moe(
     Args: as for batched_fused_marlin_moe, and
         hidden_states: bf16 or f16 `[T, K]`.
         topk_weights: f32 `[T, topk]`.
-        topk_ids: integer `[T, topk]`, global ids, -1 for no expert; whether they exist is checked on the CPU alone.
-        global_num_experts: entries of expert_map; -1 if its length says it.
+        topk_ids: integer `[T, topk]`, global ids, -1 for no expert; only on the CPU are unknown ids detected.
+        global_num_experts: number of entries of expert_map; -1 for its length.
         expert_map: integer `[global_num_experts]`, global -> local ids; None if ids are local.
         apply_router_weight_on_input: multiply the rows instead of the results by the weights (topk must be 1).
         input_dtype: torch.int8 or torch.float8_e4m3fn lets rows and the activation's output be rounded to it
-            (`quantize.round_rows`): int8 beside integer weights, e4m3 beside e4m3, 4-bit integers and mxfp4. On the CPU
-            they always are; on a GPU where that is faster: on Hopper with many rows an expert (a gated activation, K
-            and N multiples of 64, mxfp4 packed with the same input_dtype). Results are off by some 1.8 % with int8
-            then, and 4.4 % with e4m3. None, or the activations' dtype: rows are not rounded.
+            (`quantize.round_rows`): int8 with integer weights; e4m3 with e4m3, 4-bit integers and mxfp4. The CPU always
+            rounds them; a GPU rounds them where that is faster: on Hopper at large M per expert (with a gated
+            activation, K and N multiples of 64, mxfp4 packed with the same input_dtype). Results then differ by about
+            1.8 % with int8, and 4.4 % with e4m3. None, or the activations' dtype: rows are not rounded.
         activation_func: `f(activation, output, input)`, used instead of the built-in activation.
         moe_sum: `f(rows [T, topk, K], output)`, used instead of the built-in sum; rows are weighted, skipped ones zero.
 
@@ -252,7 +253,7 @@ Parts = Sequence[torch.Tensor | None]
 
 
 def _named(first: Parts, second: Parts) -> dict[str, Any]:
-    """The PARTS of both GEMMs as keyword arguments."""
+    """Returns the PARTS of both GEMMs as keyword arguments."""
     named = zip(PARTS, first, second, strict=True)
     return {name.format(which): part for name, *parts in named for which, part in enumerate(parts, start=1)}
 
@@ -271,7 +272,7 @@ def batched_marlin_experts(
     clamp_limit: float | None,
     input_dtype: torch.dtype | None,
 ) -> None:
-    """batched_fused_marlin_moe into `output` `[El, max_tokens, K]`; `first` and `second` are the PARTS of w1 and w2."""
+    """Runs batched_fused_marlin_moe into `output` `[El, max_tokens, K]`; `first`, `second`: the PARTS of w1 and w2."""
     batched_fused_marlin_moe(
         hidden_states, expert_num_tokens, quant_type_id=quant_type_id, activation=activation, is_k_full=is_k_full,
         output=output, expert_row_ids=expert_row_ids, clamp_limit=clamp_limit, input_dtype=input_dtype,
@@ -295,7 +296,7 @@ def marlin_experts(
     clamp_limit: float | None,
     input_dtype: torch.dtype | None,
 ) -> None:
-    """fused_marlin_moe into `output` `[T, K]`, with the built-in activation and sum."""
+    """Runs fused_marlin_moe into `output` `[T, K]`, with the built-in activation and sum."""
     fused_marlin_moe(
         hidden_states, topk_weights=topk_weights, topk_ids=topk_ids, quant_type_id=quant_type_id,
         apply_router_weight_on_input=apply_router_weight_on_input, activation=activation, expert_map=expert_map,

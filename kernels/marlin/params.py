@@ -35,8 +35,8 @@ class Rows(NamedTuple):
         row_ids: int32: None, or the input row of each expert's rows `[E, max_rows]`, or sorted ids (below).
         ids_divisor: the input row is id // ids_divisor.
         is_sorted: row_ids holds the rows of one expert after the other, and row `id` of the output is written.
-        expected_m: rows that an expert is expected to have in the mean; None if unknown. Results do not depend on it.
-        most_rows: the most rows that all experts have together, where that is less than max_rows for each.
+        expected_m: expected mean number of rows per expert; None if unknown. Results do not depend on it.
+        most_rows: the most rows that all experts have together, if that is less than max_rows for each.
     """
 
     num_tokens: torch.Tensor
@@ -85,7 +85,7 @@ class ExpertsParams(ctypes.Structure):
 
     @classmethod
     def of(cls, params: ExpertsParams, **more: Any) -> Self:
-        """The same parameters in a structure that has more behind them."""
+        """Copies the parameters into a structure with further members after them."""
         joined = cls(**more)
         ctypes.memmove(ctypes.addressof(joined), ctypes.addressof(params), ctypes.sizeof(params))
         return joined
@@ -94,7 +94,7 @@ class ExpertsParams(ctypes.Structure):
 def experts_params(
     input: torch.Tensor, hidden: torch.Tensor, output: torch.Tensor, pair: WeightPair, rows: Rows | None
 ) -> ExpertsParams:
-    """All but flags and partial sums, which only some kernels have."""
+    """Returns all parameters but flags and partial sums, which only some kernels have."""
     params = ExpertsParams() if rows is None else rows_params(rows)
     params.gemm = pair.once(_gemms)
     first, second = params.gemm
@@ -104,7 +104,7 @@ def experts_params(
 
 
 def rows_params(rows: Rows) -> ExpertsParams:
-    """Which rows there are, and nothing else."""
+    """Returns parameters that describe the rows only."""
     return ExpertsParams(
         num_tokens=rows.num_tokens.data_ptr(),
         row_ids=jit.pointer(rows.row_ids),
@@ -190,5 +190,5 @@ def _zeros(numel: int, device: torch.device, capturing: bool) -> torch.Tensor:
     def make() -> torch.Tensor:
         return torch.zeros(numel, dtype=torch.int32, device=device)
 
-    # A thread that captures would have to wait for another one's allocation, which ends its capture.
+    # A capturing thread would have to wait for another thread's allocation, which would end its capture.
     return make() if capturing else outside_of_pools(make, device)

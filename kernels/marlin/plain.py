@@ -1,7 +1,7 @@
 """The packed experts in plain torch: weights are dequantized to f32 one expert at a time, and products are in f32.
 
 The functions run this on the CPU, and the kernels are compared with it. On a GPU it is used if the caller passes an
-activation function, with static shapes and without a host synchronisation.
+activation function, with static shapes and without a host synchronization.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_ep.kernels.reference import compute_rows
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.quantization.input_rows import INPUT_DTYPES
 
-# mean |d| / mean |ref| of results with rows of 8 bits, against those of rows that are not rounded.
+# mean |difference| / mean |reference| of results with 8-bit rows, compared with rows that are not rounded.
 TOLERANCES = {torch.int8: 0.022, torch.float8_e4m3fn: 0.05}
 
 ActivationFunction = Callable[[MoEActivation, torch.Tensor, torch.Tensor], None]

@@ -13,13 +13,13 @@ from moe_ep.scalar_type import ScalarType, scalar_types
 
 @dataclass(frozen=True)
 class WeightType:
-    """A quantized type, and what the kernels support of it.
+    """A quantized type, and the variants of it that the kernels support.
 
     Attributes:
         group_sizes: how many input columns can share a scale; -1 for a whole row.
         has_zero_points: whether the weights come with zero points.
-        for_eight_bit_rows: 4-bit floats are packed as the kernels for 8-bit rows read them (repack.BY_ROW); those for
-            16-bit rows read them too, with more instructions.
+        for_eight_bit_rows: whether 4-bit floats are packed for the kernels with 8-bit rows (repack.BY_ROW); the kernels
+            for 16-bit rows read that packing too, with more instructions.
     """
 
     scalar_type: ScalarType
@@ -33,21 +33,21 @@ class WeightType:
 
     @property
     def pack(self) -> int:
-        """Codes in an int32."""
+        """The number of codes in an int32."""
         return 32 // self.bits
 
     @property
     def packed_dtype(self) -> torch.dtype:
-        """Tells how 4-bit floats are packed."""
+        """The dtype of packed codes, which tells how 4-bit floats are packed."""
         return torch.int64 if self.for_eight_bit_rows else torch.int32
 
     def packed_for(self, group_size: int, input_dtype: torch.dtype | None) -> WeightType:
-        """This type, as weights are packed that are to multiply rows of input_dtype."""
+        """Returns this type in the packing for weights that multiply rows of input_dtype."""
         is_mxfp4 = self.scalar_type == scalar_types.float4_e2m1f and group_size == _MX_GROUP
         return replace(self, for_eight_bit_rows=is_mxfp4 and input_dtype == torch.float8_e4m3fn)
 
     def packed_as(self, qweight: torch.Tensor) -> WeightType:
-        """This type, as some weights were packed."""
+        """Returns this type in the packing of the given weights."""
         is_fp4 = self.scalar_type == scalar_types.float4_e2m1f
         return replace(self, for_eight_bit_rows=is_fp4 and qweight.dtype == torch.int64)
 
@@ -74,7 +74,7 @@ def check_input_dtype(
     input_dtype: torch.dtype | None,
     capability: tuple[int, int] | None = None,
 ) -> None:
-    """ValueError for a dtype to which rows beside these weights cannot be rounded; it names both.
+    """Raises ValueError for a dtype to which rows cannot be rounded with these weights; it names both.
 
     Args:
         capability: compute capability of the GPU; None on a CPU.
@@ -130,7 +130,7 @@ def check_group_size(kind: WeightType, group_size: int, num_columns: int | None)
 
 
 def packed_sizes(name: str, qweight: torch.Tensor, kind: WeightType) -> tuple[int, int]:
-    """(rows, columns) of packed codes; ValueError for a tensor that cannot be such."""
+    """Returns (rows, columns) of packed codes; raises ValueError for a tensor that cannot be packed codes."""
     pack = kind.pack * kind.packed_dtype.itemsize // 4
     if qweight.dtype != kind.packed_dtype or qweight.dim() != 3 or qweight.size(2) * pack % 16:
         wanted = "int64 [E, in/16, out]" if kind.for_eight_bit_rows else "int32 [E, in/16, out*16/pack]"
@@ -139,7 +139,7 @@ def packed_sizes(name: str, qweight: torch.Tensor, kind: WeightType) -> tuple[in
 
 
 def check_sizes(name: str, num_rows: int, num_columns: int, gated: bool, way_out: str = "") -> None:
-    """ValueError for a matrix of sizes that have no packed form."""
+    """Raises ValueError for a matrix whose sizes have no packed form."""
     if not num_columns or num_columns % 32 or not num_rows or num_rows % (64 if gated else 32):
         raise ValueError(
             f"{name} has {num_rows} rows and {num_columns} columns; both must be multiples of 32, at least 32"
@@ -148,7 +148,7 @@ def check_sizes(name: str, num_rows: int, num_columns: int, gated: bool, way_out
 
 
 def check_packed_zeros(name: str, zeros: torch.Tensor | None, kind: WeightType, scales: torch.Tensor) -> None:
-    """ValueError for what `PackedWeights.zeros` cannot be beside these packed scales."""
+    """Raises ValueError for zero points that cannot be `PackedWeights.zeros` with these packed scales."""
     if kind.for_eight_bit_rows and zeros is None:
         raise ValueError(f"{name} is missing; mxfp4 that is packed for 8-bit rows has its rows' largest scales there")
     if not kind.for_eight_bit_rows:
@@ -159,7 +159,7 @@ def check_packed_zeros(name: str, zeros: torch.Tensor | None, kind: WeightType, 
 
 
 def check_zero_points(name: str, zero_points: torch.Tensor | None, kind: WeightType) -> None:
-    """ValueError for zero points that are missing or not wanted."""
+    """Raises ValueError if zero points are missing, or given for a type without them."""
     if (zero_points is not None) != kind.has_zero_points:
         raise ValueError(
             f"{name} is {'missing' if zero_points is None else 'given'}; "

@@ -1,4 +1,4 @@
-"""The packed weights of both GEMMs with their scales and so on, checked once and used for many passes."""
+"""The packed weights of both GEMMs with their scales and other tensors, checked once and used for many passes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Weights(NamedTuple):
         g_idx: int32 `[E, columns]`, the group of every packed column, or None.
         sort_indices: int32 `[E, columns]`, the input column of every packed one, or None where they are the same.
         gated: rows are gate and up rows, interleaved.
-        has_regular_groups: packed columns of one group lie together, as many in every group; else g_idx tells.
+        has_regular_groups: whether the packed columns of each group are adjacent, equally many per group; otherwise
+            g_idx holds the group of each column.
     """
 
     qweight: torch.Tensor
@@ -149,8 +150,8 @@ class WeightPair:
         act_dtype: dtype of the activations that they were checked for.
         clamp_limit: as in gate_limit.
         input_dtype: int8 or float8_e4m3fn if rows may be rounded to it, otherwise act_dtype.
-        columns, groups: (K, N), and how many groups of scales those are in w13 and w2.
-        batch_invariant: a row's result has the same bits whatever rows are beside it.
+        columns, groups: (K, N), and the number of scale groups of w13 and w2 along them.
+        batch_invariant: whether a row's result has the same bits whatever the other rows are.
         device: the device of all their tensors.
     """
 
@@ -176,12 +177,12 @@ class WeightPair:
         self._known: dict[Any, Any] = {}
 
     def once(self, of: Callable[..., T], *args: Any) -> T:
-        """`of(self, *args)`, computed by the first call and cached."""
+        """Returns `of(self, *args)`, computed by the first call and cached."""
         key = (of, *args)
         if key not in self._known:
             self._known[key] = of(self, *args)
         return self._known[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has tensors of its own, so cached values are not copied."""
+        """Leaves out cached values, because a copy has its own tensors."""
         return self.__dict__ | {"_known": {}}
