@@ -186,3 +186,10 @@ def test_no_layers_have_an_empty_plan(policy: str) -> None:
     placement = rebalance_experts(np.zeros((0, 8)), 10, 1, 1, 2, policy)
     assert placement.physical_to_logical.shape == (0, 10)
     assert placement.logical_replica_count.shape == (0, 8)
+
+
+@pytest.mark.parametrize("policy", ["incremental", "deepseek"])
+def test_no_layers_make_an_empty_plan_on_several_hosts(policy: str) -> None:
+    plan = rebalance_experts(np.zeros((0, 8)), 8, num_groups=4, num_nodes=2, num_ranks=4, policy=policy)
+    assert plan.physical_to_logical.shape == (0, 8)
+    assert plan.logical_replica_count.shape == (0, 8)

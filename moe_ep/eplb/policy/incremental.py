@@ -206,7 +206,7 @@ class RowPlanner:
 
 def plan(problem: Problem) -> Array:
     """A placement, int64 `[L, P]`, reached from the present one with few moves, or planned anew where there is none."""
-    if not problem.by_host:
+    if not problem.by_host or not len(problem.weight):
         return _plan_rows(problem.weight, problem.old, problem.num_replicas, problem.num_ranks, problem.tolerance)
     rows = HostRows(problem)
     num_slots, num_ranks = problem.num_replicas // problem.num_nodes, problem.num_ranks // problem.num_nodes
