@@ -230,8 +230,8 @@ class FusedMoEModularKernel(nn.Module):
         """Runs the experts on all rows that arrived, in chunks of at most MOE_EP_CHUNK_SIZE rows where they allow it.
 
         Args:
-            target: the layer's output, if it may be written before all rows are read; it is written directly if it has
-                the right shape and dtype.
+            target: the layer's output, if it may be written before all rows are read; the experts write it directly if
+                their results are final, and it is contiguous and of their output's dtype.
         """
         rows, meta = dispatched.rows, dispatched.expert_tokens_meta
         ids = routing.topk_ids if dispatched.topk_ids is None else dispatched.topk_ids
