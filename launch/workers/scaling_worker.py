@@ -266,7 +266,7 @@ class ScalingBench:
             setting.num_tokens,
             self.ceilings,
             chain=min(config.chain, _PREFILL_CHAIN) if prefill else config.chain,
-            repeats=max(5, config.repeats // 3) if prefill else config.repeats,
+            repeats=min(config.repeats, max(5, config.repeats // 3)) if prefill else config.repeats,
             limit_s=config.repeat_seconds,
             seed=config.seed,
             group=group,

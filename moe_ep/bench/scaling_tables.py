@@ -33,6 +33,8 @@ _LARGEST = 1e100
 # The keys that tell rows of one run apart.
 _ROW = ("geometry", "ep_size", "scaling", "phase", "asked_tokens", *KIND)
 _RUN = ("commit", "workers", "gpu", "hosts")
+# Settings of a run that change its rows, but are not told apart in the tables; older files lack them.
+_SETTINGS = ("input_dtype", "batch_balance")
 # Keys that tables, plots and predictions need: texts, numbers, numbers that a single rank lacks, and numbers above 0.
 _TEXTS = ("geometry", "scaling", "phase", "backend", "mode", *KIND)
 _NUMBERS = (
@@ -51,7 +53,8 @@ def read_scaling(path: Path) -> tuple[list[Row], str]:
     Raises:
         ValueError: no rows of a scaling benchmark, or a row that lacks something.
     """
-    found = {}
+    found: dict[tuple[Any, ...], Row] = {}
+    runs: dict[str, None] = {}
     for number, row in enumerate(read_lines(path), 1):
         if lacking := _lacking(row):
             raise ValueError(
@@ -59,11 +62,16 @@ def read_scaling(path: Path) -> tuple[list[Row], str]:
                 f"file that `moe-ep bench scaling --json` of this version wrote"
             )
         found[tuple(row[key] for key in _ROW)] = row
+        runs[_run_of(row)] = None
     if not found:
         raise ValueError("it holds no rows; give a file that `moe-ep bench scaling --json` wrote")
-    runs = dict.fromkeys("commit {}, {} x {}, {} host(s)".format(*map(row.get, _RUN)) for row in found.values())
     told = f"rows of {len(runs)} runs are shown together: {'; '.join(runs)}; those measured twice as the later has them"
     return with_efficiency(list(found.values())), told if len(runs) > 1 else ""
+
+
+def _run_of(row: Row) -> str:
+    settings = [f"{key} {row[key]}" for key in _SETTINGS if row.get(key) is not None]
+    return ", ".join(["commit {}, {} x {}, {} host(s)".format(*map(row.get, _RUN)), *settings])
 
 
 def _lacking(row: Row) -> str | None:

@@ -18,7 +18,7 @@ import pytest
 
 from moe_ep.bench import scaling_tables
 from moe_ep.bench.geometries import Geometry, of_model
-from moe_ep.bench.results import read_lines
+from moe_ep.bench.results import append_line, read_lines
 from moe_ep.bench.timing import Ceilings
 from moe_ep.checkpoint import model_spec
 from moe_ep.errors import ConfigError
@@ -96,6 +96,13 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(
     assert [line.split(" | ")[0] for line in lines] == [f"| {row['ep_size']}" for row in rows]
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_prefill_takes_no_more_repeats_than_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    options = "--launcher local --ep-size 1 --decode-tokens none --prefill-tokens 16 --chain 1 --repeats 2 --device cpu"
+    assert main(["bench", "scaling", *options.split(), "--json", str(path)]) == 0, capsys.readouterr().err
+    assert [row["repeats"] for row in read_lines(path)] == [2]
 
 
 class Measured:
@@ -281,6 +288,16 @@ def test_floors_too_small_to_be_recorded(tmp_path: Path, capsys: pytest.CaptureF
     _, _, text = (tmp_path / "tables.md").read_text().partition("## Stages at the largest EP size\n\n")
     headings, _, cells = ([cell.strip() for cell in line.split("|")] for line in text.splitlines()[:3])
     assert dict(zip(headings, cells, strict=True))["us / floors"] == "-"
+
+
+def test_rows_of_other_settings_are_told(tmp_path: Path) -> None:
+    results = Path(__file__).parents[2] / "docs/benchmarks/scaling/scaling_2xh200.jsonl"
+    row, path = next(iter(read_lines(results))), tmp_path / "rows.jsonl"
+    for settings in ({"input_dtype": "int8"}, {"input_dtype": "none"}, {"input_dtype": "none"}):
+        append_line(path, row | settings)
+    rows, told = scaling_tables.read_scaling(path)
+    assert [row["input_dtype"] for row in rows] == ["none"]
+    assert "2 runs" in told and "input_dtype int8" in told
 
 
 def test_tables_show_geometries_that_were_measured_otherwise(tmp_path: Path) -> None:
