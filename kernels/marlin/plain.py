@@ -24,23 +24,26 @@ TOLERANCES = {torch.int8: 0.022, torch.float8_e4m3fn: 0.05}
 ActivationFunction = Callable[[MoEActivation, torch.Tensor, torch.Tensor], None]
 
 
-def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.Tensor:
-    """Dequantizes one expert to f32 `[rows, columns]` in natural order."""
+def canonical_weights(weights: Weights, kind: WeightType, expert: int) -> CanonicalWeights:
+    """One expert's codes `[rows, columns]`, scales and zero points in natural order."""
     parts = (weights.qweight, weights.scales, weights.zeros, weights.g_idx, weights.sort_indices)
     packed = PackedWeights._make(None if part is None else part[expert : expert + 1] for part in parts)
     size = group_size_of(kind, weights.num_columns, weights.scales.size(1)) or kind.group_sizes[0]
     codes, scales, zeros = unpack_experts(packed, kind, weights.gated)
-    return dequantize(
-        CanonicalWeights(
-            codes=codes[0],
-            scales=scales[0],
-            zero_points=None if zeros is None else zeros[0],
-            g_idx=_group_of_columns(weights, expert),
-            quant_type_id=kind.scalar_type.id,
-            group_size=size,
-            global_scales=None if weights.alphas is None else weights.alphas[expert],
-        )
+    return CanonicalWeights(
+        codes=codes[0],
+        scales=scales[0],
+        zero_points=None if zeros is None else zeros[0],
+        g_idx=_group_of_columns(weights, expert),
+        quant_type_id=kind.scalar_type.id,
+        group_size=size,
+        global_scales=None if weights.alphas is None else weights.alphas[expert],
     )
+
+
+def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.Tensor:
+    """Dequantizes one expert to f32 `[rows, columns]` in natural order."""
+    return dequantize(canonical_weights(weights, kind, expert))
 
 
 def compute_expert(

@@ -3,9 +3,11 @@
 //
 // Emulated from the PTX manual: fragments of mma and wgmma (with A in registers or unswizzled, the 128-byte swizzle of B),
 // ldmatrix, movmatrix, prmt, mbarriers with bytes to come, bulk and tensor copies, cp.async that lands no earlier than
-// it is waited for. Shared addresses are offsets in the block's dynamic memory. Not emulated: registers, time, rounding
-// inside of the tensor cores.
+// it is waited for. Shared addresses are offsets in the block's dynamic memory. Sums of 8-bit floats have the bits of an
+// H200's tensor cores (tensor_core.py). Not emulated: registers, time.
 #pragma once
+#include <climits>
+
 #include "gpu.h"
 
 typedef unsigned char u8;
@@ -121,7 +123,6 @@ template <bool kIsE5m2 = false>
 int value(u8 code) {
   return (signed char)code;
 }
-using Product = i64;
 #else
 template <bool kIsE5m2 = false>
 float value(u8 code) {
@@ -132,7 +133,6 @@ float value(u8 code) {
   }();
   return values[code];
 }
-using Product = double;
 #endif
 
 // Whether wgmma takes e5m2 for operand A: "f32.e5m2.e4m3".
@@ -170,12 +170,35 @@ inline Rows rows_of_lane(const u32* a) {
       .rows;
 }
 
-template <bool kIsE5m2 = false, typename Sum>
-Sum product(Sum sum, const u8* a, const u8* b) {
-  Product total = sum;
-  for (int k = 0; k < 32; k++) total += (Product)value<kIsE5m2>(a[k]) * value(b[k]);
-  return total;
+// Adds the products of 32 columns to a sum: integers exactly, floats as tensor_core.py says.
+#if ROWS_INT8
+template <bool kIsE5m2 = false>
+int product(int sum, const u8* a, const u8* b) {
+  for (int k = 0; k < 32; k++) sum += value(a[k]) * value(b[k]);
+  return sum;
 }
+#else
+template <bool kIsE5m2 = false>
+float product(float sum, const u8* a, const u8* b) {
+  constexpr int kFractionBits = 13;
+  float terms[33];
+  terms[32] = sum;
+  int largest = sum == 0 ? INT_MIN : std::ilogb(sum);
+  for (int k = 0; k < 32; k++) {
+    const float x = value<kIsE5m2>(a[k]), y = value(b[k]);
+    terms[k] = x * y;
+    if (terms[k] != terms[k]) return NAN;
+    if (terms[k] == 0) continue;
+    largest = std::max(largest, std::max(std::ilogb(x), kIsE5m2 ? -14 : -6) + std::max(std::ilogb(y), -6));
+  }
+  if (largest == INT_MIN) return 0;
+  float total = 0;
+  for (float term : terms) total += std::trunc(std::ldexp(term, kFractionBits - largest));
+  if (total == 0) return 0;
+  const int cut = std::ilogb(total) - kFractionBits;
+  return std::ldexp(std::trunc(std::ldexp(total, -cut)), cut + largest - kFractionBits);
+}
+#endif
 }  // namespace emulated
 
 // ==== ptx.cuh ====
