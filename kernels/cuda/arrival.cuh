@@ -2,7 +2,8 @@
 //
 // The dispatch sets a row's flag to the batch's number once that row is here, and a source's flag once all rows of that
 // rank are. A work unit of the experts waits for the rows that it reads, and no others. Whoever stores the last results
-// of an expert sets that expert's flag, for which the combine waits. Numbers of batches only grow, so nothing is cleared.
+// of an expert sets that expert's flag, for which the combine waits. Numbers of batches only grow, so nothing is
+// cleared.
 //
 // Progress: the experts start when every block of the dispatch has started, and the combine when every block of the
 // experts has (programmatic dependent launch). So whoever waits, waits for blocks that run or have ended.

@@ -6,12 +6,12 @@
 // Layout out:  shares [EXPERTS, RANKS], this rank's rows of each expert that each rank computes; places [EXPERTS,
 //              RANKS], ids of the slots they go to, -1 for none; sources [RANKS, SPARE], the resident slot that is
 //              copied into each scratch slot, -1 for none.
-// Warp roles:  a thread has an expert: it adds up its rows and lists its places. Then each of the first kTries warps makes
-//              a try with a target of its own: a lane has a rank, and a round takes two reductions of the warp, one
-//              after the other. All threads write the best try; of an expert with several places a warp divides this
-//              rank's rows, a lane having a rank.
-// Example:     two ranks with one expert each, counts [[90, 10], [0, 0]], SPARE 1, rank 0: expert 0 is copied to rank 1,
-//              sources [[-1], [0]], shares [[51, 39], [0, 10]], places [[0, 3], [-1, 2]].
+// Warp roles:  a thread has an expert: it adds up its rows and lists its places. Then each of the first kTries warps
+//              makes a try with a target of its own: a lane has a rank, and a round takes two reductions of the warp,
+//              one after the other. All threads write the best try; of an expert with several places a warp divides
+//              this rank's rows, a lane having a rank.
+// Example:     two ranks with one expert each, counts [[90, 10], [0, 0]], SPARE 1, rank 0: expert 0 is copied to rank
+//              1, sources [[-1], [0]], shares [[51, 39], [0, 10]], places [[0, 3], [-1, 2]].
 #include "ptx.cuh"
 
 constexpr int kThreads = THREADS;
@@ -61,8 +61,8 @@ struct Shared {
 
 DEVICE int first_slot(int rank) { return rank * (SLOTS / RANKS) + min(rank, SLOTS % RANKS); }
 
-// The largest positive number of a warp's lanes and the lowest lane that has it, in one word, so that one reduction of the
-// warp finds both; 0 if no lane has one. All rows of a batch are fewer than 2^27.
+// The largest positive number of a warp's lanes and the lowest lane that has it, in one word, so that one reduction of
+// the warp finds both; 0 if no lane has one. All rows of a batch are fewer than 2^27.
 DEVICE u32 largest_of_warp(int number) {
   return __reduce_max_sync(kAll, number > 0 ? static_cast<u32>(number) << 5 | (31 - threadIdx.x % 32) : 0u);
 }
@@ -264,8 +264,8 @@ DEVICE Place place_of(const Shared& shared, const Try& t, int expert, int rank) 
   return place;
 }
 
-// By a warp: this rank's rows of an expert, of which a lane's rank computes `wanted` and has some. Rows stay on their rank
-// as far as its share goes; the others go to what is left, both in the order of the ranks.
+// By a warp: this rank's rows of an expert, of which a lane's rank computes `wanted` and has some. Rows stay on their
+// rank as far as its share goes; the others go to what is left, both in the order of the ranks.
 DEVICE int share_of(const Params& p, int expert, int wanted) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int have = lane < RANKS ? p.counts[lane * EXPERTS + expert] : 0;

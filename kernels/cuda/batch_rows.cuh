@@ -14,16 +14,16 @@ constexpr u32 kAllOfWarp = 0xFFFFFFFFu;
 // The expert of an id, -1 for none.
 DEVICE int expert_of(Id id) { return id >= 0 && id < EXPERTS ? static_cast<int>(id) : -1; }
 
-// Adds a row to those of its expert. Lanes with the same expert are added up by one instruction, as nothing else is added
-// and the sum is not read.
+// Adds a row to those of its expert. Lanes with the same expert are added up by one instruction, as nothing else is
+// added and the sum is not read.
 DEVICE void count_row(int expert, int* counts) {
   if (expert >= 0) {
     atomicAdd(&counts[expert], 1);
   }
 }
 
-// By a block of kThreads: adds rows 0 to end - 1 to `counts`. Loads are as wide as the ids' alignment allows, and many at
-// a time, since a block that has few waits for each.
+// By a block of kThreads: adds rows 0 to end - 1 to `counts`. Loads are as wide as the ids' alignment allows, and many
+// at a time, since a block that has few waits for each.
 template <int kThreads>
 DEVICE void count_rows(const Id* ids, int end, int* counts) {
   constexpr int kOfVector = 16 / sizeof(Id), kAtOnce = 8;

@@ -1,8 +1,8 @@
 // Chooses the experts of a token from its router logits, by one warp: the rule of moe_ep/routing/topk.py.
 //
 // Layout in:   logits [T, NUM_EXPERTS] (LOGITS: 0 f32, 1 bf16, 2 f16), bias f32 [NUM_EXPERTS] where HAS_BIAS.
-// Layout out:  lane k has the id and the weight of slot k. Ids are those of the plain form, bit for bit; of equal values
-//              the lowest id comes first.
+// Layout out:  lane k has the id and the weight of slot k. Ids are those of the plain form, bit for bit; of equal
+//              values the lowest id comes first.
 // Lanes:       a lane has neighbouring experts, kVector at a time, with softmax, whose sum is then added up as by the
 //              Triton kernel (kernels/routing.py); otherwise every 32nd expert, so that a group of 32 is one register.
 // Example:     sigmoid logits [0, 2, 1, 2], TOP_K 2, RENORMALIZE: lanes 0 and 1 have ids 1 and 3, weights .5 and .5.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Timing(NamedTuple):
 def timing_of(times_us: Sequence[float]) -> Timing:
     """Median, 99th percentile (the smallest that 99% do not exceed) and maximum of at least one time."""
     ordered = sorted(times_us)
-    return Timing(ordered[len(ordered) // 2], ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[-1])
+    return Timing(statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[-1])
 
 
 def slowest_rank(times_us: Sequence[float]) -> list[float]:

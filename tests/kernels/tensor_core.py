@@ -90,7 +90,7 @@ def _product(codes: torch.Tensor, scales: torch.Tensor, pair: WeightPair, expert
 
 
 def _operands(pair: WeightPair, expert: int, phase: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights `[rows, K]` as eight_bit_widen.cuh makes them of codes, and f32 `[rows, G]` that sums are multiplied by."""
+    """Weights `[rows, K]` as eight_bit_widen.cuh makes them of codes, and f32 `[rows, G]`, the factors of sums."""
     weights = canonical_weights((pair.w13, pair.w2)[phase], pair.kind, expert)
     assert weights.global_scales is None
     if pair.kind.scalar_type == scalar_types.float4_e2m1f:

@@ -52,6 +52,22 @@ def _names() -> list[list[str]]:
     return [[part.format(which) for part in PARTS] for which in (1, 2)]
 
 
+# Factors of products, as exponents of 2, and the sum that a tensor core makes.
+SUMS = [
+    ([(0, 0)] + [(-7, -7)] * 31, 1.0),  # 2^-14 is cut
+    ([(0, 0)] + [(-7, -6)] * 31, 1 + 31 * 2.0**-13),
+    ([(0, 0)] * 8 + [(-7, -6)] * 23 + [(-7, -7)], 8 + 2 * 2.0**-10),  # 8 + 23 * 2^-13 is cut to a multiple of 2^-10
+    ([(-6, -7)] * 32 + [(0, 0)] + [(-7, -7)] * 31, 1 + 32 * 2.0**-13),  # the accumulator is a term of the next 32
+]
+
+
+@pytest.mark.parametrize(("powers", "total"), SUMS)
+def test_sums_of_the_tensor_cores(powers: list[tuple[int, int]], total: float) -> None:
+    a, b = (torch.tensor([[2.0 ** pair[i] for pair in powers]]) for i in (0, 1))
+    for sign in (1, -1):
+        assert tensor_core.tensor_core_sums((sign * a).to(FP8), b.to(FP8)).item() == sign * total
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_a_launch_computes_what_plain_torch_does(case: Case, tmp_path: Path) -> None:
     """Experts of one row, none and more than a tile; rows in random order; results within 0.003 of the torch form, and

@@ -3,8 +3,8 @@
 // Layout in:   sources [RANKS, spare], the resident slot that is copied into each scratch slot, -1 for none; parts, the
 //              tensors of an expert on each rank, a slot's bytes each.
 // Layout out:  scratch slots of `parts`; told, in host memory: epoch << 32 | copies of all ranks << 16 | copies here.
-// Warp roles:  all threads of a few blocks copy each tensor together. The last block to finish tells all peers that this
-//              rank reads none of their experts any more, or the host that there are no copies. No thread waits.
+// Warp roles:  all threads of a few blocks copy each tensor together. The last block to finish tells all peers that
+//              this rank reads none of their experts any more, or the host that there are no copies. No thread waits.
 // Example:     rank 1 of 2 with two slots a rank, sources [[-1], [0]]: slot 0 of rank 0 goes to scratch slot 0.
 #include "batch_balance.cuh"
 

@@ -5,7 +5,8 @@
 //
 //   counts       [2, R, 4]              lines: how many rows source s sends to each rank, two numbers per line
 //   done         [R]                    lines: source s has written all of its rows, if rows have no flags (bf16, f16)
-//   row_flags    [R * C]                the epoch once that row has arrived, if rows are converted (EIGHT_BIT, DEVICE_API)
+//   row_flags    [R * C]                the epoch once that row has arrived, if rows are converted (EIGHT_BIT,
+//                                       DEVICE_API)
 //   result_flags [C * min(R, TOPK)]     the epoch once that result has arrived; SLOTS: [.., parts of a result]
 //   ids, weights, rows   [R * C]        what arrives, ordered by (source, token), without gaps
 //   results      [C * min(R, TOPK)]     results for this rank's tokens, by (rank that computed, token), without gaps
@@ -245,9 +246,9 @@ DEVICE void finish(const Common& c, u32 epoch) {
 // One warp of each block releases the flags of the rows that the others send: the fence before a flag takes until the
 // links have delivered all stores in flight, and the senders need not wait for it.
 //
-// A warp that has stored a row writes the addresses of its flags to its own slots in shared memory, one per rank (SLOTS:
-// eight, in turns), once they are empty. The releasing warp takes all that it finds and sets them behind one fence. It
-// waits for no other rank, so no sender waits long.
+// A warp that has stored a row writes the addresses of its flags to its own slots in shared memory, one per rank
+// (SLOTS: eight, in turns), once they are empty. The releasing warp takes all that it finds and sets them behind one
+// fence. It waits for no other rank, so no sender waits long.
 
 constexpr int kQueuedFlags = SLOTS ? 8 : RANKS;  // of a warp
 

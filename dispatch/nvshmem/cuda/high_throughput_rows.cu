@@ -1,12 +1,13 @@
 // High-throughput (prefill) dispatch beside experts, second part: rows, each with a flag, while the experts run.
 //
 // Layout in:   rows [T, HIDDEN] of 16 bits, topk_ids [T, TOPK]; slots and placement of high_throughput_plan.cu.
-// Layout out:  at each rank the rows of its tokens, by (source, token), this rank's own too; a flag per row, and one per
-//              source once all of its rows are there (kernels/cuda/arrival.cuh). Here the order in which the combine
-//              sends results.
+// Layout out:  at each rank the rows of its tokens, by (source, token), this rank's own too; a flag per row, and one
+//              per source once all of its rows are there (kernels/cuda/arrival.cuh). Here the order in which the
+//              combine sends results.
 // Order:       a warp sends its rows in the order in which experts are computed, that of their ids, by each row's first
 //              expert at its destination; destinations alternate.
-// Warp roles:  31 warps of a block send, one releases their flags (Flag queue). The last block to finish orders results.
+// Warp roles:  31 warps of a block send, one releases their flags (Flag queue). The last block to finish orders
+//              results.
 // Progress:    sending waits for no other rank. The next kernel may start when all blocks of this one have.
 // Example:     a warp's tokens have experts {7, 2}, {3} at one rank: the first token's row goes first (2), then the
 //              second's (3).

@@ -1,9 +1,9 @@
 // Buffers of one low-latency (decode) batch, and what dispatch and combine share.
 //
-// Every rank has the same buffers at the same offsets (low_latency.py computes them); part [s] of each is written by rank s.
-// R ranks, capacity C tokens per rank, K = HIDDEN columns, TOPK slots per token, M lines of meta per token. Results,
-// 8-bit rows, and rows of ranks with at most `row_packet_tokens` tokens are sent as flag-in-data packets (protocol.cuh),
-// others as plain rows with a flag.
+// Every rank has the same buffers at the same offsets (low_latency.py computes them); part [s] of each is written by
+// rank s. R ranks, capacity C tokens per rank, K = HIDDEN columns, TOPK slots per token, M lines of meta per token.
+// Results, 8-bit rows, and rows of ranks with at most `row_packet_tokens` tokens are sent as flag-in-data packets
+// (protocol.cuh), others as plain rows with a flag.
 //
 //   header          [2, R]         u64 {tokens of s, epoch}; even and odd epochs alternate
 //   meta            [2, R, C, M]   lines, alternating likewise: first those with four local experts of 16 bits each
@@ -26,7 +26,8 @@
 // and, as sources of puts to those ranks,
 //
 //   meta_outbox     [2, R, C, M]   meta for rank s
-//   outbox          [R, C]         as long as results: this rank's rows in its own part, results for rank s in the others
+//   outbox          [R, C]         as long as results: this rank's rows in its own part, results for rank s in the
+//                   others
 #pragma once
 
 #include "device_api.cuh"

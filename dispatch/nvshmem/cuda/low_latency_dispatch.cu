@@ -679,8 +679,8 @@ DEVICE void list_expert(const Params& p, Waits& wait, Shared& shared, int expert
   }
 }
 
-// By a warp: waits for a rank's header, for the meta of one of its tokens, and for the packets of its row if that has an
-// expert here. Everything is requested before the first wait.
+// By a warp: waits for a rank's header, for the meta of one of its tokens, and for the packets of its row if that has
+// an expert here. Everything is requested before the first wait.
 DEVICE bool await_row(const Common& c, Waits& wait, int source, int token) {
   constexpr int kEach = (kRowPackets + 31) / 32;
   const Buffers& b = c.buffers;
@@ -721,7 +721,8 @@ DEVICE bool await_row(const Common& c, Waits& wait, int source, int token) {
   return __all_sync(kAllLanes, came);
 }
 
-// All rows that arrive, each by a warp. Whoever misses something notes it, so that the kernel behind leaves the batch out.
+// All rows that arrive, each by a warp. Whoever misses something notes it, so that the kernel behind leaves the batch
+// out.
 DEVICE void await_rows(const Common& c, Waits& wait, u32 alive) {
   const int most = c.most_tokens, first = threadIdx.x % kThreads / 32 * gridDim.x + blockIdx.x;
   for (int row = first; row < RANKS * most; row += kWarps * gridDim.x) {

@@ -1,5 +1,5 @@
-// Arithmetic on vectors of eight columns: 16 bytes of bf16 or f16 (ACT_BF16 selects), f32, or eight codes of 8 bits; and
-// their quantization to e4m3, or with INT8 to int8, with one scale per 128 columns.
+// Arithmetic on vectors of eight columns: 16 bytes of bf16 or f16 (ACT_BF16 selects), f32, or eight codes of 8 bits;
+// and their quantization to e4m3, or with INT8 to int8, with one scale per 128 columns.
 #pragma once
 
 #include "protocol.cuh"
@@ -58,8 +58,8 @@ DEVICE Vec pack(const Floats& f) {
              pack_halves(f.v[6], f.v[7])};
 }
 
-// Results on the wire: bf16 beside bf16 rows, and f32 beside f16 rows, as a rank's part of a token's sum may exceed 65504
-// although the whole does not.
+// Results on the wire: bf16 beside bf16 rows, and f32 beside f16 rows, as a rank's part of a token's sum may exceed
+// 65504 although the whole does not.
 constexpr int kResultColumns = ACT_BF16 ? kColumns : 4;  // of a vector
 constexpr int kResultVectors = HIDDEN / kResultColumns;  // of a row
 constexpr int kResultBytes = 16 * kResultVectors;
@@ -97,8 +97,8 @@ DEVICE void add_result(Sums& sum, Vec v) {
   }
 }
 
-// Two codes, x in the lower byte; rounded to nearest even; magnitudes are at most kLargestCode, or NaN, of which int8 has
-// none: 0.
+// Two codes, x in the lower byte; rounded to nearest even; magnitudes are at most kLargestCode, or NaN, of which int8
+// has none: 0.
 #if INT8
 DEVICE u32 to_codes(float x, float y) { return (__float2int_rn(x) & 0xff) | (__float2int_rn(y) & 0xff) << 8; }
 #elif __CUDA_ARCH__ >= 890

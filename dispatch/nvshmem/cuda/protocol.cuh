@@ -1,5 +1,5 @@
-// Inter-rank protocol of the NVSHMEM kernels: loads and stores of peer memory, flag-in-data lines and packets, waits for
-// them, and the division of a kernel's work between sending and receiving warps.
+// Inter-rank protocol of the NVSHMEM kernels: loads and stores of peer memory, flag-in-data lines and packets, waits
+// for them, and the division of a kernel's work between sending and receiving warps.
 #pragma once
 
 #include "deadline.cuh"

@@ -213,8 +213,8 @@ DEVICE ListSums list_routed(Schedule& s, int lane) {
           (int)__reduce_max_sync(~0u, largest)};
 }
 #else
-// One warp: lists the active experts, unless one of them is large-M or counts as several (`active` is -1 then). A lane has
-// neighbouring experts, so that prefix sums over the lanes are enough.
+// One warp: lists the active experts, unless one of them is large-M or counts as several (`active` is -1 then). A lane
+// has neighbouring experts, so that prefix sums over the lanes are enough.
 DEVICE ListSums list_at_once(Schedule& s, const ExpertsParams& p, const int* rows_of_expert, int lane) {
   // What precedes an expert, in two words: active and large experts; costs and rows.
   auto counts_of = [](int rows) { return rows == 0 ? 0 : 1 | (rows > kSmallTileRows) << 16; };
@@ -887,8 +887,8 @@ struct SlotResults {
   }
 };
 
-// The consumers of a CTA: part `part` of the sums of all rows; then, on the last CTAs, of this rank's outputs: as few as
-// have a warp for every task, since they may wait for other ranks, which may share the GPU.
+// The consumers of a CTA: part `part` of the sums of all rows; then, on the last CTAs, of this rank's outputs: as few
+// as have a warp for every task, since they may wait for other ranks, which may share the GPU.
 DEVICE void sum_results(const ExpertsParams& p, const Shared& shared, int part, bool has_rows) {
   const Routes& routes = shared.schedule.routes;
   int blocks = summing_blocks(), warp = sums_thread() / 32;
@@ -1244,8 +1244,8 @@ DEVICE void prefetch_weights(const ExpertsParams& p, int lane) {
 }
 
 #if PEERS
-// One warp, while the dispatch still waits for other ranks: prefetches weights of the experts of this rank's own tokens,
-// w13's and then w2's. The CTAs share them.
+// One warp, while the dispatch still waits for other ranks: prefetches weights of the experts of this rank's own
+// tokens, w13's and then w2's. The CTAs share them.
 DEVICE void prefetch_own(const ExpertsParams& p, int lane) {
   constexpr i64 kMostBytes = 12 << 20;
   constexpr u32 kAtOnce = 8192;

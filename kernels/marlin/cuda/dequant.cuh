@@ -42,8 +42,8 @@ DEVICE u32 e4m3_bits(u32 word, u32 bytes) {
 DEVICE u32 e4m3_pair(u32 bits) { return mul_pair(bits, ACT_BF16 ? 0x7b807b80u : 0x5c005c00u); }
 
 // Pair j of a word's four-bit e2m1 numbers, whose bits repack.py has moved, as the bits of bf16s that are 2^126 too
-// small. A rotation and a mask make three of the pairs, a multiplication the last one. BY_ROW: two bytes of the word, or
-// rotated, that end in an exponent's upper bit, each above one that begins with the other bits.
+// small. A rotation and a mask make three of the pairs, a multiplication the last one. BY_ROW: two bytes of the word,
+// or rotated, that end in an exponent's upper bit, each above one that begins with the other bits.
 DEVICE u32 e2m1_bits(u32 word, int j) {
   constexpr u32 kBitsOfBf16 = 0x81c081c0u;
   if constexpr (WEIGHT_TYPE == MXFP4_BY_ROW) {

@@ -10,8 +10,8 @@
 #include "arrival.cuh"
 #endif
 
-// 1: a decode kernel that computes a whole layer of a few tokens (decode_sm90.cu, section "Route"): it routes them itself
-// and sums their slots, or with PEERS takes them from other ranks' packets and returns the sums.
+// 1: a decode kernel that computes a whole layer of a few tokens (decode_sm90.cu, section "Route"): it routes them
+// itself and sums their slots, or with PEERS takes them from other ranks' packets and returns the sums.
 #ifndef ROUTED
 #define ROUTED 0
 #endif

@@ -19,9 +19,9 @@
 // Schedule:    data-parallel by whole tiles while these fill the GPU, Stream-K for the last waves, or split-K if w2 has
 //              few tiles; tile sizes and partition are chosen on the device by an estimate of their time (sections
 //              "Tiling" and "Schedule"). Shared tiles are reduced in a fixed order: same input, same bits.
-// ARRIVALS:    token producers wait for the rows of each tile, and whoever stores the last results of an expert sets its
-//              flag (arrival.cuh). All experts are computed here, and w13's rows are gathered. Some CTAs end before the
-//              others, so that the combine has room (section "Leaving").
+// ARRIVALS:    token producers wait for the rows of each tile, and whoever stores the last results of an expert sets
+//              its flag (arrival.cuh). All experts are computed here, and w13's rows are gathered. Some CTAs end before
+//              the others, so that the combine has room (section "Leaving").
 // Example:     3 tiles x 4 steps on 2 CTAs -> units [0, 6) and [6, 12); tile 1 is split. Unit 1 is claimed first; its
 //              CTA publishes the partial sum of steps 6-7, the CTA of unit 0 adds it to steps 4-5.
 #include "dequant.cuh"
