@@ -29,7 +29,7 @@ class Batch(NamedTuple):
         expert_map: int32 `[E]`: index of each id on this rank, -1 where it is on another.
         code_dtype: dtype in which rows are transferred, int8 or e4m3; None for their own.
         keeps_codes: whether the experts read rows as they were transferred, which are then returned with their scales.
-        pending, experts_combine: as in `Routing`, for backends that support them.
+        deferred, experts_combine: as in `Routing`, for backends that support them.
         most_tokens: as in `Routing`.
     """
 
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
     code_dtype: torch.dtype | None = None
     keeps_codes: bool = False
     scales: torch.Tensor | None = None
-    pending: Any = None
+    deferred: Any = None
     most_tokens: int | None = None
     experts_combine: bool = False
 

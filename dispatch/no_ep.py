@@ -55,7 +55,7 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
     def supports_cuda_graph(self) -> bool:
         return True
 
-    def most_pending_tokens(self) -> int:
+    def most_deferred_tokens(self) -> int:
         return sys.maxsize
 
     def accepts_f32_output(self) -> bool:
@@ -78,10 +78,10 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
         check_at_least(1, num_experts=num_experts)
         check_arguments(rows, weights, ids, is_weighted, num_experts)
         check_made_for(self._moe_config, rows, ids)
-        pending = routing.pending
-        if pending is not None and (is_weighted or expert_map is not None):
-            pending.settle()
-            pending = None
+        deferred = routing.deferred
+        if deferred is not None and (is_weighted or expert_map is not None):
+            deferred.settle()
+            deferred = None
         if is_weighted:
             rows = (rows * weights).to(rows.dtype)
         if self._rounds_to is not None:
@@ -97,7 +97,9 @@ class NoEPPrepareFinalize(Dispatcher, unchecked=True):
                 )
             # An id of -1 looks up the last expert, and stays -1 whether that is local or not.
             ids = torch.where(expert_map[ids.long()] >= 0, ids, -1)
-        return Dispatched(rows=rows, topk_ids=ids, topk_weights=weights, rows_are_weighted=is_weighted, pending=pending)
+        return Dispatched(
+            rows=rows, topk_ids=ids, topk_weights=weights, rows_are_weighted=is_weighted, deferred=deferred
+        )
 
     def combine(
         self,

@@ -286,10 +286,10 @@ class TorchDistributedPrepareFinalize(Dispatcher):
             scales: the scales of hidden_states if they are codes, as in `pass_on`.
         """
         weights, ids, is_weighted = routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input
-        pending_choice = routing.pending
-        if pending_choice is not None and is_weighted:
-            pending_choice.settle()
-            pending_choice = None
+        deferred = routing.deferred
+        if deferred is not None and is_weighted:
+            deferred.settle()
+            deferred = None
         with self.ranks.detector:
             known_ids = self.placement.num_ids
             if routing.num_experts != known_ids:
@@ -315,7 +315,7 @@ class TorchDistributedPrepareFinalize(Dispatcher):
                 code_dtype=code_dtype,
                 keeps_codes=scales is not None or (code_dtype is not None and code_dtype == quant_config.input_dtype),
                 scales=scales,
-                pending=pending_choice,
+                deferred=deferred,
                 most_tokens=routing.most_tokens,
                 experts_combine=routing.experts_combine and not is_weighted,
             )

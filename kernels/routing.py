@@ -206,7 +206,7 @@ class RouterParams(ctypes.Structure):
     )
 
 
-class PendingTopK:
+class DeferredTopK:
     """The choice of some tokens' experts, still to be made: by `settle`, or by a kernel that contains cuda/router.cuh.
 
     Args:
@@ -261,7 +261,7 @@ class PendingTopK:
         )
 
 
-def defer_topk(router_logits: torch.Tensor, top_k: int, **options: Any) -> PendingTopK | None:
+def defer_topk(router_logits: torch.Tensor, top_k: int, **options: Any) -> DeferredTopK | None:
     """The choice that `fused_topk` makes of these arguments, to be made later; None where only that can make it."""
     bias: torch.Tensor | None = options["e_score_correction_bias"]
     fits = router_logits.size(1) <= _MOST_ROUTED and max(top_k, options["num_expert_group"]) <= _WARP
@@ -270,4 +270,4 @@ def defer_topk(router_logits: torch.Tensor, top_k: int, **options: Any) -> Pendi
         fits &= options["scoring_func"] != "softmax" and bias.dtype is torch.float32 and bias.is_contiguous()
     if not fits or router_logits.dtype not in _LOGITS_NUMBERS or not comes_early(router_logits.device):
         return None
-    return PendingTopK(router_logits, top_k, **options)
+    return DeferredTopK(router_logits, top_k, **options)

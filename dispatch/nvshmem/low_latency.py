@@ -463,7 +463,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def hand_over_row_ids(self) -> None:
         self.by_reference = True
 
-    def most_pending_tokens(self) -> int:
+    def most_deferred_tokens(self) -> int:
         layout = self.layout
         has_router = not layout.device_api and layout.topk == self.moe_config.experts_per_token
         # Weights may differ in the last bit from those of more tokens.
@@ -484,13 +484,13 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     def _combining_rows(self) -> int:
         return min(self.tuning.combining_rows, MOST_COMBINING_ROWS)
 
-    def _routed_kernel(self, pending: Any) -> jit.Kernel | None:
-        """Returns the dispatch kernel that makes the pending choice itself; None before the first uncaptured pass."""
-        kernel = self._routed.get(pending.defines)
+    def _routed_kernel(self, deferred: Any) -> jit.Kernel | None:
+        """Returns the dispatch kernel that makes the deferred choice itself; None before the first uncaptured pass."""
+        kernel = self._routed.get(deferred.defines)
         if kernel is None and not torch.cuda.is_current_stream_capturing():
             source = kernel_source("low_latency_dispatch", self.layout, self.moe_config.in_dtype)
-            source = replace(source, defines=(*source.defines, *pending.defines, ("ROUTED", "1")))
-            kernel = self._routed[pending.defines] = jit.load(source, self.channel.order.device)
+            source = replace(source, defines=(*source.defines, *deferred.defines, ("ROUTED", "1")))
+            kernel = self._routed[deferred.defines] = jit.load(source, self.channel.order.device)
         return kernel
 
     def _in_flight(
@@ -523,12 +523,12 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
         mean_rows = num_tokens * layout.num_ranks * layout.topk / self._owner_table.numel()
         shares = 1 if self.by_reference else self.tuning.blocks_of_expert(mean_rows, El)
         kernel, router = self.kernels["low_latency_dispatch"], {}
-        if batch.pending is not None:
-            routed = self._routed_kernel(batch.pending) if batch.pending.is_plain_softmax else None
+        if batch.deferred is not None:
+            routed = self._routed_kernel(batch.deferred) if batch.deferred.is_plain_softmax else None
             if routed is None or num_tokens > self.tuning.routed_tokens:
-                batch.pending.settle()
+                batch.deferred.settle()
             else:
-                kernel, router = routed, {"router": batch.pending.take()}
+                kernel, router = routed, {"router": batch.deferred.take()}
         params = dispatch_type(layout.num_ranks, bool(router))(
             common=self._common(index, batch.topk_ids, most_tokens),
             rows=batch.rows.data_ptr(),

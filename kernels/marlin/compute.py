@@ -268,21 +268,21 @@ def compute_arriving(pair: WeightPair, step: Step) -> None:
 
 def compute_pending(pair: WeightPair, step: Step) -> bool:
     """`compute_tokens` of tokens whose experts are still to be chosen, in one kernel; False, with nothing done, where
-    the choice must be made before (`pending.settle`)."""
-    pending = step.pending
-    num_slots = pending.num_tokens * pending.top_k
+    the choice must be made before (`deferred.settle`)."""
+    deferred = step.deferred
+    num_slots = deferred.num_tokens * deferred.top_k
     if not _reads_rows_in_place(pair) or pair.act_dtype is not torch.bfloat16:
         return False
-    if pair.batch_invariant or pending.num_experts != pair.num_experts:
+    if pair.batch_invariant or deferred.num_experts != pair.num_experts:
         return False
-    if eight_bit.pays(pair, expected_rows(num_slots, pending.num_tokens, pair.num_experts, pair.num_experts)):
+    if eight_bit.pays(pair, expected_rows(num_slots, deferred.num_tokens, pair.num_experts, pair.num_experts)):
         return False
     pair.once(_check_starts)
     hidden = _part_of(step.scratch[1], num_slots * pair.w2.num_columns, step.hidden_states)
     rows, output = step.hidden_states, step.output
     for name, tensor in (("intermediate_cache2", hidden), ("hidden_states", rows), ("output", output)):
         _check_start(name, tensor)
-    return hopper.launch_routed(experts_params(rows, hidden, output, pair, None), pair, pending)
+    return hopper.launch_routed(experts_params(rows, hidden, output, pair, None), pair, deferred)
 
 
 def compute_peers(pair: WeightPair, step: Step) -> None:

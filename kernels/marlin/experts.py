@@ -373,7 +373,7 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
             return dtype is not None
         return eight_bit.has_kernel(dtype, jit.capability(self._device.index or 0))
 
-    def most_pending_tokens(self) -> int:
+    def most_deferred_tokens(self) -> int:
         config = self.moe_config
         slots = config.experts_per_token + config.num_fused_shared_experts
         return hopper.most_routed_tokens(slots) if hopper.runs_on(self._device) else 0
@@ -411,11 +411,11 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         shape = (*ids.shape, rows.size(1)) if self._leaves_slots() else rows.shape
         check_output(step.output, shape, rows, self._output_dtype(step, act_dtype))
         check_scratch(pair, rows, ids.numel(), ids.numel() if self._sums_are_left else None, _SCRATCH, *step.scratch)
-        if step.pending is not None:
+        if step.deferred is not None:
             fits = step.output.dtype == act_dtype and step.row_scales is None and not self._leaves_slots()
             if fits and compute_pending(pair, step):
                 return
-            step.pending.settle()
+            step.deferred.settle()
         if step.arrival is not None:
             compute_arriving(pair, step)
         elif self.moe_config.batch_invariant:

@@ -27,7 +27,7 @@ from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, stream_flags, type_number
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import WeightPair
-from moe_ep.kernels.routing import PendingTopK, RouterParams
+from moe_ep.kernels.routing import DeferredTopK, RouterParams
 
 _HOPPER = (9, 0)
 _DECODE_THREADS, _PREFILL_THREADS = 640, 384
@@ -249,7 +249,7 @@ def most_routed_tokens(top_k: int) -> int:
     return min(_ROUTED_TOKENS, _ROUTED_SLOTS // top_k)
 
 
-def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK) -> bool:
+def launch_routed(params: ExpertsParams, pair: WeightPair, deferred: DeferredTopK) -> bool:
     """Routes tokens, computes their experts and sums the slots in one kernel, with the bits of separate ones.
 
     Returns False, with nothing done, for more tokens than it has room for, where w2 may have so few tiles that all
@@ -259,13 +259,13 @@ def launch_routed(params: ExpertsParams, pair: WeightPair, pending: PendingTopK)
         params: all but rows, flags and partial sums; w2's output is `[T, K]`.
     """
     common = pair.once(_Common)
-    kernel = common.routed_kernel(pending)
-    least_tiles = pending.top_k * -(-pair.w2.num_rows // _TILE_ROWS)
-    has_room = pending.num_tokens <= most_routed_tokens(pending.top_k)
+    kernel = common.routed_kernel(deferred)
+    least_tiles = deferred.top_k * -(-pair.w2.num_rows // _TILE_ROWS)
+    has_room = deferred.num_tokens <= most_routed_tokens(deferred.top_k)
     if kernel is None or not has_room or common.num_blocks // least_tiles >= _MIN_SPLIT_K:
         return False
-    results = _set_routed(params, common, pending.num_tokens, _ROUTED_SLOTS, kernel.entry)
-    common.launch_decode(kernel, RoutedExperts.of(params, router=pending.take(), results=results))
+    results = _set_routed(params, common, deferred.num_tokens, _ROUTED_SLOTS, kernel.entry)
+    common.launch_decode(kernel, RoutedExperts.of(params, router=deferred.take(), results=results))
     return True
 
 
@@ -403,16 +403,16 @@ class _Common:
             kernel = self.routed[build] = self.load(replace(source, defines=defines, folders=(build.folder,)))
         return kernel
 
-    def routed_kernel(self, pending: PendingTopK) -> jit.Kernel | None:
+    def routed_kernel(self, deferred: DeferredTopK) -> jit.Kernel | None:
         """The decode kernel that makes such a choice itself; None before the first pass that is not captured."""
-        kernel = self.routed.get(pending.defines)
+        kernel = self.routed.get(deferred.defines)
         if kernel is None and not torch.cuda.is_current_stream_capturing():
             source = self._sources[True]
-            source = replace(source, defines=(*source.defines, *pending.defines, ("ROUTED", "1")))
+            source = replace(source, defines=(*source.defines, *deferred.defines, ("ROUTED", "1")))
             # Together with those for more tokens, which may be captured next.
             kernel = jit.load_all({"routed": source, **self._sources}, self.device)["routed"]
             kernel.allow_shared(self.shared_bytes)
-            self.routed[pending.defines] = kernel
+            self.routed[deferred.defines] = kernel
         return kernel
 
     def load(self, source: jit.KernelSource) -> jit.Kernel:

@@ -131,6 +131,18 @@ class BatchBalance:
         return cls() if choice == "auto" else None
 
 
+class Thresholds(NamedTuple):
+    """Rows of the busiest rank.
+
+    Attributes:
+        probed: from here on a batch may be balanced.
+        always: from here on it is.
+    """
+
+    probed: int
+    always: int
+
+
 class BatchBalancer:
     """Balances the batches of one layer; the layer's quantization method owns it.
 
@@ -169,33 +181,29 @@ class BatchBalancer:
         self.had_copies, self._num_probed = False, 0
         self._transport = self._parts = None
 
-    def min_rows(self, device: torch.device, on_device: bool) -> tuple[int, int] | None:
-        """Returns the rows of the busiest rank from which on a batch may be balanced, and from which on it always is.
-
-        None if no batch is balanced.
+    def thresholds(self, device: torch.device, on_device: bool) -> Thresholds | None:
+        """Returns the sizes of batches from which on balancing pays; None if no batch is balanced.
 
         Args:
             on_device: whether the exchange stays on the GPU. If the host plans, no batch on a GPU pays for the wait.
         """
         least = self.options.min_rows
         if least is not None:
-            return least, least
+            return Thresholds(least, least)
         if device.type == "cuda" and not on_device:
             return None
         rates, row_s = _RATES[device.type], self._row_s(device)
-        return int(rates.plan_s / (rates.probed_share * row_s)), int(rates.plan_s / (rates.plan_share * row_s))
+        probed, always = (int(rates.plan_s / (share * row_s)) for share in (rates.probed_share, rates.plan_share))
+        return Thresholds(probed, always)
 
-    def takes(self, most_rows: int, least: tuple[int, int]) -> bool:
+    def takes(self, most_rows: int, thresholds: Thresholds) -> bool:
         """Whether a batch whose busiest rank has most_rows rows is balanced.
 
         All ranks ask once for each batch and get the same answer, which depends on state that they share.
-
-        Args:
-            least: the thresholds from `min_rows`.
         """
-        if most_rows < least[0]:
+        if most_rows < thresholds.probed:
             return False
-        if most_rows >= least[1]:
+        if most_rows >= thresholds.always:
             return True
         self._num_probed += 1
         return self.had_copies or self._num_probed % _PROBE_EVERY == 1

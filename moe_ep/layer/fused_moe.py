@@ -38,7 +38,7 @@ from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.errors import ConfigError, MoeEpError, check_router_weight_on_input, check_whole
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.fixed_tensors import table_device
-from moe_ep.layer.batch_balance import BatchBalance, BatchBalancer
+from moe_ep.layer.batch_balance import BatchBalance, BatchBalancer, Thresholds
 from moe_ep.layer.custom_ops import operator, register_layer, without_autocast
 from moe_ep.layer.dispatcher import LayerDispatcher
 from moe_ep.layer.expert_slots import ExpertSlots, LayerEplbState
@@ -591,11 +591,8 @@ class FusedMoE(MoELayer):
 
     def _is_balanced(self, num_tokens: int, most_tokens: int | None, device: torch.device) -> bool:
         """Whether to balance an uncaptured batch by its own counts; the same on every rank."""
-        exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
-        if self.balancer is None or exchange is None:
-            return False
-        least = self.balancer.min_rows(device, exchange.on_device)
-        if least is None:
+        thresholds = self._balance_thresholds(device)
+        if self.balancer is None or thresholds is None:
             return False
         # A chunk has no more tokens than the capacity.
         capacity = self.prepare_finalize.max_num_tokens_per_rank()
@@ -603,17 +600,20 @@ class FusedMoE(MoELayer):
             most = self.dispatcher.most_tokens(num_tokens)
         else:
             most = min(capacity, most_tokens)
-        return self.balancer.takes(most * self.top_k, least)
+        return self.balancer.takes(most * self.top_k, thresholds)
+
+    def _balance_thresholds(self, device: torch.device) -> Thresholds | None:
+        exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
+        if self.balancer is None or exchange is None:
+            return None
+        return self.balancer.thresholds(device, exchange.on_device)
 
     @property
     def balanced_from(self) -> int | None:
         """The smallest batch that may be balanced by its own counts, in tokens of the busiest rank; None for never."""
-        exchange = None if self.balancer is None else self.prepare_finalize.batch_exchange()
-        if self.balancer is None or exchange is None:
-            return None
         # Before its weights are loaded, a layer may be on the meta device.
-        least = self.balancer.min_rows(self.device, exchange.on_device)
-        return None if least is None else -(-least[0] // self.top_k)
+        thresholds = None if self.balancer is None else self._balance_thresholds(self.device)
+        return None if thresholds is None else -(-thresholds.probed // self.top_k)
 
     def _forward_tokens(
         self,
@@ -624,7 +624,7 @@ class FusedMoE(MoELayer):
         most_tokens: int | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Returns (shared output, routed output) of one pass in which no rank has more than most_tokens tokens."""
-        pending = None if balanced else self._defer(router, hidden_states, *inputs)
+        deferred = None if balanced else self._defer(router, hidden_states, *inputs)
         result = zero_expert_result = None
         known: dict[str, Any] = {}
         if most_tokens is not None and self.prepare_finalize.most_rows() is not None:
@@ -634,9 +634,9 @@ class FusedMoE(MoELayer):
                     f"tokens for this pass; give one_pass, or the model, as many tokens as its layers get rows"
                 )
             known["most_tokens"] = most_tokens
-        if pending is not None:
-            chosen = pending.topk_weights, pending.topk_ids
-            result = self.quant_method.apply(self, hidden_states, *chosen, pending=pending, **known)
+        if deferred is not None:
+            chosen = deferred.topk_weights, deferred.topk_ids
+            result = self.quant_method.apply(self, hidden_states, *chosen, deferred=deferred, **known)
         else:
             with stage("route"):
                 topk_weights, logical_ids, zero_expert_result = router.route(hidden_states, *inputs)
@@ -654,11 +654,11 @@ class FusedMoE(MoELayer):
         return shared, routed
 
     def _defer(self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Any:
-        """Returns the choice that is left to the backend or the experts (`Routing.pending`); None if the router makes
+        """Returns the choice that is left to the backend or the experts (`Routing.deferred`); None if the router makes
         it now."""
         if not hidden_states.is_cuda or self.eplb_state is not None or self.num_fused_shared_experts or hears_routing():
             return None
-        if hidden_states.size(0) > self.modular_kernel.most_pending_tokens:
+        if hidden_states.size(0) > self.modular_kernel.most_deferred_tokens:
             return None
         return router.defer(hidden_states, *inputs)
 

@@ -66,8 +66,8 @@ class CallGraphs:
         self,
         function: Function,
         inputs: tuple[torch.Tensor, ...],
-        which: object,
-        of: tuple[object, ...],
+        kernels: object,
+        depends_on: tuple[object, ...],
         num_rows: int | None = None,
         around: AbstractContextManager[None] | None = None,
         may_capture: Callable[[], bool] = lambda: True,
@@ -76,9 +76,9 @@ class CallGraphs:
 
         Args:
             inputs: tensors on the GPU.
-            which: distinguishes calls that do not run the same kernels.
-            of: what graphs depend on besides the inputs, such as addresses of tables; if it differs from that of the
-                previous call, all graphs are dropped.
+            kernels: distinguishes calls that do not run the same kernels.
+            depends_on: what graphs depend on besides the inputs, such as addresses of tables; if it differs from that
+                of the previous call, all graphs are dropped.
             num_rows: the number of rows to which graphs are padded; the mask excludes the padding. None means no
                 padding.
             around: a context manager for replays of a collective function; None for any other.
@@ -87,13 +87,13 @@ class CallGraphs:
         Raises:
             RuntimeError: a collective function cannot be captured. Any other function then runs eagerly.
         """
-        if of != self._made_for:
+        if depends_on != self._made_for:
             self.clear()
-            self._made_for = of
+            self._made_for = depends_on
         place = stream_graphs(inputs[0].device)
         first = 0 if num_rows is None else 1
         kinds = [(tensor.shape[first:], tensor.dtype, tensor.get_device()) for tensor in inputs]
-        kind = (which, num_rows, place.stream, *kinds)
+        kind = (kernels, num_rows, place.stream, *kinds)
         captured = self._captured.get(kind)
         if captured is not None:
             with around or _NOTHING:

@@ -110,7 +110,7 @@ class Routing:
         expert_map: int32 `[num_experts]`, global -> local, -1 if not local; None if all are local, or if the backend
             knows where they are.
         apply_router_weight_on_input: multiply rows by their weight before they are sent; topk must be 1.
-        pending: the router's choice if it is still to be made, for at most `most_pending_tokens` tokens; weights and
+        deferred: the router's choice if it is still to be made, for at most `most_deferred_tokens` tokens; weights and
             ids have no values until its `settle` was called.
         most_tokens: an upper bound on the tokens of each rank, the same on every rank; None if it is unknown.
         experts_combine: whether the experts can combine the batch, if the backend offers that (`peer_build`).
@@ -121,7 +121,7 @@ class Routing:
     num_experts: int
     expert_map: torch.Tensor | None = None
     apply_router_weight_on_input: bool = False
-    pending: Any = None
+    deferred: Any = None
     most_tokens: int | None = None
     experts_combine: bool = False
 
@@ -141,7 +141,7 @@ class Dispatched:
         rows_are_weighted: whether rows were multiplied by their weight before they were sent.
         arrival: state of rows in flight, by which the experts wait for each row (`overlaps_experts`); None if all rows
             have arrived.
-        pending: as in `Routing`, if rows stay on this rank and the experts make the choice.
+        deferred: as in `Routing`, if rows stay on this rank and the experts make the choice.
         peers: the batch, if the experts combine it and so write the layer's output; `rows` are then this rank's own,
             and there are no counts.
         handle: what the backend keeps for the combine; opaque to everything else, and valid for one combine.
@@ -154,7 +154,7 @@ class Dispatched:
     topk_weights: torch.Tensor | None = None
     rows_are_weighted: bool = False
     arrival: Any = None
-    pending: Any = None
+    deferred: Any = None
     peers: Any = None
     handle: Any = None
 
@@ -335,8 +335,8 @@ class FusedMoEPrepareAndFinalize(ModularPart):
         """
         return None
 
-    def most_pending_tokens(self) -> int:
-        """The most tokens for which `dispatch` accepts a choice that is still to be made (`Routing.pending`); it makes
+    def most_deferred_tokens(self) -> int:
+        """The most tokens for which `dispatch` accepts a choice that is still to be made (`Routing.deferred`); it makes
         the choice or passes it on."""
         return 0
 
@@ -664,8 +664,8 @@ class FusedMoEPermuteExpertsUnpermute(ModularPart):
         """Whether input batched by reference (expert_row_ids) is accepted."""
         return False
 
-    def most_pending_tokens(self) -> int:
-        """The most tokens for which `run` accepts a choice that is still to be made (`ExpertsCall.pending`)."""
+    def most_deferred_tokens(self) -> int:
+        """The most tokens for which `run` accepts a choice that is still to be made (`ExpertsCall.deferred`)."""
         return 0
 
     def combines_batches(self, build: Any) -> bool:
@@ -790,7 +790,7 @@ class ExpertsCall(NamedTuple):
         meta: the number of rows of each expert, and where they are; always given for batched rows.
         row_scales: as in `Dispatched`.
         global_num_experts: number of ids that can occur.
-        rows_are_weighted, arrival, pending, peers: as in `Dispatched`.
+        rows_are_weighted, arrival, deferred, peers: as in `Dispatched`.
     """
 
     output: torch.Tensor
@@ -807,7 +807,7 @@ class ExpertsCall(NamedTuple):
     global_num_experts: int = -1
     rows_are_weighted: bool = False
     arrival: Any = None
-    pending: Any = None
+    deferred: Any = None
     peers: Any = None
 
     @property

@@ -106,9 +106,9 @@ class FusedMoEModularKernel(nn.Module):
         can_return_f32 = is_f16 and self._finished_rows and fused_experts.supports_f32_output()
         self._f32_partial_sums = f32_partial_sums and can_return_f32
         # The most tokens for which a kernel of the backend or experts may make the router's choice.
-        self.most_pending_tokens = prepare_finalize.most_pending_tokens()
+        self.most_deferred_tokens = prepare_finalize.most_deferred_tokens()
         if self._standard:
-            self.most_pending_tokens = min(self.most_pending_tokens, fused_experts.most_pending_tokens())
+            self.most_deferred_tokens = min(self.most_deferred_tokens, fused_experts.most_deferred_tokens())
         self._peer_build = prepare_finalize.peer_build()
         # The backend hands 8-bit rows over as codes only to experts that read them so.
         quant_config = fused_experts.quant_config
@@ -131,7 +131,7 @@ class FusedMoEModularKernel(nn.Module):
         expert_map: torch.Tensor | None = None,
         apply_router_weight_on_input: bool = False,
         shared_experts_input: torch.Tensor | None = None,
-        pending: Any = None,
+        deferred: Any = None,
         most_tokens: int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Runs the layer's experts on this rank's tokens; all ranks of the backend's group must call it.
@@ -146,7 +146,7 @@ class FusedMoEModularKernel(nn.Module):
             expert_map: int32 `[global_num_experts]`, global -> local, -1 if not local; None means all experts are
                 local, or in the batched format that the backend knows where they are.
             shared_experts_input: the input of the shared experts; None means hidden_states.
-            pending, most_tokens: as in `Routing`.
+            deferred, most_tokens: as in `Routing`.
 
         Returns:
             `[T, K]`, contiguous unless inplace, or (shared output, `[T, K]`) if there are shared experts.
@@ -173,7 +173,7 @@ class FusedMoEModularKernel(nn.Module):
                 num_experts=w1.size(0) if global_num_experts == -1 else global_num_experts,
                 expert_map=expert_map,
                 apply_router_weight_on_input=apply_router_weight_on_input,
-                pending=pending,
+                deferred=deferred,
                 most_tokens=most_tokens,
                 experts_combine=self._peer_build is not None and self.fused_experts.combines_batches(self._peer_build),
             )
@@ -187,9 +187,9 @@ class FusedMoEModularKernel(nn.Module):
             output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape, dtype=partial)
             experts = self.fused_experts
             with stage("dispatch"):
-                if pending is not None and topk_ids.size(0) > self.most_pending_tokens:
-                    pending.settle()
-                    routing.pending = None
+                if deferred is not None and topk_ids.size(0) > self.most_deferred_tokens:
+                    deferred.settle()
+                    routing.deferred = None
                 dispatched = self._dispatcher.dispatch(hidden_states, routing, self._quant_config)
             with stage("experts"), invariant_ops(experts.moe_config.batch_invariant):
                 target = None if inplace and dispatched.peers is None else output
@@ -271,13 +271,13 @@ class FusedMoEModularKernel(nn.Module):
         call = ExpertsCall(
             output, rows, w1, w2, weights, ids, routing.expert_map, activation, (workspace13, workspace2), meta,
             dispatched.row_scales, routing.num_experts, dispatched.rows_are_weighted, dispatched.arrival,
-            dispatched.pending, dispatched.peers,
+            dispatched.deferred, dispatched.peers,
         )  # fmt: skip
         if limit is None or limit >= M:
             experts.run(call)
             return output
-        if call.pending is not None:
-            call.pending.settle()
+        if call.deferred is not None:
+            call.deferred.settle()
         scales = dispatched.row_scales
         for part in (slice(start, start + limit) for start in range(0, M, limit)):
             # The metadata describes all rows, so chunks do without it.
@@ -288,7 +288,7 @@ class FusedMoEModularKernel(nn.Module):
                     topk_weights=weights[part],
                     topk_ids=ids[part],
                     meta=None,
-                    pending=None,
+                    deferred=None,
                     row_scales=None if scales is None else scales[part],
                 )
             )

@@ -63,7 +63,7 @@ class Router(ABC):
         """Chooses the experts of tokens `[T, K]`; the inputs `[T, ...]` have been checked."""
 
     def defer(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Any:
-        """What `route` would choose, as a choice that is still to be made (`Routing.pending`), so that a later kernel
+        """What `route` would choose, as a choice that is still to be made (`Routing.deferred`), so that a later kernel
         can make it; None where it must be made at once."""
         return None
 

@@ -15,7 +15,7 @@ from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.dispatch.nvshmem import low_latency
 from moe_ep.dispatch.nvshmem.kernels import structure
 from moe_ep.dispatch.nvshmem.low_latency import KERNELS, RECEIVE, SEND, BatchLayout, local_indices
-from moe_ep.kernels.routing import PendingTopK
+from moe_ep.kernels.routing import DeferredTopK
 from moe_ep.routing.topk import topk_reference
 from tests.dispatch.backend_cases import (
     Case,
@@ -60,9 +60,9 @@ def can_combine(code_dtype: torch.dtype | None, slot_results: bool, dtype: torch
     return code_dtype is None and not slot_results and dtype is torch.bfloat16
 
 
-def choice_of(logits: torch.Tensor) -> PendingTopK:
+def choice_of(logits: torch.Tensor) -> DeferredTopK:
     """The choice that the dispatch makes of a rank's logits `[T, NUM_ROUTED]`."""
-    return PendingTopK(
+    return DeferredTopK(
         logits, TOPK, scoring_func="sigmoid", renormalize=True, num_expert_group=1, topk_group=1,
         e_score_correction_bias=None, routed_scaling_factor=1.0,
     )  # fmt: skip
@@ -85,7 +85,7 @@ class Batch:
     positions: torch.Tensor
     dequantized: torch.Tensor
     slot_results: bool
-    choice: PendingTopK | None
+    choice: DeferredTopK | None
 
     @property
     def global_ids(self) -> list[int]:
@@ -340,7 +340,7 @@ def layer_type(num_ranks: int) -> Any:
     return structure(("batch", low_latency.batch_type(num_ranks)), *pointers, *numbers)
 
 
-def _with_logits(setting: Setting) -> tuple[Setting, PendingTopK]:
+def _with_logits(setting: Setting) -> tuple[Setting, DeferredTopK]:
     """The setting with ids that its rank's logits choose, and that choice, whose weights the expected output has."""
     rank, generator = setting.rank, torch.Generator().manual_seed(setting.case.seed)
     mine = setting.inputs[rank]

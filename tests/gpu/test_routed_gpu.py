@@ -66,9 +66,9 @@ def test_bits_are_those_of_separate_kernels(layers: BenchLayers, monkeypatch: py
     for num_tokens in (1, 2, 5, 16, 17):
         for batch in layers.batches(parse_routing("uniform"), num_tokens, 3, seed=num_tokens):
             rows, logits = batch.hidden_states, batch.router_logits
-            pending = layer.router.defer(rows, logits)
-            weights, ids = pending.topk_weights, pending.topk_ids
-            output = layer.quant_method.apply(layer, rows, weights, ids, pending=pending)
+            deferred = layer.router.defer(rows, logits)
+            weights, ids = deferred.topk_weights, deferred.topk_ids
+            output = layer.quant_method.apply(layer, rows, weights, ids, deferred=deferred)
             expected_weights, expected_ids = fused_topk(logits, **_options(layers))
             assert torch.equal(ids, expected_ids)
             torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=0)
@@ -130,7 +130,7 @@ def _step(ranks: Ranks, num_experts: int, settled: bool) -> list[torch.Tensor]:
         choice, args = choices[rank], ranks.args[rank]
         routing = Routing(
             topk_weights=choice.topk_weights, topk_ids=choice.topk_ids, num_experts=num_experts,
-            pending=None if settled else choice,
+            deferred=None if settled else choice,
         )  # fmt: skip
         return ranks.backends[rank].dispatch(args[0], routing, args[-1])
 

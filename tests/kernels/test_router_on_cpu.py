@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_ep.kernels import jit
-from moe_ep.kernels.routing import PendingTopK
+from moe_ep.kernels.routing import DeferredTopK
 from moe_ep.routing.topk import topk_reference
 from tests.kernels.routing_cases import WEIGHT_ATOL, WEIGHT_RTOL, Case, make_inputs
 
@@ -72,7 +72,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     (folder / "router.cuh").write_text(router)
     parts = ['#include "warp.h"\n', FUNCTIONS]
     for number, case in enumerate(CASES):
-        parts += [f"#undef {name}\n#define {name} {value}\n" for name, value in pending(case).defines]
+        parts += [f"#undef {name}\n#define {name} {value}\n" for name, value in deferred(case).defines]
         parts.append(
             f'namespace n{number} {{\n#include "router.cuh"\n}}\n'
             f'extern "C" void choose_{number}(const n{number}::RouterParams* p) {{\n'
@@ -88,13 +88,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "router.so"))
 
 
-def pending(case: Case) -> PendingTopK:
-    return PendingTopK(**make_inputs(case, "cpu"))
+def deferred(case: Case) -> DeferredTopK:
+    return DeferredTopK(**make_inputs(case, "cpu"))
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 def test_choice_is_that_of_the_reference(library: ctypes.CDLL, number: int) -> None:
-    choice = pending(CASES[number])
+    choice = deferred(CASES[number])
     library[f"choose_{number}"](ctypes.byref(choice.take()))
     weights, ids = topk_reference(**make_inputs(CASES[number], "cpu"))
     assert torch.equal(choice.topk_ids, ids)

@@ -22,6 +22,7 @@ from moe_ep.dispatch.torch_distributed import RankExchange
 from moe_ep.distributed.exchange import gather_texts
 from moe_ep.eplb import EplbConfig, EPLBManager
 from moe_ep.layer import BatchBalance, FusedMoE
+from moe_ep.layer.batch_balance import Thresholds
 from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance
 from moe_ep.layer.stack import SharedExperts
 from moe_ep.observability import stages
@@ -195,14 +196,14 @@ def when_it_pays(rank: int, world_size: int) -> None:
     balancer, gpu = make_layer("plain", batch_balance="auto").balancer, torch.device("cuda")
     # On a GPU that plans itself, rows that take its experts 100 times as long as the plan, or half as many.
     row_s = 6 * layer.moe_config.hidden_dim * layer.moe_config.intermediate_size_per_partition / 650e12
-    probed, always = least = balancer.min_rows(gpu, on_device=True)
+    probed, always = thresholds = balancer.thresholds(gpu, on_device=True)
     assert [probed * row_s, always * row_s] == pytest.approx([50 * 28e-6, 100 * 28e-6], rel=0.001)
-    assert balancer.min_rows(gpu, on_device=False) is None
-    assert balancer.takes(always, least) and not balancer.takes(probed - 1, least)
+    assert balancer.thresholds(gpu, on_device=False) is None
+    assert balancer.takes(always, thresholds) and not balancer.takes(probed - 1, thresholds)
     # Between them one batch of 16 is, and those that follow one with copies.
-    assert [balancer.takes(probed, least) for _ in range(33)] == [n % 16 == 0 for n in range(33)]
+    assert [balancer.takes(probed, thresholds) for _ in range(33)] == [n % 16 == 0 for n in range(33)]
     balancer.had_copies = True
-    assert all(balancer.takes(always - 1, least) for _ in range(5))
+    assert all(balancer.takes(always - 1, thresholds) for _ in range(5))
     expensive = make_layer("plain", batch_balance=BatchBalance(min_rows=0, copy_cost_rows=1e6))
     with stages.listening(listener := Copies()):
         expensive(rows, topk_weights=weights, topk_ids=ids)
@@ -258,9 +259,9 @@ def replace_on_rank_0(rank: int, world_size: int, backend: str, opens_together: 
                 balanced.forget_kernels()
     # Batches between the two limits are balanced after copies, and to probe.
     balancer = balanced.balancer
-    after_copies = [balancer.takes(1, (1, 2)) for _ in range(3)]
+    after_copies = [balancer.takes(1, Thresholds(1, 2)) for _ in range(3)]
     balancer.had_copies = False
-    return [*after_copies, *(balancer.takes(1, (1, 2)) for _ in range(20))]
+    return [*after_copies, *(balancer.takes(1, Thresholds(1, 2)) for _ in range(20))]
 
 
 @pytest.mark.parametrize("backend, opens_together", [

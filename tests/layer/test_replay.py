@@ -57,15 +57,15 @@ def add(mask: torch.Tensor | None, *inputs: torch.Tensor) -> torch.Tensor:
     return total if mask is None else torch.where(mask[:, None], total, torch.nan)
 
 
-def call(graphs: CallGraphs, *inputs: torch.Tensor, which: object = None, **options: Any) -> None:
-    assert torch.equal(graphs.run(add, inputs, which, **{"of": ()} | options), torch.add(*inputs))
+def call(graphs: CallGraphs, *inputs: torch.Tensor, kernels: object = None, **options: Any) -> None:
+    assert torch.equal(graphs.run(add, inputs, kernels, **{"depends_on": ()} | options), torch.add(*inputs))
 
 
-def captured(of: tuple[object, ...] = ()) -> CallGraphs:
+def captured(depends_on: tuple[object, ...] = ()) -> CallGraphs:
     """With a graph of calls of two rows."""
     graphs = CallGraphs()
     for _ in range(EAGER_CALLS + 1):
-        call(graphs, *rows(2), of=of)
+        call(graphs, *rows(2), depends_on=depends_on)
     return graphs
 
 
@@ -78,7 +78,7 @@ def test_a_call_is_captured_when_its_kind_has_come_often_enough(place: Place) ->
     for tokens in (2, 5) * EAGER_CALLS:
         call(graphs, *rows(tokens))
     call(graphs, *rows(2, torch.float64))
-    call(graphs, *rows(2), which="another kernel")
+    call(graphs, *rows(2), kernels="another kernel")
     assert place.done == []
     call(graphs, *rows(2))
     assert place.done == ["capture"]
@@ -111,18 +111,18 @@ def test_the_numbers_of_rows_that_calls_are_filled_up_to() -> None:
 def test_calls_of_the_wrong_shape_run_as_they_are(place: Place) -> None:
     graphs = captured()
     with pytest.raises(RuntimeError, match="size"):
-        graphs.run(add, (torch.rand(2, 3), torch.rand(2, 2)), which=None, of=())
+        graphs.run(add, (torch.rand(2, 3), torch.rand(2, 2)), kernels=None, depends_on=())
 
 
 def test_graphs_end_with_what_they_were_made_for(place: Place) -> None:
-    graphs = captured(of=(1,))
+    graphs = captured(depends_on=(1,))
     for address in (2, 2, *[1] * EAGER_CALLS):
-        call(graphs, *rows(2), of=(address,))
+        call(graphs, *rows(2), depends_on=(address,))
     assert place.done == ["capture"]
-    call(graphs, *rows(2), of=(1,))
+    call(graphs, *rows(2), depends_on=(1,))
     assert place.done == ["capture", "capture"]
     graphs.clear()
-    call(graphs, *rows(2), of=(1,))
+    call(graphs, *rows(2), depends_on=(1,))
     assert place.done == ["capture", "capture"]
 
 
@@ -175,13 +175,13 @@ def test_calls_that_other_ranks_take_part_in_run_once_each(place: Place, monkeyp
     monkeypatch.setattr(replay, "is_possible", True)
     graphs, one_row = CallGraphs(), (torch.rand(1, 3),)
     for _ in range(EAGER_CALLS + 2):
-        graphs.run(function, one_row, which=None, of=(), around=around())
+        graphs.run(function, one_row, kernels=None, depends_on=(), around=around())
     assert place.done == ["call"] * EAGER_CALLS + ["capture", "call", "enter", "replay", "call", "exit"]
     monkeypatch.setattr(Place, "capture", refuse)
     for _ in range(EAGER_CALLS):
-        graphs.run(function, one_row, which="another", of=(), around=around())
+        graphs.run(function, one_row, kernels="another", depends_on=(), around=around())
     with pytest.raises(RuntimeError, match="MOE_EP_REPLAY_MAX_TOKENS=0.*not permitted"):
-        graphs.run(function, one_row, which="another", of=(), around=around())
+        graphs.run(function, one_row, kernels="another", depends_on=(), around=around())
 
 
 def test_copies_begin_with_no_graphs(place: Place) -> None:

@@ -216,7 +216,7 @@ class FusedMoEMethodBase(ABC):
         """Runs the modular kernel; returns `[T, K]`, or (shared, `[T, K]`) with shared experts.
 
         Args:
-            more: `pending` and `most_tokens` of `Routing`, if they are known.
+            more: `deferred` and `most_tokens` of `Routing`, if they are known.
         """
         kernel = layer.modular_kernel
         w1, w2 = self.gemm_weights(layer)
