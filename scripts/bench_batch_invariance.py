@@ -12,13 +12,14 @@ import os
 from collections.abc import Sequence
 
 import torch
-from harness import Bench
+from harness import Bench, checked, device_name, positives
 
 from moe_ep import env
 from moe_ep.bench.geometries import Geometry, preset
 from moe_ep.bench.layers import BenchLayers, SyntheticConfig, make_weights
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.bench.workload import Routing
+from moe_ep.launch.cli.options import geometry_name
 
 ROUNDS, CHAIN = 5, 4
 
@@ -33,16 +34,16 @@ def make_layers(
 def main() -> None:
     bench = Bench(__doc__)
     parser = bench.parser
-    parser.add_argument("--geometry", default="small", help="preset of the layer")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tokens", default="1,32,256", help="of a call, one row for each number")
+    parser.add_argument("--geometry", type=checked(geometry_name), default="small", help="preset of the layer")
+    parser.add_argument("--device", type=device_name, default="cpu")
+    parser.add_argument("--tokens", type=positives, default=(1, 32, 256), help="of a call, one row for each number")
     options = bench.parse()
     device = torch.device(options.device)
     geometry = preset(options.geometry)
     weights = make_weights(geometry, 1, device, seed=0)
     layers = {invariant: make_layers(geometry, device, weights, invariant) for invariant in (False, True)}
     print("tokens  us, as usual  us, batch-invariant  ratio")
-    for num_tokens in map(int, options.tokens.split(",")):
+    for num_tokens in options.tokens:
         times: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(ROUNDS):
             for invariant, copies in layers.items():

@@ -47,10 +47,11 @@ from dispatch_steps import (
 )
 from dispatch_tables import markdown, text
 from dispatch_times import peer_bandwidth, raw_pair, time_halves, time_kernels, time_pairs
-from harness import Bench, join_ranks, spawn_ranks
+from harness import Bench, checked, join_ranks, positive, positives, spawn_ranks
 
 from moe_ep.bench.results import append_line, facts, read_lines
 from moe_ep.bench.workload import parse_routing
+from moe_ep.launch.cli.options import whole_numbers
 
 # What CPUs measure where nothing is said: a minute in place of hours.
 SMALL = {"hidden": [256], "graph_tokens": [8], "eager_tokens": [64], "repeats": 5, "chain": 2}
@@ -70,12 +71,14 @@ def parse_all(argv: Sequence[str]) -> list[argparse.Namespace]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    def numbers(raw: str) -> list[int]:
-        return [int(part) for part in raw.split(",") if part]
-
     def names(raw: str) -> list[str]:
         return raw.split(",")
 
+    @checked
+    def some_or_none(raw: str) -> tuple[int, ...]:
+        return whole_numbers(raw) if raw else ()
+
+    @checked
     def routings(raw: str) -> list[str]:
         for routing in raw.split(","):
             if routing != ONE_RANK:
@@ -84,20 +87,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
     parser = Bench(__doc__).parser
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ranks", type=numbers, help="processes to start; every GPU of the machine, 4 on the CPU")
-    parser.add_argument("--hidden", type=numbers, default=[7168])
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--topk", type=numbers, default=[8])
+    parser.add_argument("--ranks", type=positives, help="processes to start; every GPU of the machine, 4 on the CPU")
+    parser.add_argument("--hidden", type=positives, default=[7168])
+    parser.add_argument("--experts", type=positive, default=256)
+    parser.add_argument("--topk", type=positives, default=[8])
     parser.add_argument("--routing", type=routings, default=["uniform"], help=f"uniform, zipf:S or {ONE_RANK}")
-    parser.add_argument("--graph-tokens", type=numbers, default=[1, 8, 32, 64, 128])
-    parser.add_argument("--eager-tokens", type=numbers, default=[1024, 4096])
+    parser.add_argument("--graph-tokens", type=some_or_none, default=[1, 8, 32, 64, 128])
+    parser.add_argument("--eager-tokens", type=some_or_none, default=[1024, 4096])
     parser.add_argument("--backends", type=names, help=f"all that run here; nvshmem_low_latency{BY_REFERENCE} is one")
     parser.add_argument("--wires", type=names, default=["bf16", "fp8"])
-    parser.add_argument("--num-sms", type=numbers, default=[None], help="of nvshmem_high_throughput, eager")
+    parser.add_argument("--num-sms", type=positives, default=[None], help="of nvshmem_high_throughput, eager")
     parser.add_argument("--peers", choices=["deepep"], help="beside them in the same run, at --graph-tokens; GPUs only")
     parser.add_argument("--kernels", action="store_true", help="time the GPU kernels of each setting too")
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--chain", type=int, default=8, help="pairs in one graph, or in one eager repeat")
+    parser.add_argument("--repeats", type=positive, default=40)
+    parser.add_argument("--chain", type=positive, default=8, help="pairs in one graph, or in one eager repeat")
     parser.add_argument("--markdown", type=Path, metavar="JSONL", help="print tables of recorded lines and end")
     if parser.parse_known_args(argv)[0].device == "cpu":
         parser.set_defaults(**SMALL)

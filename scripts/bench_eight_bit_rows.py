@@ -21,7 +21,7 @@ import torch
 from bench_gemm import make_weights, peer_times, takes
 from gemm_cases import OF_PEERS, SHAPES, Shape, with_weights
 from gemm_timing import clock_mhz, num_copies, timed
-from harness import Bench, this_gpu
+from harness import Bench, positive, this_gpu
 
 from moe_ep.activation import MoEActivation
 from moe_ep.bench.results import markdown_table
@@ -122,7 +122,7 @@ def main() -> None:
     parser = bench.parser
     parser.add_argument("--shapes", nargs="+", default=["deepseek-v3", "qwen3-235b", "qwen3-30b"], choices=SHAPES)
     parser.add_argument("--weights", nargs="+", default=["int4", "fp8"], choices=PAIRS)
-    parser.add_argument("--rows", type=int, nargs="+", default=[48, 64, 128, 256, 1024])
+    parser.add_argument("--rows", type=positive, nargs="+", default=[48, 64, 128, 256, 1024])
     parser.add_argument("--peers", nargs="*", default=[], choices=[name for name in OF_PEERS if name != "vllm"])
     parser.add_argument("--peer-seconds", type=float, default=600, help="for one of them, compiling and timing")
     options = bench.parse()

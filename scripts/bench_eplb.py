@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from eplb_mapping_bench import bench_map
 from eplb_rules_bench import Row, bench_routing, bench_rules, plan, zipf
-from harness import Bench
+from harness import Bench, positive
 
 from moe_ep.eplb.policy.maps import Array, experts_moved, rank_loads
 
@@ -173,8 +173,10 @@ def main() -> None:
     parser = bench.parser
     parser.add_argument("bench", choices=list(BENCHES))
     parser.add_argument("--routing", help="npz file of recorded routing")
-    parser.add_argument("--expert-bytes", type=int, default=9_437_184, help="bytes of one expert (bf16, 2048 x 768)")
-    parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument(
+        "--expert-bytes", type=positive, default=9_437_184, help="bytes of one expert (bf16, 2048 x 768)"
+    )
+    parser.add_argument("--repeats", type=positive, default=31)
     arguments = bench.parse()
     if arguments.bench == "routing" and not arguments.routing:
         parser.error("the routing bench needs --routing FILE")

@@ -36,32 +36,32 @@ import torch.distributed as dist
 from eplb_moving_model import NEVER, Model, run_moving, run_steps, swapped
 from eplb_skew_bench import skew_rows
 from eplb_transfer_bench import peer_bandwidth, stall_row, transfer_row
-from harness import Bench, join_ranks, spawn_ranks
+from harness import Bench, checked, join_ranks, positive, positives, some_of, spawn_ranks
 
 from moe_ep.bench.results import append_line, facts, table
 from moe_ep.bench.timing import timing_of
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
+from moe_ep.launch.cli.options import geometry_name
 
 PARTS = ("bare", "skew", "transfer", "stall", "moving")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",") if part]
-
     parser = Bench(__doc__).parser
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ranks", type=int, help="processes to start; every GPU of the machine, 2 on the CPU")
-    parser.add_argument("--geometry", default="deepseek-v3", help="a preset of moe_ep.bench.geometries")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=numbers, default=[64, 128])
+    parser.add_argument("--ranks", type=positive, help="processes to start; every GPU of the machine, 2 on the CPU")
+    parser.add_argument(
+        "--geometry", type=checked(geometry_name), default="deepseek-v3", help="a preset of moe_ep.bench.geometries"
+    )
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--tokens", type=positives, default=[64, 128])
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--transports", type=lambda text: text.split(","), default=["peer_copies", "messages"])
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS, help=f"of {','.join(PARTS)}")
-    parser.add_argument("--gb-s", type=numbers, default=[40], help="paces of peer copies beside the model")
-    parser.add_argument("--moves", type=int, default=2, help="experts that a rank gets a layer")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--transports", type=some_of(("peer_copies", "messages")), default=["peer_copies", "messages"])
+    parser.add_argument("--parts", type=some_of(PARTS), default=PARTS, help=f"of {','.join(PARTS)}")
+    parser.add_argument("--gb-s", type=positives, default=[40], help="paces of peer copies beside the model")
+    parser.add_argument("--moves", type=positive, default=2, help="experts that a rank gets a layer")
+    parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--warm-up", type=float, default=1.5, help="seconds of steps before those that are timed")
     parser.add_argument("--zipf", type=float, default=0.8, help="for the tokens/s before and after a plan")
     parser.add_argument("--objectives", type=lambda text: text.split(","), default=["tokens", "auto"], help="of plans")

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from gemm_cases import OF_PEERS, SHAPES, WEIGHTS, Shape, cases_of, with_weights
 from gemm_timing import capacity_of, num_copies, timed
-from harness import Bench, this_gpu
+from harness import Bench, positive, this_gpu
 
 from moe_ep.activation import apply_activation
 from moe_ep.bench.results import table
@@ -253,14 +253,14 @@ def main() -> None:
     parser.add_argument(
         "--weights", nargs="+", choices=list(WEIGHTS), help="all shapes with each of these, instead of their own"
     )
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16, 32, 64, 128, 256, 1024])
+    parser.add_argument("--rows", nargs="+", type=positive, default=[1, 4, 8, 16, 32, 64, 128, 256, 1024])
     parser.add_argument("--no-skew", action="store_true", help="uniform rows only")
     parser.add_argument(
         "--ampere-only", action="store_true", help="on Hopper too, the kernels of all GPUs from sm_80 on"
     )
     parser.add_argument("--peers", nargs="*", choices=list(OF_PEERS), default=[])
     parser.add_argument(
-        "--peer-rows", nargs="+", type=int, help="fewer row counts for them (their compilation is slow)"
+        "--peer-rows", nargs="+", type=positive, help="fewer row counts for them (their compilation is slow)"
     )
     parser.add_argument("--peer-seconds", type=float, default=600, help="for one of them, compiling and timing")
     parser.add_argument("--compiled", action="store_true", help="compile nothing ahead: all is there")

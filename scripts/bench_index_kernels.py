@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from harness import Bench, this_gpu
+from harness import Bench, positive, this_gpu
 
 from moe_ep.bench.results import markdown_table, table
 from moe_ep.bench.timing import measure_ceilings, time_calls, timing_of
@@ -112,10 +112,10 @@ def by_tokens(rows: list[dict[str, Any]], tokens: list[int]) -> str:
 def main() -> None:
     bench = Bench(__doc__)
     parser = bench.parser
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 128, 4096])
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[1, 16, 128, 4096])
+    parser.add_argument("--experts", type=positive, default=256)
+    parser.add_argument("--topk", type=positive, default=8)
+    parser.add_argument("--hidden", type=positive, default=7168)
     parser.add_argument("--markdown", action="store_true", help="a table with a column for each number of tokens")
     args = bench.parse()
     device = this_gpu()

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from harness import Bench
+from harness import Bench, positive
 
 from moe_ep import FusedMoE
 from moe_ep.kernels.reference import ReferenceExperts
@@ -31,8 +31,8 @@ def write_nothing(*args: Any) -> None:
 def main() -> None:
     bench = Bench(__doc__)
     parser = bench.parser
-    parser.add_argument("--calls", type=int, default=2000, help="in one repeat (2000)")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--calls", type=positive, default=2000, help="in one repeat (2000)")
+    parser.add_argument("--repeats", type=positive, default=15)
     parser.add_argument("--profile", action="store_true")
     args = bench.parse()
     torch.set_num_threads(1)

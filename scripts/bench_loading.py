@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Bench
+from harness import Bench, checked, device_name, positive
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
 from moe_ep.checkpoint import MoEModelSpec, model_spec
@@ -36,6 +36,7 @@ from moe_ep.checkpoint.loading import load_moe_layer
 from moe_ep.checkpoint.plan import layer_quantization, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.env import at_least
 from moe_ep.layer import FusedMoE
 
 Run = tuple[Path, int, int]
@@ -245,14 +246,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="checkpoint directory; without it one is made and removed")
     parser.add_argument("--format", choices=FORMATS, default="bf16", help="of the made checkpoint")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-30b", help="of the made checkpoint")
-    parser.add_argument("--made-layers", type=int, default=2, help="layers of the made checkpoint")
-    parser.add_argument("--made-experts", type=int, default=64, help="experts of a layer of the made checkpoint")
+    parser.add_argument("--made-layers", type=positive, default=2, help="layers of the made checkpoint")
+    parser.add_argument("--made-experts", type=positive, default=64, help="experts of a layer of the made checkpoint")
     parser.add_argument("--made-in", type=Path, help="folder for the made checkpoint; the system's temporary one")
-    parser.add_argument("--ep-size", type=int, default=8)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ep-size", type=positive, default=8)
+    parser.add_argument("--rank", type=checked(at_least(0)), default=0)
+    parser.add_argument("--device", type=device_name, default="cpu")
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=positive, default=7)
     args = bench.parse()
     made = None
     if args.model is None:

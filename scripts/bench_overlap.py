@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Bench, this_gpu, use_gpu_of_rank
+from harness import Bench, positive, positives, some_of, this_gpu, use_gpu_of_rank
 
 from moe_ep.activation import MoEActivation
 from moe_ep.bench.timing import slowest_rank, time_calls, timing_of
@@ -339,20 +339,12 @@ def measure(
 
 def main() -> int:
     bench = Bench(__doc__)
-    bench.parser.add_argument("--ranks", type=int, default=1, help="ranks of this process, without torchrun")
-    bench.parser.add_argument("--sizes", default="small,qwen3-30b,deepseek-v3")
-    bench.parser.add_argument("--tokens", default="256,1024,4096", help="of each rank")
+    bench.parser.add_argument("--ranks", type=positive, default=1, help="ranks of this process, without torchrun")
+    bench.parser.add_argument("--sizes", type=some_of(SIZES), default=["small", "qwen3-30b", "deepseek-v3"])
+    bench.parser.add_argument("--tokens", type=positives, default=(256, 1024, 4096), help="of each rank")
     bench.parser.add_argument("--timeline", action="store_true", help="keep one call's kernels, of a rank per GPU")
     options = bench.parse()
-    sizes = options.sizes.split(",")
-    for size in sizes:
-        if size not in SIZES:
-            bench.parser.error(f"--sizes has {size!r}; choose from {', '.join(SIZES)}")
-    counts = [int(tokens) if tokens.isdecimal() else 0 for tokens in options.tokens.split(",")]
-    if min(counts) < 1:
-        bench.parser.error(f"--tokens is {options.tokens!r}; it must be whole numbers from 1 on, separated by commas")
-    bench.check_at_least(1, ranks=options.ranks)
-    cases = [(size, tokens) for size in sizes for tokens in counts]
+    cases = [(size, tokens) for size in options.sizes for tokens in options.tokens]
     is_gang = "LOCAL_RANK" in os.environ
     if not is_gang:
         this_gpu()

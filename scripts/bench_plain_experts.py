@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from gemm_cases import BYTES_PER_S, FLOPS_PER_S
-from harness import Bench, this_gpu
+from harness import Bench, positive, this_gpu
 
 from moe_ep.bench.geometries import preset
 from moe_ep.bench.results import markdown_table
@@ -28,7 +28,7 @@ LAYERS = (("qwen3-30b", 128), ("mixtral-8x7b", 8), ("qwen3-235b", 16))
 def main() -> None:
     bench = Bench(__doc__)
     parser = bench.parser
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 4096])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 8, 64, 512, 4096])
     options = bench.parse()
     for geometry, num_experts in LAYERS:
         for row in measure(geometry, num_experts, options.tokens):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from bench_plain_experts import LAYERS
 from gemm_cases import BYTES_PER_S, FLOPS_PER_S
-from harness import Bench, this_gpu
+from harness import Bench, positive, this_gpu
 
 from moe_ep.activation import MoEActivation
 from moe_ep.bench.geometries import preset
@@ -55,7 +55,7 @@ CHAIN = 8
 def main() -> None:
     bench = Bench(__doc__)
     parser = bench.parser
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256, 512, 1024])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 8, 64, 256, 512, 1024])
     options = bench.parse()
     device = this_gpu()
     lines = []

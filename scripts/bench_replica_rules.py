@@ -13,7 +13,6 @@ timed. Both rules of a pair take turns. On a CPU the experts are computed in pla
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from gemm_timing import num_copies
-from harness import Bench, this_gpu
+from harness import Bench, positive, positives, this_gpu
 
 from moe_ep.activation import MoEActivation
 from moe_ep.bench.cost_model import Load, Machine, experts_floors_us
@@ -38,7 +37,6 @@ from moe_ep.eplb.simulate import RULES, Layout, Outcome, Scene, place
 from moe_ep.eplb.trace import from_choices, plain_choices, read_arrays
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
-from moe_ep.launch.cli.options import whole_numbers
 from moe_ep.layer.expert_slots import ROWS_PER_SLOT
 from moe_ep.layer.methods import relative_error
 from moe_ep.modular_kernel.contracts import ExpertsCall, ExpertTokensMetadata
@@ -205,13 +203,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("routing", type=Path, nargs="+", help="npz files of recorded choices")
     parser.add_argument("--geometry", choices=packed, default="qwen3-235b", help="whose expert's sizes (qwen3-235b)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ep-sizes", type=_numbers, default=(8, 16), help="(8,16)")
-    parser.add_argument("--tokens", type=_numbers, default=(8, 32, 128), help="of each rank (8,32,128)")
-    parser.add_argument("--pairs", type=int, default=24, help="(layer, step) pairs of each row (24)")
-    parser.add_argument("--ranks", type=int, default=3, help="ranks of a pair that are timed (3)")
-    parser.add_argument("--repeats", type=int, default=9, help="of each graph (9)")
+    parser.add_argument("--ep-sizes", type=positives, default=(8, 16), help="(8,16)")
+    parser.add_argument("--tokens", type=positives, default=(8, 32, 128), help="of each rank (8,32,128)")
+    parser.add_argument("--pairs", type=positive, default=24, help="(layer, step) pairs of each row (24)")
+    parser.add_argument("--ranks", type=positive, default=3, help="ranks of a pair that are timed (3)")
+    parser.add_argument("--repeats", type=positive, default=9, help="of each graph (9)")
     options = bench.parse(argv)
-    bench.check_at_least(1, pairs=options.pairs, ranks=options.ranks, repeats=options.repeats)
     options.device = this_gpu() if options.device == "cuda" else torch.device(options.device)
     for path in options.routing:
         try:
@@ -227,13 +224,6 @@ def main(argv: list[str] | None = None) -> int:
             bench.keep({"routing": path.stem} | row)
     print(markdown_table(bench.rows, COLUMNS))
     return 0
-
-
-def _numbers(raw: str) -> tuple[int, ...]:
-    try:
-        return whole_numbers(raw)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

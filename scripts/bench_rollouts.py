@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Bench
+from harness import Bench, device_name, positive, some_of
 from loading_checkpoints import GEOMETRIES, make_checkpoint
 
 import moe_ep
@@ -167,18 +167,20 @@ def measure_recording(device: torch.device, times: int, quantize: str) -> list[d
 def main() -> None:
     bench = Bench(__doc__)
     parser = bench.parser
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--times", type=int, default=5, help="turns of updates, pairs of turns of recording")
-    parser.add_argument("--what", default="updates,recording", help="updates, recording, or both")
-    parser.add_argument("--quantize", default="none", help="experts of the decode steps: none, int4 or fp8")
+    parser.add_argument("--experts", type=positive, default=128)
+    parser.add_argument("--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--times", type=positive, default=5, help="turns of updates, pairs of turns of recording")
+    parser.add_argument("--what", type=some_of(("updates", "recording")), default=["updates", "recording"])
+    parser.add_argument(
+        "--quantize", choices=("none", "int4", "fp8"), default="none", help="experts of the decode steps"
+    )
     args = bench.parse()
     device = torch.device(args.device)
     measured = {
         "updates": partial(measure_updates, args.experts, device, args.times),
         "recording": partial(measure_recording, device, args.times, args.quantize),
     }
-    for row in (row for name in args.what.split(",") for row in measured[name]()):
+    for row in (row for name in args.what for row in measured[name]()):
         bench.keep(row)
         print(
             f"{row['what']}: {1e3 * row['s']:.3f} ms",

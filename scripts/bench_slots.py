@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 import transformers
-from harness import Bench, this_gpu
+from harness import Bench, positive, this_gpu
 
 import moe_ep
 from moe_ep.bench.results import table
@@ -102,8 +102,8 @@ def main() -> int:
     """Prints a table."""
     bench = Bench(__doc__)
     parser = bench.parser
-    parser.add_argument("--layers", type=int, default=4, help="of each model (4)")
-    parser.add_argument("--steps", type=int, default=20, help="decoding steps that are measured (20)")
+    parser.add_argument("--layers", type=positive, default=4, help="of each model (4)")
+    parser.add_argument("--steps", type=positive, default=20, help="decoding steps that are measured (20)")
     args = bench.parse()
     this_gpu()
     models = {name: make_model(name, args.layers) for name in MODELS}

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from harness import Bench, this_gpu, use_gpu_of_rank
+from harness import Bench, positive, this_gpu, use_gpu_of_rank
 
 import moe_ep
 from moe_ep.bench.geometries import preset
@@ -210,11 +210,13 @@ def main() -> int:
         "--experts", nargs="+", choices=[*OWN, *QUANTIZED], help="implementations (those that are quick)"
     )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="generate: one (all)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 1024, 4096], help="of a block's call")
-    parser.add_argument("--layers", type=int, default=48, help="generate: of the model (48)")
-    parser.add_argument("--prompts", type=int, default=8, help="generate: sequences (8)")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="generate: of each prompt (128)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="generate: of each continuation (64)")
+    parser.add_argument(
+        "--tokens", type=positive, nargs="+", default=[1, 8, 32, 128, 1024, 4096], help="of a block's call"
+    )
+    parser.add_argument("--layers", type=positive, default=48, help="generate: of the model (48)")
+    parser.add_argument("--prompts", type=positive, default=8, help="generate: sequences (8)")
+    parser.add_argument("--prompt-tokens", type=positive, default=128, help="generate: of each prompt (128)")
+    parser.add_argument("--new-tokens", type=positive, default=64, help="generate: of each continuation (64)")
     parser.add_argument("--compiled", action="store_true", help="generate: in static caches, compiled by transformers")
     parser.add_argument("--markdown", type=Path, metavar="JSONL", help="print the tables of recorded lines and end")
     options = bench.parse()

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +15,49 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from moe_ep.arguments import usable_device
 from moe_ep.bench.results import append_line, facts
+from moe_ep.env import at_least
 from moe_ep.errors import ConfigError, MoeEpError
 from moe_ep.launch.cli.gang_options import GangConfig, start_gang
-from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args, option, output_file
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args, option, output_file, whole_numbers
 
 C = TypeVar("C", bound=GangConfig)
+T = TypeVar("T")
+
+
+def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A `type` of argparse whose errors are those of `parse`, which raises ValueError with the rule."""
+
+    def convert(raw: str) -> T:
+        try:
+            return parse(raw)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"it is {raw!r}; {error}") from None
+
+    return convert
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Names with commas between them, as a `type` of argparse."""
+
+    def parse(raw: str) -> list[str]:
+        if not set(names := raw.split(",")) <= set(known):
+            raise ValueError(f"it must be some of {', '.join(known)}, with commas between them")
+        return names
+
+    return checked(parse)
+
+
+def device_name(raw: str) -> str:
+    """A device of this machine, as a `type` of argparse."""
+    try:
+        return str(usable_device(raw))
+    except (ValueError, ConfigError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+positive, positives = checked(at_least(1)), checked(whole_numbers)
 
 
 class Bench:
@@ -54,12 +91,6 @@ class Bench:
         self.about = facts(seed=options.seed, commit=options.commit)
         self._json = options.json
         return options
-
-    def check_at_least(self, least: int, **given: int) -> None:
-        """Ends with a sentence where an option is less."""
-        for name, value in given.items():
-            if value < least:
-                self.parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
 
     def keep(self, row: dict[str, Any]) -> dict[str, Any]:
         """Records a row, and gives it back."""

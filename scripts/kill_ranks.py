@@ -44,11 +44,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness import Bench
+from harness import Bench, checked, device_name, positive
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.demo import demo_checkpoint
+from moe_ep.env import at_least
 from moe_ep.errors import MoeEpError
 from moe_ep.launch.cli.report import percentile
 from moe_ep.launch.gangs import control
@@ -347,24 +348,24 @@ def main() -> int:
     bench = Bench(__doc__)
     add = bench.parser.add_argument
     add("--launcher", nargs="+", default=[*LAUNCHERS], choices=LAUNCHERS)
-    add("--times", type=int, default=20, help="kills in the generation of each launcher")
-    add("--at-once", type=int, default=1, help="ranks of each kill")
+    add("--times", type=positive, default=20, help="kills in the generation of each launcher")
+    add("--at-once", type=positive, default=1, help="ranks of each kill")
     add("--within", type=float, default=2.0, help="seconds after the gang is whole, at most")
     add("--after", type=float, default=0.0, help="and at least")
-    add("--events", type=int, default=0, help="joins, leaves and kills, in place of --times")
-    add("--fewest", type=int, default=1, help="ranks that --events leaves at least")
+    add("--events", type=checked(at_least(0)), default=0, help="joins, leaves and kills, in place of --times")
+    add("--fewest", type=positive, default=1, help="ranks that --events leaves at least")
     add("--steps", action="store_true", help="step times while a rank joins and leaves, in place of kills")
-    add("--agents", type=int, default=0, help="agents of torchrun, of one rank each")
-    add("--device", default="cpu")
+    add("--agents", type=checked(at_least(0)), default=0, help="agents of torchrun, of one rank each")
+    add("--device", type=device_name, default="cpu")
     add("--model", type=Path, help="checkpoint folder (default: the model of make run)")
     add("--geometry", choices=GEOMETRIES, help="make a model of these sizes, in the folder --model if that is given")
     add("--format", choices=FORMATS, default="int4", help="of the experts that are made")
-    add("--layers", type=int, default=4)
-    add("--ep-size", type=int, default=4)
-    add("--max-ranks", type=int, help="default: --ep-size")
-    add("--prompts", type=int, default=1000)
-    add("--max-new-tokens", type=int, default=128)
-    add("--batch-size", type=int, default=2)
+    add("--layers", type=positive, default=4)
+    add("--ep-size", type=positive, default=4)
+    add("--max-ranks", type=positive, help="default: --ep-size")
+    add("--prompts", type=positive, default=1000)
+    add("--max-new-tokens", type=positive, default=128)
+    add("--batch-size", type=positive, default=2)
     add("--options", default="", help="more options of the elastic command, in one argument")
     options = bench.parse()
     options.ep_size = options.agents or options.ep_size

@@ -22,7 +22,7 @@ os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
 
 import torch
 import torch.distributed as dist
-from harness import use_gpu_of_rank
+from harness import positive, positives, use_gpu_of_rank
 
 from moe_ep.dispatch.nvshmem import kernels
 from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena
@@ -200,9 +200,9 @@ class Kernel:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("ranks", 8), ("tokens", 4096), ("hidden", 7168), ("experts", 256), ("topk", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--num-sms", type=lambda raw: [int(part) for part in raw.split(",")], default=[24])
-    parser.add_argument("--repeats", type=int, default=12)
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--num-sms", type=positives, default=[24])
+    parser.add_argument("--repeats", type=positive, default=12)
     args = parser.parse_args()
     use_gpu_of_rank()
     dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -17,7 +17,7 @@ import time
 import torch
 import torch.distributed as dist
 from bench_overlap import BF16, SIZES, draw, random_weights
-from harness import Bench, use_gpu_of_rank
+from harness import Bench, positive, use_gpu_of_rank
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.dispatch.nvshmem.low_latency import MOST_COMBINING_ROWS, LowLatencyPrepareFinalize, Tuning
@@ -61,15 +61,14 @@ def main() -> int:
     bench = Bench(__doc__)
     add = bench.parser.add_argument
     add("--size", default="qwen3-30b", choices=SIZES)
-    add("--capacity", type=int, default=8, help="tokens of a rank (8)")
-    add("--steps", type=int, default=1_000_000)
+    add("--capacity", type=positive, default=8, help="tokens of a rank (8)")
+    add("--steps", type=positive, default=1_000_000)
     add("--seconds", type=float, default=float("inf"), help="end after about so long")
     options = bench.parse()
     use_gpu_of_rank()
     dist.init_process_group("cpu:gloo,cuda:nccl")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     most = MOST_COMBINING_ROWS // num_ranks
-    bench.check_at_least(1, capacity=options.capacity, steps=options.steps)
     if options.capacity > most:
         sys.exit(f"--capacity is {options.capacity}; experts of {num_ranks} ranks combine up to {most} tokens of each")
     separate, combining = (DecodeLayer(options.size, rank, num_ranks, options.capacity, each) for each in (False, True))

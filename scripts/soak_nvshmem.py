@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import use_gpu_of_rank
+from harness import positive, use_gpu_of_rank
 from tqdm import tqdm
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
@@ -168,11 +168,11 @@ def run(soak: Soak, pairs: int, seconds: float) -> tuple[int, float]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=1_000_000, help="pairs of dispatch and combine")
+    parser.add_argument("--pairs", type=positive, default=1_000_000, help="pairs of dispatch and combine")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after about so long")
-    parser.add_argument("--hidden", type=int, default=7168, help="K")
-    parser.add_argument("--experts", type=int, default=256, help="E")
-    parser.add_argument("--topk", type=int, default=8, help="experts of a token")
+    parser.add_argument("--hidden", type=positive, default=7168, help="K")
+    parser.add_argument("--experts", type=positive, default=256, help="E")
+    parser.add_argument("--topk", type=positive, default=8, help="experts of a token")
     parser.add_argument("--delay-us", type=float, default=10.0, help="most that a rank is late, every fourth pair")
     parser.add_argument("--seed", type=int, default=0, help="another one gives other batches")
     return parser.parse_args()

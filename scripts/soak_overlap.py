@@ -18,7 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 from bench_overlap import ROUTINGS, SIZES, RankLayer, draw, layers_of_one_gpu, ranks_on_one_gpu, run_together
-from harness import Bench, this_gpu, use_gpu_of_rank
+from harness import Bench, positive, this_gpu, use_gpu_of_rank
 
 CYCLES = (0, 0, 20_000, 200_000)
 
@@ -59,14 +59,13 @@ def soak(
 def main() -> int:
     bench = Bench(__doc__)
     add = bench.parser.add_argument
-    add("--ranks", type=int, default=1, help="ranks of this process, without torchrun")
+    add("--ranks", type=positive, default=1, help="ranks of this process, without torchrun")
     add("--size", default="small", choices=SIZES)
-    add("--capacity", type=int, default=200, help="tokens of a rank (200)")
-    add("--steps", type=int, default=10_000)
+    add("--capacity", type=positive, default=200, help="tokens of a rank (200)")
+    add("--steps", type=positive, default=10_000)
     add("--seconds", type=float, default=float("inf"), help="end after about so long")
     add("--row-tolerance", type=float, default=0.05)
     options = bench.parse()
-    bench.check_at_least(1, ranks=options.ranks, capacity=options.capacity, steps=options.steps)
     size, rest = SIZES[options.size], (options.capacity, options.steps, options.seconds, options.row_tolerance)
     begin = time.perf_counter()
     if "LOCAL_RANK" in os.environ:

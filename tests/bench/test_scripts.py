@@ -18,7 +18,7 @@ import gemm_tables
 import megamoe_peer
 import peer_package
 from gemm_cases import OF_PEERS, WEIGHTS
-from harness import Bench, measure_on_gang, this_gpu, use_gpu_of_rank
+from harness import Bench, device_name, measure_on_gang, positive, positives, some_of, this_gpu, use_gpu_of_rank
 
 from moe_ep.launch.cli.gang_options import GangConfig
 
@@ -31,12 +31,28 @@ def test_a_machine_without_gpus_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
             ask()
 
 
-def test_an_option_below_its_least_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ("--steps=0", "argument --steps: it is '0'; it must be a whole number of at least 1"),
+        ("--tokens=1,x", "argument --tokens: it is '1,x'; it must be whole numbers of at least 1, as in 1,2,4,8"),
+        ("--parts=send,wait", "'send,wait'; it must be some of send, receive, with commas between them"),
+        ("--device=tpu0", "device is 'tpu0'; it must be a torch.device or the name of one, as cpu or cuda:0"),
+        ("--device=cuda:99", "device is cuda:99 and this machine has"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(wrong: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench(None)
-    bench.check_at_least(1, ranks=1)
-    with pytest.raises(SystemExit):
-        bench.check_at_least(1, ranks=2, row_tokens=0)
-    assert capsys.readouterr().err.endswith("--row-tokens is 0; it must be at least 1\n")
+    add = bench.parser.add_argument
+    add("--steps", type=positive)
+    add("--tokens", type=positives)
+    add("--parts", type=some_of(("send", "receive")))
+    add("--device", type=device_name)
+    found = bench.parse(["--steps=3", "--tokens=1,32", "--parts=receive,send", "--device=cpu"])
+    assert (found.steps, found.tokens, found.parts, found.device) == (3, (1, 32), ["receive", "send"], "cpu")
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse([wrong])
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_script_for_several_gpus_says_how_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
