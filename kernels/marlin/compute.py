@@ -11,6 +11,7 @@ row counts are zero where all are, and then it ends at once; it costs f16 layers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -182,52 +183,64 @@ def compute_tokens(
     num_tokens, topk = topk_ids.shape
     if num_tokens == 0:
         return
-    leaves_slots = output.dim() == 3
-    slots_numel = 0 if leaves_slots else num_tokens * topk * pair.w13.num_columns
-    if activation_func is None and hidden_states.is_cuda:
-        rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
-        rounds = takes_eight_bit(pair, rows)
-        if not rounds:
-            eight_bit.prepare(pair, row_scales is not None)
-        if row_scales is not None:
-            hidden_states, row_scales = eight_bit.in_sent_form(hidden_states, row_scales)
-            if not rounds or row_scales.size(1) > 1:
-                hidden_states, row_scales = dequantize_codes(hidden_states, row_scales, pair.act_dtype), None
-        like = hidden_states if row_scales is None else hidden_states.new_empty(0, dtype=pair.act_dtype)
-        slots = output
-        if not leaves_slots:
-            slots = _part_of(scratch[0], slots_numel, like).view(num_tokens, topk, -1)
-        hidden = _part_of(scratch[1], num_tokens * topk * pair.w2.num_columns, like)
-        numbers = None if not rounds else -(-eight_bit.scratch_bytes(pair, rows.max_rows) // 4)
-        partials = _partials(scratch[0], num_tokens * topk, like, slots_numel, numbers)
-        run_experts(slots, hidden_states, pair, rows, hidden, partials, row_scales=row_scales)
-        if leaves_slots:
-            return
-        if pair.act_dtype is torch.float16 and moe_sum is None:
-            again = hidden_states.to(torch.bfloat16) if row_scales is None else hidden_states
-            mul_sum(slots, topk_weights, output, topk_ids, expert_map)
-            is_bad = ~output.isfinite().all(dim=1, keepdim=True)
-            ids = torch.where(is_bad, topk_ids, -1)
-            twin, rows = pair.once(_Bf16Twin), sort_by_expert(ids, pair.num_experts, expert_map)
-            twin.refresh(rows.num_tokens)
-            slots, hidden = slots.view(torch.bfloat16), hidden.view(torch.bfloat16)
-            run_experts(slots, again, twin.pair, rows, hidden, partials, row_scales=row_scales)
-            results = mul_sum(slots, topk_weights, torch.empty_like(output), ids, expert_map)
-            output.copy_(torch.where(is_bad, results, output))
-            return
-    else:
-        wide = wide_dtype(pair.act_dtype)
-        slots = output
-        if not leaves_slots:
-            slots = hidden_states.new_empty((num_tokens, topk, pair.w13.num_columns), dtype=wide)
+    leaves_slots, shape = output.dim() == 3, (num_tokens, topk, pair.w13.num_columns)
+    if activation_func is not None or not hidden_states.is_cuda:
+        slots = output if leaves_slots else hidden_states.new_empty(shape, dtype=wide_dtype(pair.act_dtype))
         _plain_slots(slots, hidden_states, to_local_ids(topk_ids, expert_map), pair, activation_func, row_scales)
-        if leaves_slots:
-            return
+        if not leaves_slots:
+            _sum_slots(slots, topk_weights, output, topk_ids, expert_map, moe_sum, pair.act_dtype)
+        return
+
+    rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
+    rounds = takes_eight_bit(pair, rows)
+    if not rounds:
+        eight_bit.prepare(pair, row_scales is not None)
+    if row_scales is not None:
+        hidden_states, row_scales = eight_bit.in_sent_form(hidden_states, row_scales)
+        if not rounds or row_scales.size(1) > 1:
+            hidden_states, row_scales = dequantize_codes(hidden_states, row_scales, pair.act_dtype), None
+    like = hidden_states if row_scales is None else hidden_states.new_empty(0, dtype=pair.act_dtype)
+    slots_numel = 0 if leaves_slots else math.prod(shape)
+    slots = output if leaves_slots else _part_of(scratch[0], slots_numel, like).view(shape)
+    hidden = _part_of(scratch[1], num_tokens * topk * pair.w2.num_columns, like)
+    numbers = None if not rounds else -(-eight_bit.scratch_bytes(pair, rows.max_rows) // 4)
+    partials = _partials(scratch[0], num_tokens * topk, like, slots_numel, numbers)
+    run_experts(slots, hidden_states, pair, rows, hidden, partials, row_scales=row_scales)
+    if leaves_slots:
+        return
+    # Tokens whose results exceed f16's range are computed again in bf16, from rows of which `output` may be the memory.
+    again = None
+    if pair.act_dtype is torch.float16 and moe_sum is None:
+        again = hidden_states.to(torch.bfloat16) if row_scales is None else hidden_states
+    _sum_slots(slots, topk_weights, output, topk_ids, expert_map, moe_sum, pair.act_dtype)
+    if again is None:
+        return
+    is_bad = ~output.isfinite().all(dim=1, keepdim=True)
+    ids = torch.where(is_bad, topk_ids, -1)
+    twin, rows = pair.once(_Bf16Twin), sort_by_expert(ids, pair.num_experts, expert_map)
+    twin.refresh(rows.num_tokens)
+    slots, hidden = slots.view(torch.bfloat16), hidden.view(torch.bfloat16)
+    run_experts(slots, again, twin.pair, rows, hidden, partials, row_scales=row_scales)
+    results = mul_sum(slots, topk_weights, torch.empty_like(output), ids, expert_map)
+    output.copy_(torch.where(is_bad, results, output))
+
+
+def _sum_slots(
+    slots: torch.Tensor,
+    topk_weights: torch.Tensor,
+    output: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    moe_sum: SumFunction | None,
+    dtype: torch.dtype,
+) -> None:
+    """Sums a token's weighted slots `[T, topk, K]` of local experts into `output`; a caller's moe_sum gets them in
+    `dtype`."""
     if moe_sum is None:
         mul_sum(slots, topk_weights, output, topk_ids, expert_map)
     else:
         is_local = to_local_ids(topk_ids, expert_map)[..., None] >= 0
-        moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(pair.act_dtype), output)
+        moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(dtype), output)
 
 
 def compute_slots(pair: WeightPair, step: Step) -> None:
@@ -266,7 +279,7 @@ def compute_arriving(pair: WeightPair, step: Step) -> None:
     hopper.launch_arriving(params, pair, partials, rows, step.arrival)
 
 
-def compute_pending(pair: WeightPair, step: Step) -> bool:
+def compute_deferred(pair: WeightPair, step: Step) -> bool:
     """`compute_tokens` of tokens whose experts are still to be chosen, in one kernel; False, with nothing done, where
     the choice must be made before (`deferred.settle`)."""
     deferred = step.deferred

@@ -31,8 +31,8 @@ from moe_ep.kernels.marlin.checks import (
 from moe_ep.kernels.marlin.compute import (
     compute_arriving,
     compute_batch,
+    compute_deferred,
     compute_peers,
-    compute_pending,
     compute_slots,
     compute_tokens,
     partials_numel,
@@ -413,7 +413,7 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         check_scratch(pair, rows, ids.numel(), ids.numel() if self._sums_are_left else None, _SCRATCH, *step.scratch)
         if step.deferred is not None:
             fits = step.output.dtype == act_dtype and step.row_scales is None and not self._leaves_slots()
-            if fits and compute_pending(pair, step):
+            if fits and compute_deferred(pair, step):
                 return
             step.deferred.settle()
         if step.arrival is not None:
