@@ -52,6 +52,15 @@ def test_simulate_copies_experts_for_a_batch(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(json_path.read_text().splitlines()[-1])["copies"] == 0
 
 
+def test_random_choices_have_the_sizes_of_the_geometry(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--layers", "1", "--steps", "2", "--step-tokens", "64", "--policies", "linear", "--rules", "levelled"]
+    for more, experts in (([], 256), (["--geometry", "small"], 16), (["--geometry", "small", "--experts", "32"], 32)):
+        assert main(["eplb", "simulate", *options, *more]) == 0
+        assert f"1 layers, {experts} experts" in capsys.readouterr().out
+    assert main(["eplb", "simulate", *options, "--geometry", "small", "--experts", "3", "--ep-size", "1"]) == 2
+    assert "--top-k is 4; it must be at most the 3 of --experts" in capsys.readouterr().err
+
+
 def test_report_says_nothing_of_random_choices_which_it_does_not_take(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["eplb", "report", "--help"])

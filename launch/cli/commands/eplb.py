@@ -179,8 +179,10 @@ class SimulateConfig(SceneConfig):
         "rows by which a copy must lower the maximum load",
     )
     layers: int = option(4, at_least(1), "layers of random choices")
-    experts: int = option(256, at_least(1), "experts of random choices")
-    top_k: int = option(8, at_least(1), "experts of each token, for random choices")
+    experts: int | None = option(None, at_least(1), "experts of random choices (default: those of --geometry, or 256)")
+    top_k: int | None = option(
+        None, at_least(1), "experts of each token, for random choices (default: those of --geometry, or 8)"
+    )
     steps: int = option(32, at_least(2), "steps of random choices")
     geometry: str = option("", geometry_name, f"model whose layer is timed by the cost model: {GEOMETRY_NAMES}")
     expert_bytes: int | None = option(
@@ -246,13 +248,14 @@ def main_simulate(args: argparse.Namespace) -> int:
                 raise OptionError(
                     f"--array is {config.array!r}; --routing {config.routing} reads no file, leave it out"
                 )
-            config.scene().num_slots(config.experts)  # raises before the choices are drawn
-            if config.top_k > config.experts:
-                raise OptionError(f"--top-k is {config.top_k}; it must be at most the {config.experts} of --experts")
+            experts, top_k = _random_sizes(config)
+            config.scene().num_slots(experts)  # raises before the choices are drawn
+            if top_k > experts:
+                raise OptionError(f"--top-k is {top_k}; it must be at most the {experts} of --experts")
             trace = zipf_trace(
                 num_layers=config.layers,
-                num_experts=config.experts,
-                top_k=config.top_k,
+                num_experts=experts,
+                top_k=top_k,
                 exponent=float(config.routing.removeprefix("zipf:")),
                 num_steps=config.steps,
                 num_tokens=config.step_tokens,
@@ -280,6 +283,16 @@ def main_simulate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _random_sizes(config: SimulateConfig) -> tuple[int, int]:
+    """(experts, top_k) of random choices."""
+    from moe_ep.bench.geometries import preset
+
+    experts, top_k = 256, 8
+    if config.geometry:
+        experts, top_k = preset(config.geometry).num_experts, preset(config.geometry).top_k
+    return config.experts or experts, config.top_k or top_k
+
+
 def _costs(config: SimulateConfig, trace: RoutingTrace) -> tuple[float | None, Callable[[Outcome], float] | None]:
     """(bytes of an expert, mean time of a layer by the cost model); None for what is unknown."""
     if not config.geometry:
@@ -291,7 +304,9 @@ def _costs(config: SimulateConfig, trace: RoutingTrace) -> tuple[float | None, C
     from moe_ep.bench.cost_model import Machine, uneven_step_us
     from moe_ep.bench.geometries import preset
 
-    geometry, machine = preset(config.geometry), Machine()
+    # The model's layer with as many experts, and of a token, as the trace has.
+    geometry = replace(preset(config.geometry), num_experts=trace.num_experts, top_k=trace.ids.shape[1])
+    machine = Machine()
     tokens_per_rank = -(-trace.ids.shape[0] // (trace.num_steps * trace.num_layers * config.ep_size))
 
     def layer_us(outcome: Outcome) -> float:
