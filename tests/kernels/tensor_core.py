@@ -53,12 +53,18 @@ def compute_expert(
     rows: torch.Tensor, pair: WeightPair, expert: int, scales: torch.Tensor | None = None
 ) -> torch.Tensor:
     """plain.compute_expert with e4m3 rows, whose sums are the tensor cores': f32 `[n, K]`."""
+    return _product(*compute_hidden(rows, pair, expert, scales), pair, expert, 1)
+
+
+def compute_hidden(
+    rows: torch.Tensor, pair: WeightPair, expert: int, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What w13 and the activation make of rows: e4m3 codes `[n, N]`, and scales `[n, ceil(N / 128)]`."""
     codes = rows
     if scales is None:
         codes, scales = _rounded(rows, whole=True)
     gate_up = _product(codes, scales, pair, expert, 0)
-    hidden = apply_activation(pair.activation, gate_up, clamp_limit=pair.clamp_limit)
-    return _product(*_rounded(hidden), pair, expert, 1)
+    return _rounded(apply_activation(pair.activation, gate_up, clamp_limit=pair.clamp_limit))
 
 
 def _rounded(rows: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
