@@ -299,7 +299,8 @@ class Rearrangement:
         except (RuntimeError, TimeoutError) as error:
             cause = str(error)
             # Where the others are stuck too, the error of all says who did not take part, and not why.
-            logger.error("EPLB: experts of layer %d did not arrive on EP rank %d: %s", layer, self._channel.rank, error)
+            # The text alone: a record that is kept would keep the error's connections open, on which others wait.
+            logger.error("EPLB: experts of layer %d did not arrive on EP rank %d: %s", layer, self._channel.rank, cause)
             heard = self._channel.heard()
             if heard is not None:
                 raise heard from None
