@@ -108,13 +108,15 @@ def call_in_thread(name: str, call: Callable[[], T]) -> Future[T]:
     """Calls it in a thread of its own, since the call may hang: then it is abandoned, also when Python ends."""
     future: Future[T] = Future()
 
-    def run() -> None:
+    def run(future: Future[T]) -> None:
         try:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
+        finally:
+            del future  # its error's traceback has this frame: together they would outlive their last user
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run, args=(future,), name=name, daemon=True).start()
     return future
 
 

@@ -26,6 +26,7 @@ from moe_ep.errors import DispatchTimeoutError, EplbError
 logger = logging.getLogger(__name__)
 
 _OTHERS_ERROR_S = 2.0
+_LOOK_S = 0.5
 T = TypeVar("T")
 
 # Numbers for the channels of a group: they name keys in the store, which must not be used twice (`_next_prefix`).
@@ -46,6 +47,7 @@ class SideChannel:
         self.timeout_s = timeout_s
         self.rank, self.size = 0, 1
         self._error: EplbError | None = None
+        self._next_look = time.monotonic() + _LOOK_S
         self._connections: GlooExchange | None = None
         if process_group is not None:
             self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -159,8 +161,16 @@ class SideChannel:
         return self.failed(f"{text}{f' within {self.timeout_s:g} s' if verdict.late else ''}: {verdict}; experts stay")
 
     def is_hopeless(self) -> bool:
-        """Whether a wait for other ranks should end before its deadline, since one of them has failed."""
-        return self.size > 1 and self._detector.is_hopeless()
+        """Whether a wait for other ranks should end before its deadline, since one of them has failed.
+
+        May be polled: the store is asked twice a second.
+        """
+        if self.size == 1:
+            return False
+        if self._error is None and time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + _LOOK_S
+            self.heard()
+        return self._error is not None or self._detector.is_hopeless()
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around a wait for other ranks outside of exchanges, until the same deadline."""

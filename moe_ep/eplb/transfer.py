@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.arguments import check_same_device
+from moe_ep.distributed.failure_detection import comes_within
 from moe_ep.distributed.liveness import machine
 from moe_ep.distributed.peer_memory import PeerMemory
 from moe_ep.distributed.process_groups import check_member, is_initialized, subgroup
+from moe_ep.distributed.store import call_in_thread
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves, plan_moves
@@ -128,11 +130,12 @@ class MessageTransport(Transport):
             sends = [(row, peer) for row, (_, _, peers) in zip(packed, part.sends, strict=True) for peer in peers]
             receives = [(rows[row], peer) for _, row, peer, _ in part.receives]
             if sends or receives:
-                for work in self._start(sends, receives):
-                    if on_gpu:
+                works = self._start(sends, receives)
+                if on_gpu:
+                    for work in works:
                         work.wait()  # queued on the current stream
-                    else:
-                        work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+                else:
+                    self._wait_on_host(works, deadline)
             stamps |= {row: _stamp(stamp, expert) for expert, row, *_ in part.receives}
         if on_gpu:
             event = torch.cuda.Event()
@@ -140,6 +143,20 @@ class MessageTransport(Transport):
             wait_for_event(event, deadline, self._is_hopeless)
         self._under_way = False
         return not stamps or intact(rows[: moves.num_rows], stamps)
+
+    def _wait_on_host(self, works: Sequence[dist.Work], deadline: float) -> None:
+        """Waits for messages of gloo, of which a send may not end although its peer has closed the connection."""
+
+        def wait_for_all() -> None:
+            for work in works:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+
+        # In a list, to be taken out: an error's traceback has this frame, and with it what the frame refers to.
+        waiting = [call_in_thread("moe_ep-messages", wait_for_all)]
+        comes_within(max(deadline - time.monotonic(), 0), lambda: waiting[0].done() or self._is_hopeless())
+        if not waiting[0].done():
+            raise RuntimeError("a rank failed" if self._is_hopeless() else "the deadline has passed")
+        waiting.pop().result()
 
     def _start(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
@@ -191,7 +208,8 @@ def rearrange_expert_weights(
         return
     timeout_s = env.DISPATCH_TIMEOUT_S.get()
     channel, device = SideChannel(process_group, timeout_s), layers[0].device
-    transport = MessageTransport(lambda: process_group if device.type == "cuda" else channel.group, timeout_s)
+    group = process_group if device.type == "cuda" else None
+    transport = MessageTransport(lambda: group or channel.group, timeout_s, channel.is_hopeless)
     try:
         channel.agree("the placements", checksum=digest(old, new))
         channel.agree("the experts' tensors", checksum=digest(*(experts.signature for experts in layers)))
